@@ -1,0 +1,1 @@
+"""The aggregator: merges the learners' updates and commits new versions."""

@@ -1,0 +1,96 @@
+"""The errors of this project.
+
+Each says whose fault it is, what was expected, what came, and what to do next; `retry` tells a
+caller whether the same call may succeed later. Exceptions of other libraries become one of these
+once, where they enter (`store*.py`, `bus*.py`, `config.py`, `wire.py`), and nowhere else.
+"""
+
+
+class DilocoError(Exception):
+    """Base of every error this project raises on purpose.
+
+    Args:
+        message: what was expected and what came.
+        hint: what to do next; shown on a line of its own.
+    """
+
+    retry = False
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class ConfigError(DilocoError):
+    """The operator's configuration or command line is wrong."""
+
+
+class TaskError(DilocoError):
+    """The user's task breaks a rule of the Task contract."""
+
+
+class RunMismatchError(DilocoError):
+    """A daemon's configuration disagrees with the run it wants to join."""
+
+
+class WireError(DilocoError):
+    """Bytes from a peer are not what the protocol says: the sender's fault.
+
+    Args:
+        reason: a short, stable word for counters and verdicts (`errors by reason`).
+    """
+
+    def __init__(self, reason: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.reason = reason
+
+
+class IntegrityError(DilocoError):
+    """Stored or recomputed bits differ from what was recorded: never retried, always reported."""
+
+
+class StoreError(DilocoError):
+    """The object store failed."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store could not be reached or had a passing fault."""
+
+    retry = True
+
+
+class ObjectMissingError(StoreError):
+    """No object of that name."""
+
+
+class ObjectExistsError(StoreError):
+    """An object of that name exists with other bytes; names are create-only."""
+
+
+class BusError(DilocoError):
+    """The message bus failed."""
+
+
+class BusUnavailableError(BusError):
+    """The bus could not be reached, or did not answer in time; the message may have arrived."""
+
+    retry = True
+
+
+class SwapLostError(BusError):
+    """The subject's last message is not the expected one: somebody else committed first.
+
+    Args:
+        expected: the stream sequence that the publisher believed to be the subject's last.
+    """
+
+    def __init__(self, subject: str, expected: int) -> None:
+        super().__init__(
+            f"compare-and-swap on {subject!r} lost: its last message is not sequence {expected}"
+        )
+        self.subject = subject
+        self.expected = expected

@@ -1,0 +1,1 @@
+"""The learner: trains on its own, sends outer gradients, adopts new versions."""
