@@ -1,0 +1,315 @@
+"""Which tensor belongs to which fragment, and where in the fragment's vector it lies.
+
+A layout is a pure function of the tensors' names, shapes and dtypes, the number of fragments P,
+the block size and the task's hints; two programs that compute it agree bit for bit, and its
+digest travels with every message, so that programs that do not agree notice.
+
+A fragment is one float32 vector. It is the concatenation of *segments*; a segment is the unit
+over which a norm is taken (a tensor, or one layer of a layer-stacked tensor), is padded with
+zeros to a whole number of quantization blocks, and so never shares a block with another. The
+vector is padded to a whole number of block pairs, because 4-bit codes keep its two halves in the
+low and the high nibbles (`quantize.py`).
+
+Balanced tensor fragmentation: Decoupled DiLoCo (arXiv 2604.21428), App. C.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import msgpack
+import numpy as np
+import xxhash
+
+from common.errors import ConfigError
+
+# A tensor larger than this many mean fragments is split along its first axis. The greedy
+# assignment is within 4/3 of the optimum for what remains (Graham's bound, P App. C).
+OVERSIZE = 1.25
+
+FLOATING = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorHint:
+    """What a task knows of a tensor that its shape does not tell.
+
+    Attributes:
+        merge: "rda" (radial-directional averaging) or "average"; embeddings want "average"
+            (paper, Table 8).
+        norm_axes: number of leading axes that stack independent matrices (layers, experts): one
+            norm, and one direction, for each index of them.
+        alone: the tensor shares its fragments with no other.
+    """
+
+    merge: Literal["rda", "average"] = "rda"
+    norm_axes: int = 0
+    alone: bool = False
+
+
+Hint = Callable[[str, tuple[int, ...]], TensorHint]
+
+
+def default_hint(name: str, shape: tuple[int, ...]) -> TensorHint:
+    """Every tensor by RDA with one norm, none alone."""
+    del name, shape
+    return TensorHint()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """Name, shape and dtype (NumPy's name) of one leaf of the parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """Rows `start:stop` of a tensor's first axis, at `offset` of a fragment's vector.
+
+    It is `groups` segments of `group_size` elements, each padded to `group_stride`. A scalar
+    tensor counts as one row.
+    """
+
+    tensor: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    merge: str
+    groups: int
+    group_size: int
+    group_stride: int
+    offset: int
+
+    @property
+    def stride(self) -> int:
+        """Elements the piece takes in the vector, padding included."""
+        return self.groups * self.group_stride
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fragment:
+    """One fragment: its pieces in order, and the length of its vector in elements.
+
+    Attributes:
+        size: length of the vector, a multiple of two blocks.
+        elements: parameters it holds; `size` less the padding.
+    """
+
+    index: int
+    pieces: tuple[Piece, ...]
+    size: int
+    elements: int
+
+    def segment_blocks(self, block: int) -> np.ndarray:
+        """First block of each segment, ascending; int64 [segments]."""
+        starts = [
+            (piece.offset + group * piece.group_stride) // block
+            for piece in self.pieces
+            for group in range(piece.groups)
+        ]
+        return np.asarray(starts, np.int64)
+
+    def segment_of_block(self, block: int) -> np.ndarray:
+        """Segment of each block; the padding at the end belongs to the last. int64 [blocks]."""
+        starts = self.segment_blocks(block)
+        lengths = np.diff(np.append(starts, self.size // block))
+        return np.repeat(np.arange(len(starts)), lengths)
+
+    def segment_rules(self) -> tuple[str, ...]:
+        """Merge rule of each segment."""
+        return tuple(piece.merge for piece in self.pieces for _ in range(piece.groups))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The fragments of a model.
+
+    Attributes:
+        tensors: floating tensors, synchronized, in the task's order.
+        constants: all other leaves; every learner gets the run's, nobody changes them.
+        block: elements that share one quantization scale.
+        digest: xxh3-128 of all of the above and the fragments, as hex.
+    """
+
+    tensors: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...]
+    fragments: tuple[Fragment, ...]
+    block: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Rows of a tensor that must stay together, before they have a place."""
+
+    tensor: Tensor
+    hint: TensorHint
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.tensor.shape[1:]) if self.tensor.shape else ()
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def make_layout(
+    tensors: Iterable[Tensor], *, fragments: int, block: int, hint: Hint = default_hint
+) -> Layout:
+    """Divide `tensors` into `fragments` fragments of about equal size.
+
+    Args:
+        tensors: every leaf of the parameters, in any order that all parties share.
+        fragments: P, at least 1.
+        block: elements that share one quantization scale.
+        hint: the task's predicate.
+
+    Raises:
+        ConfigError: no floating tensor, two of one name, an empty tensor, or P too large.
+    """
+    leaves = tuple(tensors)
+    _check(leaves)
+    floating = tuple(t for t in leaves if t.dtype in FLOATING)
+    constants = tuple(t for t in leaves if t.dtype not in FLOATING)
+    if not floating:
+        raise ConfigError(
+            "the model has no floating-point parameter to train",
+            hint="let the task's init return at least one float array",
+        )
+    bins = _assign(_cuts(floating, fragments, hint), fragments)
+    placed = tuple(_place(index, cuts, block) for index, cuts in enumerate(bins))
+    canonical = msgpack.packb(
+        [
+            block,
+            [asdict(t) for t in floating],
+            [asdict(t) for t in constants],
+            [asdict(f) for f in placed],
+        ]
+    )
+    return Layout(
+        tensors=floating,
+        constants=constants,
+        fragments=placed,
+        block=block,
+        digest=xxhash.xxh3_128_hexdigest(canonical),
+    )
+
+
+def _check(leaves: tuple[Tensor, ...]) -> None:
+    names = [t.name for t in leaves]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(f"parameter names must differ; these occur twice: {', '.join(twice)}")
+    empty = [t.name for t in leaves if t.size == 0]
+    if empty:
+        raise ConfigError(
+            f"parameters without elements cannot be synchronized: {', '.join(empty)}",
+            hint="remove them from what the task's init returns",
+        )
+
+
+def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]:
+    """Whole tensors, and the parts of those much larger than the mean fragment."""
+    mean = sum(t.size for t in tensors) / fragments
+    cuts = []
+    for tensor in tensors:
+        rows = tensor.shape[0] if tensor.shape else 1
+        parts = 1
+        if tensor.size > OVERSIZE * mean:
+            parts = min(rows, math.ceil(tensor.size / mean))
+        edges = [rows * part // parts for part in range(parts + 1)]
+        tensor_hint = hint(tensor.name, tensor.shape)
+        cuts += [
+            _Cut(tensor, tensor_hint, start, stop)
+            for start, stop in zip(edges, edges[1:], strict=False)
+        ]
+    return cuts
+
+
+def _assign(cuts: list[_Cut], fragments: int) -> list[list[_Cut]]:
+    """Largest first, each into the smallest fragment; what is alone gets fragments of its own."""
+    alone = [cut for cut in cuts if cut.hint.alone]
+    shared = [cut for cut in cuts if not cut.hint.alone]
+    if fragments == 1:
+        alone, shared = [], cuts
+    # A lone tensor in as many fragments as its parts would need leaves the others their share.
+    own = min(len(alone), fragments - (1 if shared else 0))
+    available = own + (min(len(shared), fragments - own))
+    if available < fragments:
+        raise ConfigError(
+            f"sync.fragments is {fragments}, but the model has tensors for only {available}",
+            hint=f"set sync.fragments to {available} or less",
+        )
+    lone_bins: list[list[_Cut]] = [[] for _ in range(own)]
+    shared_bins: list[list[_Cut]] = [[] for _ in range(fragments - own)]
+    _fill(lone_bins, alone)
+    _fill(shared_bins, shared)
+    order = {id(cut): position for position, cut in enumerate(cuts)}
+    return [sorted(content, key=lambda cut: order[id(cut)]) for content in lone_bins + shared_bins]
+
+
+def _fill(bins: list[list[_Cut]], cuts: list[_Cut]) -> None:
+    sizes = [0] * len(bins)
+    for cut in sorted(cuts, key=lambda c: (-c.size, c.tensor.name, c.start)):
+        smallest = sizes.index(min(sizes))
+        bins[smallest].append(cut)
+        sizes[smallest] += cut.size
+
+
+def _place(index: int, cuts: list[_Cut], block: int) -> Fragment:
+    pieces = []
+    offset = 0
+    for cut in cuts:
+        axes = min(cut.hint.norm_axes, len(cut.shape))
+        groups = math.prod(cut.shape[:axes])
+        group_size = cut.size // groups
+        piece = Piece(
+            tensor=cut.tensor.name,
+            start=cut.start,
+            stop=cut.stop,
+            shape=cut.shape,
+            merge=cut.hint.merge,
+            groups=groups,
+            group_size=group_size,
+            group_stride=_round_up(group_size, block),
+            offset=offset,
+        )
+        pieces.append(piece)
+        offset += piece.stride
+    return Fragment(
+        index=index,
+        pieces=tuple(pieces),
+        size=_round_up(offset, 2 * block),
+        elements=sum(cut.size for cut in cuts),
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def offset_steps(fragment: int, fragments: int, interval_steps: int) -> int:
+    """Step at which a fragment is first due, in 1..H, spread evenly (paper §3: t_p)."""
+    return max(1, (fragment + 1) * interval_steps // fragments)
+
+
+def global_step(version: int, offset: int, interval_steps: int) -> int:
+    """The run's clock at a version of a fragment, in inner steps: H x (version - 1) + offset."""
+    return 0 if version == 0 else interval_steps * (version - 1) + offset
+
+
+def last_version(steps: int, offset: int, interval_steps: int) -> int:
+    """The last version of a fragment that falls within `steps` global steps."""
+    return 0 if steps < offset else (steps - offset) // interval_steps + 1
