@@ -13,6 +13,7 @@ low and the high nibbles (`quantize.py`).
 Balanced tensor fragmentation: Decoupled DiLoCo (arXiv 2604.21428), App. C.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -232,8 +233,7 @@ def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]
         edges = [rows * part // parts for part in range(parts + 1)]
         tensor_hint = hint(tensor.name, tensor.shape)
         cuts += [
-            _Cut(tensor, tensor_hint, start, stop)
-            for start, stop in zip(edges, edges[1:], strict=False)
+            _Cut(tensor, tensor_hint, start, stop) for start, stop in itertools.pairwise(edges)
         ]
     return cuts
 
