@@ -1,0 +1,360 @@
+"""The configuration of a run: one TOML file, frozen records, checked when built.
+
+The sections `run`, `task`, `sync`, `outer`, `staleness`, `quorum` and `bounds` define the run:
+they go into its specification, and a daemon whose file disagrees is refused (`differences`).
+The sections `bus`, `store`, `learner` and `aggregator` say how one daemon does its work, and may
+differ from machine to machine. docs/configuration.md lists every key.
+
+The only module that reads the environment: DILOCO_<SECTION>_<KEY> overrides the daemon sections.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from common.errors import ConfigError, RunMismatchError
+from common.names import NAME
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Steps = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A section of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """What is trained, and for how long.
+
+    Attributes:
+        steps: the run's length on its global clock, in inner steps.
+        tokens: ends the run earlier, once so many tokens have been merged (0: no such limit).
+    """
+
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+    steps: Steps
+    tokens: Annotated[int, Field(ge=0)] = 0
+    seed: int = 0
+
+
+class TaskSection(Section):
+    """The user's task: `build` names a function "package.module:function"."""
+
+    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "learner.model:build"
+    options: dict[str, Any] = {}
+
+
+class SyncSection(Section):
+    """How learners send and adopt.
+
+    Attributes:
+        interval_steps: H, inner steps between two updates of a fragment.
+        fragments: P.
+        codec: of updates; `delta_codec` of version deltas.
+        block: elements that share one quantization scale.
+        shard_elements: an update larger than this is cut into several objects.
+        overlap_steps: tau, inner steps that an update and its version may take to travel.
+        min_steps: fewest steps worth sending when a round is open.
+        mode: "async", or "lockstep", in which learners wait for each version.
+        adopt: "rebase" keeps the steps taken while an update travelled; "overwrite" mixes
+            theta <- alpha x theta + (1 - alpha) x view (the paper's rule, alpha 0).
+        snapshot_every: C, versions between two stored views and outer states.
+        announce_again_s: an update that no record has resolved for so long is announced again.
+    """
+
+    interval_steps: Steps = 24
+    fragments: Annotated[int, Field(ge=1, le=4096)] = 8
+    codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
+    delta_codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
+    block: Literal[16, 32, 64, 128, 256, 512] = 64
+    shard_elements: Annotated[int, Field(ge=1 << 10)] = 1 << 26
+    overlap_steps: Annotated[int, Field(ge=0)] = 2
+    min_steps: Steps = 6
+    mode: Literal["async", "lockstep"] = "async"
+    adopt: Literal["rebase", "overwrite"] = "rebase"
+    alpha: Fraction = 0.0
+    snapshot_every: Steps = 8
+    announce_again_s: Annotated[float, Field(gt=0)] = 30.0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SyncSection":
+        if self.min_steps > self.interval_steps:
+            raise ValueError(
+                f"min_steps ({self.min_steps}) is more than interval_steps ({self.interval_steps})"
+            )
+        if self.fragments > self.interval_steps:
+            raise ValueError(
+                f"fragments ({self.fragments}) is more than interval_steps "
+                f"({self.interval_steps}): two would fall on one step"
+            )
+        if self.alpha and self.adopt != "overwrite":
+            raise ValueError("alpha mixes only with adopt = 'overwrite'")
+        return self
+
+
+class OuterSection(Section):
+    """The outer optimizer and the merge.
+
+    Attributes:
+        delay: N of delayed Nesterov; `delay_fraction` its c.
+        merge: "rda" follows the layout's rule for each tensor; "average" averages all plainly.
+        participation: a round that holds a share f of the fleet's weight takes f of a step.
+    """
+
+    optimizer: Literal["sgd", "momentum", "nesterov", "delayed_nesterov"] = "nesterov"
+    learning_rate: Annotated[float, Field(gt=0)] = 0.7
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    delay: Steps = 4
+    delay_fraction: Fraction = 0.0
+    merge: Literal["rda", "average"] = "rda"
+    participation: bool = False
+
+
+class StalenessSection(Section):
+    """The discount S(s) of an update s versions old (PAPER.md, section 4).
+
+    Attributes:
+        power: p of "polynomial" (1+s)^-p. `rate`: a of "exponential" exp(-a s), of "hinge"
+            1/(a (s-b) + 1) beyond b = `knee`, and lambda of "inverse" 1/(1 + lambda s).
+        maximum: an update staler than this is rejected; 0 for no limit.
+    """
+
+    rule: Literal["constant", "polynomial", "hinge", "exponential", "inverse"] = "polynomial"
+    power: NonNegative = 0.5
+    rate: NonNegative = 0.25
+    knee: Annotated[int, Field(ge=0)] = 4
+    maximum: Annotated[int, Field(ge=0)] = 0
+
+
+class QuorumSection(Section):
+    """When a round opens and closes.
+
+    Attributes:
+        min_learners: K; the effective quorum is min(K, live learners).
+        grace_fraction: gamma of the grace window gamma x (tau x step - quorum - sync).
+        grace_cap_s: the longest grace.
+        deadline_s: a round closes so long after it opened with what it has.
+        pace: a round opens no sooner after the last one closed than the fastest live learner
+            needs for pace x H steps; 0 for no such rule.
+        live_s: a learner not heard of for so long is not waited for.
+    """
+
+    min_learners: Steps = 1
+    grace_fraction: Fraction = 0.9
+    grace_cap_s: NonNegative = 30.0
+    deadline_s: Annotated[float, Field(gt=0)] = 60.0
+    pace: NonNegative = 0.9
+    live_s: Annotated[float, Field(gt=0)] = 10.0
+
+
+class BoundsSection(Section):
+    """What the aggregator believes.
+
+    Attributes:
+        max_tokens_per_step: tokens that one inner step may claim.
+        max_steps_per_s: inner steps a learner may claim for the time since its last update.
+        norm_clip: an update whose norm per step exceeds so many running medians is clipped to it.
+        norm_refuse: beyond so many medians it is rejected.
+    """
+
+    max_tokens_per_step: Annotated[int, Field(ge=1)] = 1 << 32
+    max_steps_per_s: Annotated[float, Field(gt=0)] = 1000.0
+    norm_clip: Annotated[float, Field(gt=1)] = 10.0
+    norm_refuse: Annotated[float, Field(gt=1)] = 100.0
+
+
+class BusSection(Section):
+    """Where NATS is, and how the run's streams are made."""
+
+    url: str = "nats://127.0.0.1:4222"
+    credentials: str | None = None
+    replicas: Annotated[int, Field(ge=1, le=5)] = 1
+    duplicate_window_s: Annotated[float, Field(gt=0)] = 120.0
+    ops_max_age_s: Annotated[float, Field(gt=0)] = 86400.0
+    ops_max_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
+
+
+class StoreSection(Section):
+    """Where objects are: a path, or file:///absolute/path."""
+
+    url: str
+
+
+class LearnerSection(Section):
+    """How a learner works.
+
+    Attributes:
+        speed: shares of full speed in (0, 1], by learner; a slow one sleeps after each step.
+        heartbeat_s: seconds between heartbeats.
+        compile_cache: folder in which compiled programs are kept between lives.
+        leave_s: longest wait, at a clean end, for uploads that are under way.
+    """
+
+    speed: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
+    heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
+    compile_cache: str | None = None
+    leave_s: NonNegative = 20.0
+
+
+class AggregatorSection(Section):
+    """How an aggregator works."""
+
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = "aggregator"
+    threads: Steps = 2
+
+
+class RunSettings(Section):
+    """The sections that all parties of a run share; they go into its specification."""
+
+    run: RunSection
+    task: TaskSection = TaskSection()
+    sync: SyncSection = SyncSection()
+    outer: OuterSection = OuterSection()
+    staleness: StalenessSection = StalenessSection()
+    quorum: QuorumSection = QuorumSection()
+    bounds: BoundsSection = BoundsSection()
+
+
+class Config(RunSettings):
+    """The whole file."""
+
+    store: StoreSection
+    bus: BusSection = BusSection()
+    learner: LearnerSection = LearnerSection()
+    aggregator: AggregatorSection = AggregatorSection()
+
+    def settings(self) -> RunSettings:
+        """The part that defines the run."""
+        return RunSettings(**{name: getattr(self, name) for name in RunSettings.model_fields})
+
+
+DAEMON_SECTIONS = ("bus", "store", "learner", "aggregator")
+
+
+def load_config(path: Path) -> Config:
+    """The configuration in the TOML file `path`.
+
+    Raises:
+        ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no configuration file {str(path)!r}",
+            hint="give its path with --config; docs/configuration.md shows one",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return make_config(_with_environment(document, os.environ), source=str(path))
+
+
+def make_config(document: Mapping[str, Any], *, source: str) -> Config:
+    """A checked configuration from the sections in `document`; `source` is named in errors.
+
+    Raises:
+        ConfigError: a key is missing, unknown or out of range.
+    """
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{source}: {_explain(error)}", hint="docs/configuration.md lists every key"
+        ) from error
+
+
+def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
+    """The settings of a run's specification.
+
+    Raises:
+        ConfigError: this program does not know such settings: it is older or newer than the run.
+    """
+    try:
+        return RunSettings.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(
+            f"the run's specification: {_explain(error)}",
+            hint="was the run created by another version of this program?",
+        ) from error
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r}")
+        elif item["type"] == "missing":
+            lines.append(f"{key!r} is missing")
+        else:
+            lines.append(f"{key!r}: {item['msg']}, got {item['input']!r}"[:300])
+    return "; ".join(lines)
+
+
+def _with_environment(document: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """DILOCO_BUS_URL and the like override the daemon's sections."""
+    merged = dict(document)
+    for variable, value in environment.items():
+        parts = variable.lower().split("_", 2)
+        if len(parts) == 3 and parts[0] == "diloco" and parts[1] in DAEMON_SECTIONS:
+            merged[parts[1]] = {**merged.get(parts[1], {}), parts[2]: value}
+    return merged
+
+
+def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
+    """Each setting in which two configurations of a run differ: 'sync.codec: int4 here, ...'."""
+    mine, other = ours.model_dump(), theirs.model_dump()
+    return [
+        f"{section}.{key}: {mine[section][key]!r} here, {other[section][key]!r} in the run"
+        for section in mine
+        for key in mine[section]
+        if mine[section][key] != other[section][key]
+    ]
+
+
+def check_same_run(
+    ours: RunSettings, theirs: RunSettings, our_layout: str, their_layout: str
+) -> None:
+    """Refuse a daemon whose file or model is not the run's.
+
+    Raises:
+        RunMismatchError: names each difference, with both sides.
+    """
+    found = differences(ours, theirs)
+    if our_layout != their_layout:
+        found.append(f"layout digest: {our_layout} here, {their_layout} in the run")
+    if found:
+        raise RunMismatchError(
+            f"this configuration is not that of run {theirs.run.name!r}: " + "; ".join(found),
+            hint="use the file the run was created with, or create another run",
+        )
+
+
+def warnings(settings: RunSettings) -> list[str]:
+    """Sentences on settings in regions that are known to train badly (PAPER.md)."""
+    found = []
+    outer, sync = settings.outer, settings.sync
+    if sync.codec != "float32" and sync.interval_steps < 5:
+        found.append(f"sync.interval_steps = {sync.interval_steps}: H near 2 has cost about 9 %")
+    if settings.quorum.min_learners == 1 and not settings.quorum.grace_fraction:
+        found.append("a quorum of 1 without grace ruins quality with unequal learners (Table 5)")
+    races = settings.quorum.pace == 0 and sync.mode == "async"
+    if races and outer.optimizer in ("nesterov", "momentum"):
+        found.append("quorum.pace = 0 with momentum: small rounds race, and quality is lost")
+    if outer.optimizer != "sgd" and outer.learning_rate / (1 - outer.momentum) > 12:
+        found.append(
+            f"outer.learning_rate {outer.learning_rate} with momentum {outer.momentum} "
+            "steps further than any setting that is known to work"
+        )
+    if sync.overlap_steps > 10:
+        found.append(f"sync.overlap_steps = {sync.overlap_steps}: up to 5 is advised")
+    return found

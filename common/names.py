@@ -1,0 +1,126 @@
+"""Names of streams, subjects and objects: all of a run's addresses, made in one place.
+
+Tape subjects, one stream per run (`tape_stream`):
+    diloco.{run}.spec                        the run's specification, first message
+    diloco.{run}.join.{learner}              a learner's new incarnation
+    diloco.{run}.leave.{learner}             its clean end
+    diloco.{run}.update.{learner}.{fragment} manifests
+    diloco.{run}.record.{fragment}           versions and verdicts: compare-and-swap
+    diloco.{run}.stop                        the stop rule was met: send what is unsent
+    diloco.{run}.end                         nothing after this counts
+Bounded stream (`ops_stream`): diloco.{run}.heartbeat.{learner}, diloco.{run}.rejected.{learner}
+Not kept: diloco.{run}.round.{fragment}      a round is open
+Objects: one prefix per learner, so that one access rule fences it.
+"""
+
+import re
+
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+
+
+def valid_name(name: str) -> bool:
+    """Whether `name` may name a run or a learner: it becomes a subject token and a path."""
+    return NAME.fullmatch(name) is not None
+
+
+def tape_stream(run: str) -> str:
+    """The run's event tape."""
+    return f"diloco-{run}"
+
+
+def ops_stream(run: str) -> str:
+    """Heartbeats and rejections: bounded, not needed for recovery."""
+    return f"diloco-{run}-ops"
+
+
+def tape_subjects(run: str) -> list[str]:
+    """Every subject of the tape."""
+    return [
+        spec(run),
+        join(run, "*"),
+        leave(run, "*"),
+        update(run, "*", "*"),
+        record(run, "*"),
+        stop(run),
+        end(run),
+    ]
+
+
+def ops_subjects(run: str) -> list[str]:
+    """Every subject of the bounded stream."""
+    return [heartbeat(run, "*"), rejected(run, "*")]
+
+
+def spec(run: str) -> str:
+    """Subject of the specification."""
+    return f"diloco.{run}.spec"
+
+
+def join(run: str, learner: str) -> str:
+    """Subject of a learner's joins."""
+    return f"diloco.{run}.join.{learner}"
+
+
+def leave(run: str, learner: str) -> str:
+    """Subject of a learner's leaves."""
+    return f"diloco.{run}.leave.{learner}"
+
+
+def update(run: str, learner: str, fragment: int | str) -> str:
+    """Subject of a learner's manifests for a fragment."""
+    return f"diloco.{run}.update.{learner}.{fragment}"
+
+
+def record(run: str, fragment: int | str) -> str:
+    """Subject of a fragment's records."""
+    return f"diloco.{run}.record.{fragment}"
+
+
+def stop(run: str) -> str:
+    """Subject of the stop message."""
+    return f"diloco.{run}.stop"
+
+
+def end(run: str) -> str:
+    """Subject of the end message."""
+    return f"diloco.{run}.end"
+
+
+def heartbeat(run: str, learner: str) -> str:
+    """Subject of a learner's heartbeats."""
+    return f"diloco.{run}.heartbeat.{learner}"
+
+
+def rejected(run: str, learner: str) -> str:
+    """Subject of the copies of a learner's rejected updates."""
+    return f"diloco.{run}.rejected.{learner}"
+
+
+def round_open(run: str, fragment: int | str) -> str:
+    """Subject of the round-open announcement; not kept."""
+    return f"diloco.{run}.round.{fragment}"
+
+
+def learner_prefix(run: str, learner: str) -> str:
+    """Prefix of all objects that a learner may create."""
+    return f"{run}/learner/{learner}/"
+
+
+def shard(run: str, learner: str, fragment: int, incarnation: int, seq: int, index: int) -> str:
+    """Object of one shard of an update."""
+    return f"{learner_prefix(run, learner)}update/{fragment}/{incarnation}-{seq}.{index}"
+
+
+def fragment_prefix(run: str, fragment: int) -> str:
+    """Prefix of what the aggregator stores of a fragment."""
+    return f"{run}/global/{fragment}/"
+
+
+def version_object(run: str, fragment: int, version: int, what: str, digest: str) -> str:
+    """Object `what` (delta, view, outer, record) of a version; its name holds its content."""
+    return f"{fragment_prefix(run, fragment)}{version:08d}-{what}-{digest}"
+
+
+def constants_object(run: str, digest: str) -> str:
+    """Object that holds the leaves which are not trained."""
+    return f"{run}/global/constants-{digest}"

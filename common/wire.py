@@ -1,0 +1,417 @@
+"""The messages of a run: typed, frozen, decoded once at the border and trusted inside.
+
+A message is one msgpack map with `schema`, `kind` and the fields of one of the classes below;
+docs/protocol.md shows each. Decoding is strict: a missing, unknown or wrong-typed field, a
+non-finite float or anything beyond the limits raises `WireError` with a stable reason. Nothing
+here builds an object from a name in the data.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from common.errors import WireError
+from common.names import NAME
+
+SCHEMA = 1
+# A reader accepts its own schema and the one before; schema 0 was never published.
+READABLE = frozenset({SCHEMA})
+MESSAGE_BYTES = 1 << 20
+# A record larger than this keeps its body in an object, so that streams stay small.
+RECORD_BYTES = 256 << 10
+MAX_ITEMS = 1 << 16
+
+Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
+Seconds = Annotated[float, Field(ge=0)]
+Text = Annotated[str, Field(max_length=2000)]
+
+
+class Part(BaseModel):
+    """A record within a message."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Body(Part):
+    """A message; `kind` names it on the wire."""
+
+    kind: ClassVar[str]
+    limit_bytes: ClassVar[int] = MESSAGE_BYTES
+
+
+class Specification(Body):
+    """What a run is: the tape's first message.
+
+    `settings` holds the sections of the configuration that all parties must share, as
+    `config.RunSettings` gives them; `constants` the object with the leaves nobody trains.
+    """
+
+    kind: ClassVar[str] = "spec"
+    run: Name
+    layout: Digest
+    settings: dict[str, Any]
+    constants: ObjectName | None
+    created_at_s: Seconds
+
+
+class Join(Body):
+    """A learner begins a life; the message's sequence in the stream is its incarnation."""
+
+    kind: ClassVar[str] = "join"
+    run: Name
+    learner: Name
+    layout: Digest
+    host: Text
+
+
+class Leave(Body):
+    """A learner ends a life on purpose: nothing more comes from this incarnation.
+
+    `position` is its data position, in batches, where its next life goes on.
+    """
+
+    kind: ClassVar[str] = "leave"
+    run: Name
+    learner: Name
+    incarnation: Positive
+    position: Count
+    final: bool
+
+
+class Shard(Part):
+    """One object of an update: elements `start:stop` of the fragment's vector."""
+
+    name: ObjectName
+    size_bytes: Positive
+    crc32c: Annotated[int, Field(ge=0, lt=1 << 32)]
+    start: Count
+    stop: Positive
+
+
+class Manifest(Body):
+    """Announces one update: one outer gradient of one fragment from one learner.
+
+    Attributes:
+        seq: 1, 2, 3 ... per incarnation and fragment; the next only once this one is resolved.
+        base_version: version whose view the outer gradient is anchored on.
+        tokens: units of work the update covers; `steps` the inner steps.
+        position: data position after those steps, in batches of this learner.
+        attempt: 0, and one more each time the same update is announced again.
+        final: the learner sends no other update of this fragment.
+    """
+
+    kind: ClassVar[str] = "update"
+    run: Name
+    learner: Name
+    incarnation: Positive
+    seq: Positive
+    fragment: Count
+    base_version: Count
+    base_digest: Digest
+    layout: Digest
+    codec: Literal["float32", "bfloat16", "int8", "int4"]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1, max_length=4096)]
+    tokens: Positive
+    steps: Positive
+    position: Count
+    local_step: Count
+    loss: float
+    step_time_s: Seconds
+    encode_s: Seconds
+    upload_s: Seconds
+    attempt: Count
+    final: bool
+
+
+class ObjectRef(Part):
+    """An object of the aggregator's: name, size and checksum."""
+
+    name: ObjectName
+    size_bytes: Positive
+    crc32c: Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class Input(Part):
+    """One merged update, with all that re-merging needs.
+
+    Attributes:
+        coefficients: bfloat16 [segments], little endian: what each code x scale was multiplied by.
+        clip: factor applied to its norm, 1 if none.
+    """
+
+    learner: Name
+    incarnation: Positive
+    seq: Positive
+    stream_seq: Positive
+    codec: str
+    shards: tuple[Shard, ...]
+    weight: float
+    staleness: Count
+    discount: float
+    clip: float
+    norm: float
+    tokens: Positive
+    steps: Positive
+    loss: float
+    final: bool
+    coefficients: bytes
+
+
+class Rejected(Part):
+    """One well-formed update that was not merged, and why."""
+
+    learner: Name
+    incarnation: Positive
+    seq: Positive
+    stream_seq: Positive
+    tokens: Positive
+    steps: Positive
+    reason: Text
+    detail: Text
+
+
+class Observation(Part):
+    """An input of the machine that is not on the tape, in the order it was taken.
+
+    Attributes:
+        what: "fetched", "failed", "live", "dead" or "timer".
+        after_seq: highest stream sequence the machine had taken before.
+        value: the update's norm for "fetched", else 0.
+    """
+
+    what: str
+    at_s: float
+    after_seq: Count
+    learner: str
+    incarnation: Count
+    seq: Count
+    value: float
+
+
+class Mark(Part):
+    """Highest resolved update of an incarnation, and the stream sequence of its manifest."""
+
+    learner: Name
+    incarnation: Positive
+    seq: Count
+    stream_seq: Count
+
+
+class MemberState(Part):
+    """What the machine knows of a learner."""
+
+    learner: Name
+    incarnation: Positive
+    live: bool
+    left: bool
+    final: bool
+    step_time_s: Seconds
+    weight: float
+    heard_at_s: float
+
+
+class PolicyState(Part):
+    """The machine's memory after a record; see `aggregator/machine.py`."""
+
+    members: tuple[MemberState, ...]
+    marks: tuple[Mark, ...]
+    closed_at_s: float
+    quorum_s: Seconds
+    sync_s: Seconds
+    norms: tuple[float, ...]
+
+
+class Record(Body):
+    """Commits a version of a fragment, or verdicts alone. Its compare-and-swap is the commit.
+
+    Attributes:
+        what: "version", or "verdict" when there was nothing to publish.
+        version: of the view after this record.
+        base_seq: sequence of the fragment's record before this one, 0 if there is none.
+        base_digest: view before this record ("" for version 0).
+        factors: float32 [segments], little endian: what the accumulated sum was multiplied by.
+        learning_rate, momentum: of this outer step.
+        delta: new view less the old one; None for version 0 and verdicts.
+        snapshot: newest stored view, of version `snapshot_version`; `deltas` lead from it here.
+        outer: newest stored outer state, of version `outer_version`, committed by the record
+            `outer_seq` (0: this one).
+        view_digest, outer_digest: xxh3-128 after this record.
+        position: lowest stream sequence not yet resolved: a new owner reads from here.
+        final: no version of this fragment follows.
+        closed_at_s: when the round closed; `opened_at_s`, `quorum_at_s` before it.
+    """
+
+    kind: ClassVar[str] = "record"
+    limit_bytes: ClassVar[int] = 64 << 20
+    what: Literal["version", "verdict"]
+    run: Name
+    fragment: Count
+    version: Count
+    base_seq: Count
+    base_digest: str
+    layout: Digest
+    global_step: Count
+    inputs: tuple[Input, ...]
+    rejected: tuple[Rejected, ...]
+    reason: Text
+    factors: bytes
+    learning_rate: float
+    momentum: float
+    delta: ObjectRef | None
+    snapshot: ObjectRef
+    snapshot_version: Count
+    deltas: tuple[ObjectRef, ...]
+    outer: ObjectRef
+    outer_version: Count
+    outer_seq: Count
+    view_digest: Digest
+    outer_digest: Digest
+    position: Positive
+    observations: tuple[Observation, ...]
+    policy: PolicyState
+    final: bool
+    opened_at_s: float
+    quorum_at_s: float
+    closed_at_s: float
+    aggregator: str
+    attempt_id: str
+
+
+class RecordPointer(Body):
+    """Stands on the tape for a record whose body is in an object."""
+
+    kind: ClassVar[str] = "record_pointer"
+    fragment: Count
+    body: ObjectRef
+    attempt_id: str
+
+
+class Stop(Body):
+    """The stop rule was met; learners send what is unsent and leave."""
+
+    kind: ClassVar[str] = "stop"
+    run: Name
+    global_step: Count
+    reason: Text
+
+
+class End(Body):
+    """Every fragment's last record is committed; the versions are the run's result."""
+
+    kind: ClassVar[str] = "end"
+    run: Name
+    versions: tuple[Count, ...]
+    record_seqs: tuple[Positive, ...]
+
+
+class RoundOpen(Body):
+    """A round is open: whoever has work for this fragment may send it now."""
+
+    kind: ClassVar[str] = "round"
+    fragment: Count
+    version: Count
+
+
+class Heartbeat(Body):
+    """A learner is alive, and how it fares."""
+
+    kind: ClassVar[str] = "heartbeat"
+    learner: Name
+    incarnation: Positive
+    local_step: Count
+    global_step: Count
+    tokens: Count
+    loss: float
+    tokens_per_s: Seconds
+    step_time_s: Seconds
+    stall_s: Seconds
+    run_s: Seconds
+    bytes_up: Count
+    bytes_down: Count
+    updates_sent: Count
+    state: Text
+
+
+class Rejection(Body):
+    """Copy for people of a verdict, or a sample of what could not be decoded."""
+
+    kind: ClassVar[str] = "rejected"
+    fragment: int
+    learner: str
+    incarnation: Count
+    seq: Count
+    reason: Text
+    detail: Text
+
+
+T = TypeVar("T", bound=Body)
+
+
+def encode(body: Body) -> bytes:
+    """The message's bytes."""
+    fields = body.model_dump()
+    fields["schema"] = SCHEMA
+    fields["kind"] = body.kind
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    return packed
+
+
+def decode(expected: type[T], payload: bytes) -> T:
+    """The message in `payload`, which must be of the kind `expected`.
+
+    Raises:
+        WireError: reason "oversize", "undecodable", "schema", "kind" or "malformed".
+    """
+    fields = _unpack(payload, expected.limit_bytes)
+    if fields.pop("kind", None) != expected.kind:
+        raise WireError("kind", f"expected a message of kind {expected.kind!r}")
+    try:
+        return expected.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200]
+        raise WireError(
+            "malformed", f"{expected.kind} message: field {where!r}: {first['msg'][:200]}"
+        ) from error
+
+
+def decode_record(payload: bytes) -> "Record | RecordPointer":
+    """A record, or the pointer that stands for one.
+
+    Raises:
+        WireError: as `decode`.
+    """
+    if _unpack(payload, MESSAGE_BYTES).get("kind") == RecordPointer.kind:
+        return decode(RecordPointer, payload)
+    return decode(Record, payload)
+
+
+def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
+    if len(payload) > limit_bytes:
+        raise WireError("oversize", f"message of {len(payload)} bytes, at most {limit_bytes}")
+    try:
+        fields = msgpack.unpackb(
+            payload,
+            use_list=False,
+            strict_map_key=True,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            max_ext_len=0,
+        )
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError("undecodable", f"not a msgpack message: {error}"[:300]) from error
+    if not isinstance(fields, dict):
+        raise WireError("undecodable", f"expected a map, got {type(fields).__name__}")
+    schema = fields.pop("schema", None)
+    if not isinstance(schema, int) or schema not in READABLE:
+        raise WireError(
+            "schema",
+            f"message of schema {str(schema)[:40]}; this program reads {sorted(READABLE)}",
+            hint="upgrade the older side: see docs/protocol.md",
+        )
+    return fields
