@@ -7,7 +7,38 @@ Rules of every backend:
 - Calls block and may be made from any thread; passing faults raise `StoreUnavailableError`.
 """
 
+import contextlib
+import errno
+import os
+import re
+import secrets
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from common.errors import (
+    ConfigError,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
+
+_NAME = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
+_MAX_NAME = 512
+_MAX_TOKEN = 255  # what common file systems allow
+_TEMP = ".tmp"
+_PASSING = {
+    errno.ENOSPC: "the disk is full; free space, and the call may be repeated",
+    errno.EDQUOT: "the disk quota is used up; free space, and the call may be repeated",
+    errno.EIO: "the disk reported an error; see the kernel's log",
+    errno.ESTALE: "the network file system lost the folder; mount it again",
+    errno.ETIMEDOUT: "the network file system does not answer",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
+    errno.ENFILE: "the system has too many open files",
+}
 
 
 class ObjectInfo(NamedTuple):
@@ -41,3 +72,272 @@ class ObjectStore(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error."""
+
+
+def check_object_name(name: str) -> None:
+    """Refuse a name that some backend could not hold.
+
+    Names are relative: tokens of `[A-Za-z0-9._=-]`, at most 255 long, joined by single '/', no
+    token '.' or '..', 512 characters in all; the first token '.tmp' is kept for backends.
+
+    Raises:
+        StoreError: `name` breaks a rule.
+    """
+    tokens = name.split("/")
+    if (
+        len(name) > _MAX_NAME
+        or not _NAME.fullmatch(name)
+        or any(token in {".", ".."} or len(token) > _MAX_TOKEN for token in tokens)
+        or tokens[0] == _TEMP
+    ):
+        raise StoreError(
+            f"{name[:80]!r} is no object name",
+            hint="tokens of [A-Za-z0-9._=-] joined by '/', relative, no '..', at most 512 long",
+        )
+
+
+class MemoryStore:
+    """Objects in this process's memory; for tests, the simulator and single-process runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[str, bytes] = {}
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Store `data` under `name`.
+
+        Raises:
+            ObjectExistsError: other bytes stand under that name.
+            StoreError: `name` is no object name.
+        """
+        check_object_name(name)
+        copy = bytes(data)
+        with self._lock:
+            if self._objects.setdefault(name, copy) != copy:
+                raise _exists(name)
+
+    def get(self, name: str) -> bytes:
+        """The bytes of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            StoreError: `name` is no object name.
+        """
+        check_object_name(name)
+        with self._lock:
+            data = self._objects.get(name)
+        if data is None:
+            raise _missing(name)
+        return data
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects whose names begin with `prefix`, in order of name."""
+        with self._lock:
+            found = [
+                ObjectInfo(n, len(d)) for n, d in self._objects.items() if n.startswith(prefix)
+            ]
+        return sorted(found)
+
+    def delete(self, name: str) -> None:
+        """Remove `name`; one that is not there is no error.
+
+        Raises:
+            StoreError: `name` is no object name.
+        """
+        check_object_name(name)
+        with self._lock:
+            self._objects.pop(name, None)
+
+
+class DirectoryStore:
+    """Objects as read-only files below a folder, which several processes may share.
+
+    An object is written to `.tmp`, synced, and given its name by a hard link, which fails when
+    the name is taken: that makes it create-only and never half visible. What a crash leaves in
+    `.tmp` is never listed and may be removed while nothing runs. A name cannot be both an object
+    and a folder of others.
+
+    Args:
+        root: the folder; made if it is not there.
+
+    Raises:
+        StoreError: the folder cannot be used.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        with _os_errors("open", str(root)):
+            (root / _TEMP).mkdir(parents=True, exist_ok=True)
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Store `data` under `name`; on disk, its name included, when this returns.
+
+        Raises:
+            ObjectExistsError: other bytes stand under that name.
+            StoreUnavailableError: the disk is full or failed; nothing was stored.
+            StoreError: not permitted, or `name` is no object name.
+        """
+        check_object_name(name)
+        path = self.root / name
+        view = memoryview(data).cast("B")
+        with _os_errors("store", name):
+            temp = self._write_temp(view)
+            try:
+                self._make_folder(path.parent)
+                while not _link(temp, path):
+                    try:
+                        same = path.read_bytes() == view
+                    except FileNotFoundError:
+                        continue  # deleted since the link failed
+                    if not same:
+                        raise _exists(name)
+                    break
+                # The link of an equal object may be another writer's, and not synced yet.
+                _sync_folder(path.parent)
+            finally:
+                temp.unlink(missing_ok=True)
+
+    def get(self, name: str) -> bytes:
+        """The bytes of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or `name` is no object name.
+        """
+        check_object_name(name)
+        with _os_errors("read", name):
+            try:
+                return (self.root / name).read_bytes()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                raise _missing(name) from None
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects whose names begin with `prefix`, in order of name.
+
+        Raises:
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or no name can begin so.
+        """
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_object_name(folder)
+        with _os_errors("list", prefix):
+            return sorted(info for info in self._walk(folder) if info.name.startswith(prefix))
+
+    def delete(self, name: str) -> None:
+        """Remove `name`; one that is not there is no error.
+
+        Raises:
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or `name` is no object name.
+        """
+        check_object_name(name)
+        with _os_errors("delete", name), contextlib.suppress(NotADirectoryError):
+            (self.root / name).unlink(missing_ok=True)
+
+    def _write_temp(self, data: memoryview) -> Path:
+        temp = self.root / _TEMP / secrets.token_hex(16)
+        descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(descriptor)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        return temp
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make `folder` below the root, durable with every folder above it."""
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
+
+    def _walk(self, folder: str) -> Iterator[ObjectInfo]:
+        """Every object below `folder` ('' for all); what is deleted meanwhile may be missing."""
+        try:
+            entries = _entries(self.root / folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if name == _TEMP:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(name)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                yield ObjectInfo(name, entry.stat().st_size)
+
+
+def open_store(url: str) -> ObjectStore:
+    """The store at `url`: `file:///absolute/path`, or the path of a folder.
+
+    Raises:
+        ConfigError: the URL is of a kind that this version does not know.
+        StoreError: the folder cannot be used.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        if not url:
+            raise ConfigError("the store's URL is empty", hint="file:///path, or a folder's path")
+        return DirectoryStore(Path(url).absolute())
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise ConfigError(f"{url!r} names no absolute path", hint="write file:///path")
+        return DirectoryStore(Path(urllib.parse.unquote(rest)))
+    if scheme == "gs":
+        raise ConfigError(
+            f"{url!r}: Google Cloud Storage is not supported by this version",
+            hint="it arrives with store_gcs; until then use file:///path on a shared disk",
+        )
+    raise ConfigError(f"{url!r}: no store of kind {scheme!r}", hint="write file:///path")
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return [*entries]
+
+
+def _exists(name: str) -> ObjectExistsError:
+    return ObjectExistsError(
+        f"an object {name!r} with other bytes exists",
+        hint="names are create-only; two writers used one name for different contents",
+    )
+
+
+def _missing(name: str) -> ObjectMissingError:
+    return ObjectMissingError(f"no object {name!r}")
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give `source` the name `target` too; False if that name is taken."""
+    try:
+        target.hardlink_to(source)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _os_errors(action: str, name: str) -> Iterator[None]:
+    """Turn what the operating system raises into our errors."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot {action} {name!r}: {error}"
+        if error.errno in _PASSING:
+            raise StoreUnavailableError(message, hint=_PASSING[error.errno]) from error
+        raise StoreError(message, hint="check the folder's kind, owner and permissions") from error

@@ -1,0 +1,283 @@
+"""What every object store does; a new backend is one more entry of `STORES`."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import (
+    ConfigError,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
+from common.store import DirectoryStore, MemoryStore, ObjectInfo, ObjectStore, open_store
+
+STORES: dict[str, Callable[[Path], ObjectStore]] = {
+    "memory": lambda _: MemoryStore(),
+    "directory": lambda folder: DirectoryStore(folder / "store"),
+}
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    return STORES[request.param](tmp_path)
+
+
+def names(store: ObjectStore, prefix: str) -> list[str]:
+    return [info.name for info in store.list(prefix)]
+
+
+def test_what_was_put_is_got(store: ObjectStore) -> None:
+    store.put("run/a=1/x.bin", b"abc")
+    assert store.get("run/a=1/x.bin") == b"abc"
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 3_000_000, memoryview(b"xyz")[1:]])
+def test_any_bytes(store: ObjectStore, data: bytes | memoryview) -> None:
+    store.put("o", data)
+    assert store.get("o") == bytes(data)
+    store.put("o", data)
+
+
+def test_a_view_of_numbers_is_stored_as_its_bytes(store: ObjectStore) -> None:
+    view = memoryview(bytes(range(16))).cast("f")
+    store.put("o", view)
+    store.put("o", view)
+    assert store.get("o") == bytes(range(16))
+
+
+def test_the_callers_buffer_may_change_afterwards(store: ObjectStore) -> None:
+    buffer = bytearray(b"before")
+    store.put("o", memoryview(buffer))
+    buffer[:] = b"after!"
+    assert store.get("o") == b"before"
+
+
+def test_putting_the_same_again_succeeds(store: ObjectStore) -> None:
+    store.put("o", b"abc")
+    store.put("o", b"abc")
+    assert store.list("") == [ObjectInfo("o", 3)]
+
+
+@pytest.mark.parametrize("other", [b"abd", b"ab", b"abcd", b""])
+def test_putting_other_bytes_is_refused_and_changes_nothing(
+    store: ObjectStore, other: bytes
+) -> None:
+    store.put("o", b"abc")
+    with pytest.raises(ObjectExistsError, match="'o'"):
+        store.put("o", other)
+    assert store.get("o") == b"abc"
+
+
+def test_what_is_not_there(store: ObjectStore) -> None:
+    store.put("a/b", b"1")
+    for name in ("x", "a", "a/b/c", "x/y"):
+        with pytest.raises(ObjectMissingError):
+            store.get(name)
+    assert store.list("x") == []
+    assert store.list("a/b/c/") == []
+
+
+def test_list_is_by_any_prefix_in_order_of_name(store: ObjectStore) -> None:
+    for name in ("b/2", "b/10", "a/z", "b-", "b/1/x", "bb"):
+        store.put(name, b"1")
+    assert names(store, "") == ["a/z", "b-", "b/1/x", "b/10", "b/2", "bb"]
+    assert names(store, "b") == ["b-", "b/1/x", "b/10", "b/2", "bb"]
+    assert names(store, "b/") == ["b/1/x", "b/10", "b/2"]
+    assert names(store, "b/1") == ["b/1/x", "b/10"]
+    assert names(store, "b/1/") == ["b/1/x"]
+
+
+def test_delete_is_idempotent_and_frees_the_name(store: ObjectStore) -> None:
+    store.put("a/o", b"1")
+    for name in ("a/o", "a/o", "never", "a/o/below"):
+        store.delete(name)
+    assert store.list("") == []
+    store.put("a/o", b"2")
+    assert store.get("a/o") == b"2"
+
+
+BAD_NAMES = [
+    "",
+    "/a",
+    "a/",
+    "a//b",
+    "..",
+    "a/../b",
+    "./a",
+    "a b",
+    "a\n",
+    "ä",
+    "a\\b",
+    "a\0b",
+    ".tmp/x",
+    "x" * 256,
+    "x/" * 256 + "x",
+]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_bad_name_is_refused(store: ObjectStore, name: str) -> None:
+    for call in (lambda: store.put(name, b""), lambda: store.get(name), lambda: store.delete(name)):
+        with pytest.raises(StoreError, match="is no object name"):
+            call()
+
+
+@given(name=st.text(max_size=12))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_name_is_refused_or_holds_an_object_and_never_leaves_the_store(
+    tmp_path: Path, name: str
+) -> None:
+    for make in STORES.values():
+        store = make(tmp_path)
+        try:
+            store.put(name, b"1")
+        except StoreError:
+            continue
+        assert ObjectInfo(name, 1) in store.list(name)
+        store.delete(name)
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["store"])
+
+
+def test_one_of_many_writers_wins_and_all_see_its_bytes(store: ObjectStore) -> None:
+    won: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def write(number: int) -> None:
+        barrier.wait()
+        try:
+            store.put("a/deep/o", bytes([number]) * 1000)
+        except ObjectExistsError:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert store.get("a/deep/o") == bytes([won[0]]) * 1000
+
+
+def test_listing_while_objects_come_and_go(store: ObjectStore) -> None:
+    store.put("kept", b"1")
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for n in range(5):
+                store.put(f"d/{n}", b"1")
+            for n in range(5):
+                store.delete(f"d/{n}")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert all("kept" in names(store, "") for _ in range(100))
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_crash_in_a_put_leaves_nothing_that_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+
+    class Crash(BaseException):
+        pass
+
+    def crash(_: int) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", crash)
+        with pytest.raises(Crash):
+            store.put("a/o", b"half")
+    (tmp_path / ".tmp" / "left by a power cut").write_bytes(b"ha")
+    assert store.list("") == []
+    DirectoryStore(tmp_path).put("a/o", b"whole")
+    assert store.get("a/o") == b"whole"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_full_or_failing_disk_may_be_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    store = DirectoryStore(tmp_path)
+
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(StoreUnavailableError, match="hint") as caught:
+            store.put("o", b"1")
+    assert caught.value.retry
+    assert [*(tmp_path / ".tmp").iterdir()] == []
+    store.put("o", b"1")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="asks Linux what was synced")
+def test_the_directory_syncs_the_object_and_every_folder_above_it_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    synced: list[Path] = []
+    real = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    store.put("a/b/o", b"1")
+    assert synced[0].parent == tmp_path / ".tmp"
+    assert synced[1:] == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+
+
+def test_a_name_cannot_be_object_and_folder_in_a_directory(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("a", b"1")
+    store.put("b/c", b"1")
+    for name in ("a/x", "b"):
+        with pytest.raises(StoreError):
+            store.put(name, b"1")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(StoreError, match="permission") as caught:
+            DirectoryStore(tmp_path / "s")
+    finally:
+        tmp_path.chmod(0o700)
+    assert not caught.value.retry
+
+
+def test_open_store_takes_file_urls_and_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in (f"file://{tmp_path}/s%20x", f"{tmp_path}/s x", "s x"):
+        store = open_store(url)
+        assert isinstance(store, DirectoryStore)
+        assert store.root == tmp_path / "s x"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("gs://bucket/x", "store_gcs"), ("s3://b", "'s3'"), ("", "empty"), ("file://x/y", "absolute")],
+)
+def test_open_store_refuses_what_it_does_not_know(url: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_store(url)
