@@ -11,8 +11,16 @@ Rules of every backend:
 Subjects use NATS's grammar: tokens joined by '.', '*' matches one token, a last '>' the rest.
 """
 
-from collections.abc import AsyncIterator
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, Protocol
+
+from common.errors import BusError, SwapLostError
+
+# Broadcasts that one listener may leave unread; then the oldest are dropped.
+LISTEN_BACKLOG = 1024
 
 
 class Message(NamedTuple):
@@ -26,7 +34,7 @@ class Message(NamedTuple):
 
 
 class StreamLimits(NamedTuple):
-    """What a stream keeps; 0 means no limit. The tape has none: only garbage collection trims it."""
+    """What a stream keeps; 0 means no limit. The tape has none: garbage collection trims it."""
 
     max_age_s: float = 0.0
     max_bytes: int = 0
@@ -78,3 +86,390 @@ class Bus(Protocol):
 
     async def close(self) -> None:
         """Release the connection."""
+
+
+def subject_matches(pattern: str, subject: str) -> bool:
+    """Whether `subject` (without wildcards) is one that `pattern` stands for."""
+    patterns, tokens = pattern.split("."), subject.split(".")
+    if patterns[-1] == ">":
+        patterns.pop()
+        if len(tokens) <= len(patterns):
+            return False
+        tokens = tokens[: len(patterns)]
+    return len(patterns) == len(tokens) and all(
+        p in {"*", t} for p, t in zip(patterns, tokens, strict=True)
+    )
+
+
+def subjects_overlap(first: str, second: str) -> bool:
+    """Whether some subject matches both patterns."""
+    a, b = first.split("."), second.split(".")
+    for left, right in zip(a, b, strict=False):
+        if ">" in {left, right}:
+            return True
+        if left != right and "*" not in {left, right}:
+            return False
+    return len(a) == len(b)
+
+
+def check_subject(subject: str, *, wildcards: bool = False) -> None:
+    """Refuse what is no subject, or (unless allowed) one with wildcards.
+
+    A server would store a message under the literal subject 'a.*', hence a check of our own.
+
+    Raises:
+        BusError: `subject` breaks the grammar.
+    """
+    tokens = subject.split(".")
+    refused = {">"} if wildcards else {"*", ">"}
+    literal = tokens[:-1] if wildcards else tokens
+    if refused & {*literal} or not all(tokens) or not subject.isprintable() or " " in subject:
+        raise BusError(f"{subject!r} is no subject{' pattern' if wildcards else ''}")
+
+
+def check_patterns(subjects: list[str]) -> None:
+    """Refuse an empty list of subjects, one with bad grammar, or two that overlap.
+
+    Raises:
+        BusError: a server would refuse them too.
+    """
+    if not subjects:
+        raise BusError("no subjects given")
+    for index, subject in enumerate(subjects):
+        check_subject(subject, wildcards=True)
+        for other in subjects[:index]:
+            if subjects_overlap(other, subject):
+                raise BusError(f"subjects {other!r} and {subject!r} overlap")
+
+
+def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
+    """The error of a reader whose position lies beyond the end of the stream."""
+    return BusError(
+        f"stream {stream!r} ends at {last}, but sequence {start_seq - 1} was seen earlier",
+        hint="the server lost acknowledged messages (a power cut without sync_interval: always?) "
+        "or the stream was made anew; restore it, or start a new run",
+    )
+
+
+class _Stream:
+    """One stream of a MemoryBroker: the log and its indexes."""
+
+    def __init__(self, name: str, subjects: list[str], limits: StreamLimits) -> None:
+        self.name = name
+        self.subjects = subjects
+        self.limits = limits
+        self.last_seq = 0
+        self.log: dict[int, Message] = {}  # by sequence, oldest first
+        self.last_of: dict[str, int] = {}  # by subject, of the messages still in the log
+        self._bytes = 0
+        self._ids: dict[str, Message] = {}  # by msg_id, oldest first, within the window
+
+    def append(
+        self, subject: str, payload: bytes, msg_id: str, expected: int | None, now_s: float
+    ) -> int:
+        """Store a message, or find that it is there already; its sequence. As `Bus.publish`."""
+        self.expire(now_s)
+        most = self.limits.max_message_bytes
+        if most and len(payload) > most:
+            raise BusError(f"message of {len(payload)} bytes: stream {self.name!r} takes {most}")
+        # As nats-server with one replica does it: a stale expectation is refused even when the
+        # msg_id is known, so whoever retries a swap must read the subject's last message.
+        if expected is not None and self.last_of.get(subject, 0) != expected:
+            raise SwapLostError(subject, expected)
+        if msg_id in self._ids:
+            return self._ids[msg_id].seq
+        self.last_seq += 1
+        message = Message(subject, self.last_seq, now_s, payload, msg_id)
+        self.log[message.seq] = message
+        self.last_of[subject] = message.seq
+        self._bytes += _size(message)
+        if msg_id:
+            self._ids[msg_id] = message
+        self._drop_beyond_size()
+        return message.seq
+
+    def expire(self, now_s: float) -> None:
+        """Forget what is older than the stream's limits allow."""
+        if age := self.limits.max_age_s:
+            while self.log and self._oldest().time_s <= now_s - age:
+                self._drop_oldest()
+        while self._ids:
+            msg_id, message = next(iter(self._ids.items()))
+            if message.time_s > now_s - self.limits.duplicate_window_s:
+                break
+            del self._ids[msg_id]
+
+    def after(self, position: int, subjects: list[str]) -> tuple[Message | None, int]:
+        """The first match from `position` on, or None, and the position to go on from."""
+        if self.log:
+            position = max(position, self._oldest().seq)
+        while position <= self.last_seq:
+            message = self.log.get(position)
+            position += 1
+            if message and any(subject_matches(s, message.subject) for s in subjects):
+                return message, position
+        return None, position
+
+    def _oldest(self) -> Message:
+        return self.log[next(iter(self.log))]
+
+    def _drop_beyond_size(self) -> None:
+        while self.limits.max_bytes and self._bytes > self.limits.max_bytes:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        message = self.log.pop(next(iter(self.log)))
+        self._bytes -= _size(message)
+        if self.last_of[message.subject] == message.seq:
+            del self.last_of[message.subject]
+
+
+class MemoryBroker:
+    """The streams that the `MemoryBus` clients of one process share.
+
+    Deterministic: no threads, no clock but the one given, everything in order of registration.
+    Not safe to use from several threads or event loops at once.
+
+    Args:
+        clock: seconds since the epoch, for message times, `max_age_s` and the duplicate window.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._streams: dict[str, _Stream] = {}
+        self._readers: dict[asyncio.Event, None] = {}  # dicts as sets that keep their order
+        self._listeners: dict[_Listener, None] = {}
+
+    def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+        """As `Bus.create_stream`."""
+        check_patterns(subjects)
+        check_limits(limits)
+        old = self._streams.get(stream)
+        if old is not None:
+            asked = stream_settings(subjects, limits)
+            check_settings(stream, stream_settings(old.subjects, old.limits), asked)
+            return
+        for other in self._streams.values():
+            if any(subjects_overlap(a, b) for a in subjects for b in other.subjects):
+                raise BusError(f"subjects of stream {stream!r} overlap with {other.name!r}'s")
+        self._streams[stream] = _Stream(stream, list(subjects), limits)
+
+    def publish(
+        self, subject: str, payload: bytes, msg_id: str | None, expected_last: int | None
+    ) -> int:
+        """As `Bus.publish`."""
+        check_subject(subject)
+        for stream in self._streams.values():
+            if any(subject_matches(s, subject) for s in stream.subjects):
+                break
+        else:
+            raise BusError(f"no stream takes subject {subject!r}")
+        seq = stream.append(subject, bytes(payload), msg_id or "", expected_last, self._clock())
+        for reader in self._readers:
+            reader.set()
+        return seq
+
+    def stream(self, name: str) -> _Stream:
+        """The stream of that name, rid of what has expired; BusError if there is none."""
+        found = self._streams.get(name)
+        if found is None:
+            raise BusError(f"no stream {name!r}", hint="create the run first")
+        found.expire(self._clock())
+        return found
+
+    def broadcast(self, subject: str, payload: bytes) -> None:
+        """Hand a message to everyone who listens now."""
+        check_subject(subject)
+        for listener in self._listeners:
+            if subject_matches(listener.pattern, subject):
+                listener.backlog.append((subject, bytes(payload)))
+                listener.ready.set()
+
+    def add_reader(self, ready: asyncio.Event) -> None:
+        """Set `ready` at every publish from now on."""
+        self._readers[ready] = None
+
+    def drop_reader(self, ready: asyncio.Event) -> None:
+        """Undo `add_reader`."""
+        del self._readers[ready]
+
+    def add_listener(self, listener: "_Listener") -> None:
+        """Give broadcasts that match it to `listener` from now on."""
+        self._listeners[listener] = None
+
+    def drop_listener(self, listener: "_Listener") -> None:
+        """Undo `add_listener`."""
+        del self._listeners[listener]
+
+
+class _Listener:
+    """What one `listen` call has not taken yet."""
+
+    def __init__(self, pattern: str, ready: asyncio.Event) -> None:
+        self.pattern = pattern
+        self.ready = ready
+        self.backlog: deque[tuple[str, bytes]] = deque(maxlen=LISTEN_BACKLOG)
+
+
+class MemoryBus:
+    """One client of a `MemoryBroker`; a broker of its own if none is given."""
+
+    def __init__(self, broker: MemoryBroker | None = None) -> None:
+        self.broker = broker or MemoryBroker()
+        self._waiting: dict[asyncio.Event, None] = {}
+        self._closed = False
+
+    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+        """Create `stream`; the same again is no error.
+
+        Raises:
+            BusError: it exists with other settings (both are named), its subjects overlap with
+                another stream's, or the settings make no sense.
+        """
+        self._open_broker().create_stream(stream, subjects, limits)
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        msg_id: str | None = None,
+        expected_last: int | None = None,
+    ) -> int:
+        """Append a message to the stream that owns `subject`; its sequence.
+
+        Raises:
+            SwapLostError: the subject's last message is not `expected_last`.
+            BusError: no such stream, too large, or the bus is closed.
+        """
+        return self._open_broker().publish(subject, payload, msg_id, expected_last)
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The last message of `subject` (no wildcards), or None.
+
+        Raises:
+            BusError: no such stream, or the bus is closed.
+        """
+        check_subject(subject)
+        found = self._open_broker().stream(stream)
+        return found.log.get(found.last_of.get(subject, 0))
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence of the stream's last message; 0 if it is empty.
+
+        Raises:
+            BusError: no such stream, or the bus is closed.
+        """
+        return self._open_broker().stream(stream).last_seq
+
+    async def read(
+        self, stream: str, subjects: list[str], start_seq: int
+    ) -> AsyncIterator[Message]:
+        """Messages of `subjects` from `start_seq` (1 is the first) on; ends when the bus closes.
+
+        Raises:
+            BusError: no such stream, bad or overlapping subjects, or `start_seq` is more than
+                one beyond the stream's end.
+        """
+        check_patterns(subjects)
+        last = self._open_broker().stream(stream).last_seq
+        if start_seq > last + 1:
+            raise stream_went_back(stream, start_seq, last)
+        position = start_seq
+        ready = asyncio.Event()
+        self._waiting[ready] = None
+        self.broker.add_reader(ready)
+        try:
+            while not self._closed:
+                message, position = self.broker.stream(stream).after(position, subjects)
+                if message:
+                    yield message
+                    continue
+                ready.clear()
+                await ready.wait()
+        finally:
+            self.broker.drop_reader(ready)
+            del self._waiting[ready]
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        """Tell whoever listens; nothing happens when the bus is closed.
+
+        Raises:
+            BusError: `subject` is none.
+        """
+        if not self._closed:
+            self.broker.broadcast(subject, payload)
+
+    async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        """(subject, payload) of every broadcast that matches `subject`; ends when the bus closes.
+
+        It hears what is sent after the first `anext`; beyond `LISTEN_BACKLOG` unread messages
+        the oldest are dropped.
+
+        Raises:
+            BusError: `subject` is no pattern, or the bus is closed.
+        """
+        check_subject(subject, wildcards=True)
+        ready = asyncio.Event()
+        listener = _Listener(subject, ready)
+        self._open_broker().add_listener(listener)
+        self._waiting[ready] = None
+        try:
+            while not self._closed:
+                if listener.backlog:
+                    yield listener.backlog.popleft()
+                    continue
+                ready.clear()
+                await ready.wait()
+        finally:
+            self.broker.drop_listener(listener)
+            del self._waiting[ready]
+
+    async def close(self) -> None:
+        """Leave the broker; reads and listeners of this client end."""
+        self._closed = True
+        for ready in self._waiting:
+            ready.set()
+
+    def _open_broker(self) -> MemoryBroker:
+        if self._closed:
+            raise BusError("this bus is closed")
+        return self.broker
+
+
+def check_limits(limits: StreamLimits) -> None:
+    """Refuse limits that no server takes.
+
+    Raises:
+        BusError: negative ones, no replica, or a duplicate window of none or beyond the age.
+    """
+    if min(limits) < 0 or limits.replicas < 1:
+        raise BusError(f"stream limits must not be negative: {limits}")
+    if limits.duplicate_window_s <= 0 or 0 < limits.max_age_s < limits.duplicate_window_s:
+        raise BusError(
+            f"duplicate_window_s is {limits.duplicate_window_s}: it must be more than 0 "
+            f"and within max_age_s ({limits.max_age_s})"
+        )
+
+
+def stream_settings(subjects: list[str], limits: StreamLimits) -> dict[str, object]:
+    """What makes two creations of a stream the same, by name."""
+    return {"subjects": sorted(subjects), **limits._asdict()}
+
+
+def check_settings(stream: str, there: dict[str, object], asked: dict[str, object]) -> None:
+    """Compare an existing stream's settings with those asked for.
+
+    Raises:
+        BusError: they differ; every difference is named.
+    """
+    differences = [f"{k} is {there[k]!r}, not {asked[k]!r}" for k in asked if there[k] != asked[k]]
+    if differences:
+        raise BusError(
+            f"stream {stream!r} exists with other settings: {'; '.join(differences)}",
+            hint="use the settings it was made with, or another run's name",
+        )
+
+
+def _size(message: Message) -> int:
+    return len(message.subject) + len(message.payload) + len(message.msg_id)

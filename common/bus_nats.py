@@ -1,0 +1,749 @@
+"""The bus on NATS JetStream; the only file that imports nats.
+
+Rules:
+- nats-py's own reconnecting is off. A `_Link` is one connection, used until it is lost; then a
+  task makes a new one, for ever, with backoff and jitter. So nothing waits in a client's buffer
+  to be sent long after its caller gave up, and a connection that the server closed for good
+  (nats-py would stay closed) comes back as well, with credentials read anew.
+- A call that gets no answer in `CALL_TIMEOUT_S`, or whose link is lost, raises
+  `BusUnavailableError`; nothing here repeats a publish.
+- A reader keeps its position itself. Whatever happens to its consumer, it makes a new one at the
+  last delivered sequence + 1; the consumer's own numbering shows a gap within one.
+- The server reports a missing permission beside the call, which then times out: `_Link` remembers
+  what was denied, and the time-out becomes a `BusError` with the subject.
+
+Permissions a client needs: publish on its own subjects; `$JS.API.STREAM.INFO.<stream>` and
+`$JS.API.STREAM.MSG.GET.<stream>` (or `$JS.API.DIRECT.GET.<stream>.>` with `direct_reads`);
+`$JS.API.CONSUMER.{CREATE,MSG.NEXT,DELETE}.<stream>.*`; subscribe on `<inbox_prefix>.>`.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import math
+import random
+import re
+import secrets
+import urllib.parse
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import JetStreamContext, api
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+
+from common.bus import (
+    LISTEN_BACKLOG,
+    Message,
+    StreamLimits,
+    check_limits,
+    check_patterns,
+    check_settings,
+    check_subject,
+    stream_settings,
+    stream_went_back,
+)
+from common.errors import BusError, BusUnavailableError, ConfigError, SwapLostError
+
+CALL_TIMEOUT_S = 5.0
+_DIAL_TIMEOUT_S = 10.0
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
+_PULL_BATCH = 256
+_PULL_BYTES = 8 << 20  # what a reader holds at most; a pull ends early rather than exceed it
+_PULL_EXPIRES_S = 5.0
+_HEARTBEAT_S = 1.5
+_SILENCE_S = 4.0  # without a heartbeat for so long, the consumer or the server is gone
+_CONSUMER_IDLE_S = 30.0  # after so long without a pull the server drops a consumer
+_BROADCAST_BACKLOG_BYTES = 1 << 20
+_WRONG_LAST_SEQUENCE = (10071, 10164)
+_STREAM_EXISTS = 10058
+
+T = TypeVar("T")
+
+
+class _Address(NamedTuple):
+    """How to reach the servers and who we are."""
+
+    url: str
+    name: str
+    credentials: str | None
+    inbox_prefix: str
+
+    def shown(self) -> str:
+        """The URL without user names and passwords."""
+        return ",".join(part.rpartition("@")[2].rpartition("/")[2] for part in self.url.split(","))
+
+
+class _Pause:
+    """Growing pauses between attempts, with jitter so that a fleet does not come back at once."""
+
+    def __init__(self) -> None:
+        self._next_s = _PAUSE_MIN_S
+
+    async def wait(self, at_most_s: float = math.inf) -> None:
+        pause_s = self._next_s * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, no secret
+        self._next_s = min(self._next_s * 2, _PAUSE_MAX_S)
+        await asyncio.sleep(min(pause_s, at_most_s))
+
+    def reset_after(self, good_s: float) -> None:
+        """Begin with short pauses again if all was well for longer than the longest pause."""
+        if good_s > _PAUSE_MAX_S:
+            self._next_s = _PAUSE_MIN_S
+
+
+class _Link:
+    """One connection, from its making to its loss."""
+
+    def __init__(self, address: _Address) -> None:
+        self.lost = asyncio.Event()
+        self.client = Client()
+        self.js: JetStreamContext = self.client.jetstream(timeout=CALL_TIMEOUT_S)
+        self.queues: set[asyncio.Queue[Msg | None]] = set()  # None tells that the link is lost
+        self._address = address
+        self._problem: Exception | None = None
+        self._denied: deque[tuple[float, str]] = deque(maxlen=64)
+
+    async def open(self, timeout_s: float) -> None:
+        """Connect, or fail within `timeout_s` seconds.
+
+        Raises:
+            BusUnavailableError: nobody answers there.
+            BusError: the server refuses us.
+        """
+        address = self._address
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.client.connect(
+                    servers=address.url.split(","),
+                    name=address.name,
+                    user_credentials=address.credentials,
+                    inbox_prefix=address.inbox_prefix,
+                    error_cb=self._on_error,
+                    closed_cb=self._on_closed,
+                    allow_reconnect=False,
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0,
+                    connect_timeout=5,
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                )
+        except Exception as error:
+            await self.close()
+            raise self._refusal(error) from error
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Send what is queued and close; never takes long, never raises."""
+        self._mark_lost()
+        # AssertionError: nats-py has one when the client got nowhere near a connection.
+        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, AssertionError):
+            async with asyncio.timeout(2.0):
+                await self.client.close()
+
+    async def wait_lost(self) -> None:
+        """Return once the connection is gone."""
+        # Closing a half-open connection can hang in nats-py before it tells, hence the polling.
+        while not self.lost.is_set() and not self.client.is_closed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.lost.wait()
+        self._mark_lost()
+
+    def denial(self, subject: str, since: float) -> BusError | None:
+        """The server's word that `subject` (or our inbox) is not permitted, if it gave it."""
+        inbox = f'subscription to "{self._address.inbox_prefix.lower()}.'
+        for time, text in self._denied:
+            if (time >= since and f'"{subject.lower()}"' in text) or inbox in text:
+                return BusError(
+                    f"not permitted on {subject!r} as {self._address.name!r}: {text}",
+                    hint="grant it in the NATS server's permissions, or use other credentials",
+                )
+        return None
+
+    def _refusal(self, error: Exception) -> BusError:
+        reason = self._problem or error
+        text = str(reason) or type(reason).__name__
+        if "authorization" in text.lower() or "authentication" in text.lower():
+            return BusError(
+                f"NATS at {self._address.shown()} refused {self._address.name!r}: {text}",
+                hint="check the credentials, and that the server knows them",
+            )
+        return BusUnavailableError(
+            f"no connection to NATS at {self._address.shown()}: {text}",
+            hint="check the address and that nats-server runs",
+        )
+
+    async def _on_error(self, error: Exception) -> None:
+        self._problem = error
+        if "permissions violation" in str(error).lower():
+            self._denied.append((asyncio.get_running_loop().time(), str(error).lower()))
+
+    async def _on_closed(self) -> None:
+        self._mark_lost()
+
+    def _mark_lost(self) -> None:
+        self.lost.set()
+        for queue in self.queues:
+            queue.put_nowait(None)
+
+
+class NatsBus:
+    """A `Bus` over one NATS connection at a time; made by `connect`."""
+
+    def __init__(self, address: _Address, link: _Link, *, direct_reads: bool) -> None:
+        self.name = address.name
+        self._address = address
+        self._direct_reads = direct_reads
+        self._link: _Link | None = link
+        self._linked = asyncio.Event()
+        self._linked.set()
+        self._outage: BusError = BusUnavailableError(f"the connection to {address.shown()} is lost")
+        self._closed = False
+        self._can_see_end = True
+        self._keeper = asyncio.create_task(self._keep_linked(link))
+
+    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+        """Create `stream`; the same again is no error.
+
+        A stream without a limit on age or size refuses new messages when the disk is full; one
+        with limits drops its oldest.
+
+        Raises:
+            BusError: it exists with other settings (each difference is named), its subjects
+                overlap with another stream's, or the server cannot do this.
+            BusUnavailableError: no answer.
+        """
+        check_patterns(subjects)
+        check_limits(limits)
+        wanted = _stream_config(stream, subjects, limits)
+        try:
+            await self._call(f"$JS.API.STREAM.CREATE.{stream}", lambda js: js.add_stream(wanted))
+        except _RefusedError as error:
+            if error.err_code != _STREAM_EXISTS:
+                raise
+            info = await self._stream_info(stream)
+            check_settings(stream, _settings(info.config), stream_settings(subjects, limits))
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        msg_id: str | None = None,
+        expected_last: int | None = None,
+    ) -> int:
+        """Append a message to the stream that owns `subject`; its sequence.
+
+        Never repeats by itself: after `BusUnavailableError` call again with the same `msg_id`.
+        After a repeat, `SwapLostError` may mean that the first attempt won: read `last`.
+
+        Raises:
+            SwapLostError: the subject's last message is not `expected_last`.
+            BusUnavailableError: no answer within `CALL_TIMEOUT_S`, or no stream takes the subject
+                now; the message may or may not have been stored.
+            BusError: refused for good (too large, not permitted, closed).
+        """
+        check_subject(subject)
+        headers: dict[str, str] = {}
+        if msg_id is not None:
+            headers[api.Header.MSG_ID.value] = msg_id
+        if expected_last is not None:
+            headers[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value] = str(expected_last)
+        try:
+            ack = await self._call(
+                subject, lambda js: js.publish(subject, bytes(payload), headers=headers or None)
+            )
+        except _RefusedError as error:
+            if error.err_code in _WRONG_LAST_SEQUENCE:
+                raise SwapLostError(subject, expected_last or 0) from error
+            raise
+        return ack.seq
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The last message of `subject` (no wildcards), or None.
+
+        It is asked of the stream's leader, so it is never stale; with `direct_reads`, of any
+        replica, which may be behind for a moment.
+
+        Raises:
+            BusUnavailableError: no answer (with `direct_reads` also: no such stream).
+            BusError: no such stream, or not permitted.
+        """
+        check_subject(subject)
+        direct = self._direct_reads
+        asked = f"$JS.API.{'DIRECT' if direct else 'STREAM.MSG'}.GET.{stream}"
+        if direct:
+            asked = f"{asked}.{subject}"
+        try:
+            raw = await self._call(asked, lambda js: js.get_last_msg(stream, subject, direct))
+        except _RefusedError as error:
+            if error.no_message:
+                return None
+            raise
+        assert raw.time is not None
+        msg_id = (raw.headers or {}).get(api.Header.MSG_ID.value, "")
+        return Message(subject, raw.seq or 0, raw.time.timestamp(), raw.data or b"", msg_id)
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence of the stream's last message; 0 if it is empty.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: no such stream, or not permitted.
+        """
+        return (await self._stream_info(stream)).state.last_seq
+
+    async def read(
+        self, stream: str, subjects: list[str], start_seq: int
+    ) -> AsyncIterator[Message]:
+        """Messages of `subjects` from `start_seq` (1 is the first) on; ends when the bus closes.
+
+        Outlives lost connections, servers and consumers.
+
+        Raises:
+            BusError: no such stream, bad or overlapping subjects, not permitted, or the position
+                is more than one beyond the stream's end (the server lost messages).
+        """
+        check_patterns(subjects)
+        position, pause = max(start_seq, 1), _Pause()
+        cursor: _Cursor | None = None
+        try:
+            while not self._closed:
+                try:
+                    if cursor is None:
+                        cursor = await self._open_cursor(stream, subjects, position)
+                    message = await cursor.next()
+                except BusUnavailableError:
+                    if cursor is not None:
+                        await cursor.close()
+                        pause.reset_after(cursor.age_s())
+                    cursor = None
+                    await self._wait_linked(pause)
+                    continue
+                position = message.seq + 1
+                yield message
+        except BusError:
+            if not self._closed:
+                raise
+        finally:
+            if cursor is not None:
+                await cursor.close()
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        """Tell whoever listens; dropped when there is no connection or it is congested.
+
+        Raises:
+            BusError: `subject` is none.
+        """
+        check_subject(subject)
+        link = self._link
+        if link is None or link.client.pending_data_size > _BROADCAST_BACKLOG_BYTES:
+            return
+        with contextlib.suppress(BusError):
+            await self._call(subject, lambda _: link.client.publish(subject, bytes(payload)))
+
+    async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        """(subject, payload) of every broadcast that matches `subject`; ends when the bus closes.
+
+        It hears what reaches the server after the first `anext`, and misses what is sent while
+        the connection is down; beyond `LISTEN_BACKLOG` unread messages new ones are dropped.
+
+        Raises:
+            BusError: `subject` is no pattern, or not permitted.
+        """
+        check_subject(subject, wildcards=True)
+        pause, loop = _Pause(), asyncio.get_running_loop()
+        while not self._closed:
+            started = loop.time()
+            try:
+                async with contextlib.aclosing(_listen_on(self._current(), subject)) as heard:
+                    async for message in heard:
+                        yield message
+            except BusUnavailableError:
+                pause.reset_after(loop.time() - started)
+                await self._wait_linked(pause)
+
+    async def close(self) -> None:
+        """Release the connection; reads and listeners end."""
+        self._closed = True
+        self._linked.set()
+        self._keeper.cancel()
+        await asyncio.wait({self._keeper})
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+    def _current(self) -> _Link:
+        """The link, or why there is none."""
+        if self._closed:
+            raise BusError("this bus is closed")
+        if self._link is None:
+            # A new one each time: a raised error collects its traceback.
+            raise type(self._outage)(self._outage.message, hint=self._outage.hint)
+        return self._link
+
+    async def _keep_linked(self, link: _Link) -> None:
+        """Replace the link whenever it is lost."""
+        while True:
+            await link.wait_lost()
+            self._link = None
+            self._linked.clear()
+            await link.close()
+            link = await self._dial()
+            self._link = link
+            self._linked.set()
+
+    async def _dial(self) -> _Link:
+        pause = _Pause()
+        while True:
+            await pause.wait()
+            link = _Link(self._address)
+            try:
+                await link.open(_DIAL_TIMEOUT_S)
+            except BusError as error:
+                self._outage = error
+                continue
+            self._outage = BusUnavailableError(f"the connection to {self._address.shown()} is lost")
+            return link
+
+    async def _wait_linked(self, pause: _Pause) -> None:
+        """Wait before another attempt; raise if the server does not want us any more."""
+        await pause.wait()
+        while not self._linked.is_set():
+            if not self._outage.retry:
+                self._current()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._linked.wait()
+
+    async def _call(self, subject: str, make: Callable[[JetStreamContext], Awaitable[T]]) -> T:
+        """Run one request on the link; its failure as one of our errors."""
+        link, since = self._current(), asyncio.get_running_loop().time()
+        # A task of its own, because nats-py swallows a cancellation while it waits to flush.
+        call = asyncio.ensure_future(make(link.js))
+        lost = asyncio.ensure_future(link.lost.wait())
+        try:
+            await asyncio.wait(
+                {call, lost}, timeout=CALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not call.done():
+                raise self._no_answer(link, subject, since)
+            return call.result()
+        except TimeoutError as error:
+            raise self._no_answer(link, subject, since) from error
+        except nats.errors.Error as error:
+            raise _ours(error, subject) from error
+        finally:
+            call.cancel()
+            lost.cancel()
+
+    def _no_answer(self, link: _Link, subject: str, since: float) -> BusError:
+        if link.lost.is_set():
+            return BusUnavailableError(f"the connection was lost during a request on {subject!r}")
+        return link.denial(subject, since) or BusUnavailableError(
+            f"no answer on {subject!r} within {CALL_TIMEOUT_S:g} s",
+            hint="the server is slow, or cut off; repeat with the same msg_id",
+        )
+
+    async def _stream_info(self, stream: str) -> api.StreamInfo:
+        return await self._call(f"$JS.API.STREAM.INFO.{stream}", lambda js: js.stream_info(stream))
+
+    async def _check_end(self, stream: str, position: int) -> None:
+        """Refuse to wait beyond the end: a server would skip all messages up to the position."""
+        if position == 1 or not self._can_see_end:
+            return
+        try:
+            last = await self.last_sequence(stream)
+        except (BusUnavailableError, _RefusedError):
+            raise
+        except BusError:
+            self._can_see_end = False  # not permitted: then the check is not to be had
+            return
+        if position > last + 1:
+            raise stream_went_back(stream, position, last)
+
+    async def _open_cursor(self, stream: str, subjects: list[str], position: int) -> "_Cursor":
+        await self._check_end(stream, position)
+        link = self._current()
+        consumer = f"{_token(self.name)}-{secrets.token_hex(8)}"
+        config = api.ConsumerConfig(
+            name=consumer,
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=position,
+            ack_policy=api.AckPolicy.NONE,
+            filter_subjects=subjects,
+            inactive_threshold=_CONSUMER_IDLE_S,
+            mem_storage=True,
+            num_replicas=1,
+        )
+        await self._call(
+            f"$JS.API.CONSUMER.CREATE.{stream}.{consumer}",
+            lambda js: js.add_consumer(stream, config),
+        )
+        cursor = _Cursor(link, stream, consumer, position)
+        await cursor.open()
+        return cursor
+
+
+async def connect(
+    url: str,
+    *,
+    name: str,
+    credentials: str | None = None,
+    connect_timeout_s: float = 10.0,
+    inbox_prefix: str | None = None,
+    direct_reads: bool = False,
+) -> NatsBus:
+    """Connect to NATS; afterwards the connection is kept up for ever.
+
+    Args:
+        url: one server or several, joined by ','; user and password may stand in it.
+        name: who this is, in the server's monitoring and in consumers' names.
+        credentials: path of a `.creds` file, read at every connection.
+        connect_timeout_s: seconds until the first connection must stand.
+        inbox_prefix: first tokens of the subjects that answers come to; `_INBOX` if None.
+        direct_reads: let any replica answer `last`, for credentials without the right to
+            `$JS.API.STREAM.MSG.GET`.
+
+    Raises:
+        BusUnavailableError: no server answered in time.
+        BusError: the server refused the credentials.
+        ConfigError: the URL or the credentials cannot be used.
+    """
+    address = _Address(url, name, credentials, inbox_prefix or "_INBOX")
+    _check_address(address)
+    loop, pause = asyncio.get_running_loop(), _Pause()
+    deadline = loop.time() + connect_timeout_s
+    while True:
+        link = _Link(address)
+        try:
+            await link.open(max(deadline - loop.time(), 0.1))
+        except BusUnavailableError:
+            if loop.time() >= deadline:
+                raise
+            await pause.wait(deadline - loop.time())
+            continue
+        return NatsBus(address, link, direct_reads=direct_reads)
+
+
+class _Cursor:
+    """One pull consumer and its inbox; every irregularity is a `BusUnavailableError`."""
+
+    def __init__(self, link: _Link, stream: str, consumer: str, position: int) -> None:
+        self._link = link
+        self._path = f"{stream}.{consumer}"
+        self._position = position
+        self._inbox = link.client.new_inbox()
+        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._granted = 0  # messages the server may still send for the pull in progress
+        self._delivered = 0
+        self._made_at = self._pulled_at = asyncio.get_running_loop().time()
+        self._inbox_sub: Subscription | None = None
+
+    async def open(self) -> None:
+        """Listen on the inbox."""
+        with _vendor_errors(self._path):
+            self._inbox_sub = await self._link.client.subscribe(self._inbox, cb=self._queue.put)
+        self._link.queues.add(self._queue)
+
+    def age_s(self) -> float:
+        """Seconds since it was made."""
+        return asyncio.get_running_loop().time() - self._made_at
+
+    async def next(self) -> Message:
+        """The next message, however long it takes."""
+        while True:
+            if self._granted == 0:
+                await self._pull()
+            raw = await self._take()
+            status = (raw.headers or {}).get(api.Header.STATUS.value)
+            if status is None:
+                return self._accept(raw)
+            if status in {"404", "408"} or "MaxBytes" in str(raw.headers):
+                self._granted = 0
+            elif status != "100":
+                raise BusUnavailableError(f"consumer {self._path}: {raw.headers}")
+
+    async def close(self) -> None:
+        """Remove the consumer, if there is still a connection to say so."""
+        self._link.queues.discard(self._queue)
+        if not self._link.lost.is_set():
+            with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    if self._inbox_sub is not None:
+                        await self._inbox_sub.unsubscribe()
+                    # Without asking for an answer: the server drops it when idle in any case.
+                    await self._link.client.publish(f"$JS.API.CONSUMER.DELETE.{self._path}")
+
+    async def _pull(self) -> None:
+        request = {
+            "batch": _PULL_BATCH,
+            "max_bytes": max(_PULL_BYTES, 2 * self._link.client.max_payload),
+            "expires": int(_PULL_EXPIRES_S * 1e9),
+            "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
+        }
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._path}"
+        self._pulled_at = asyncio.get_running_loop().time()
+        with _vendor_errors(subject):
+            await self._link.client.publish(subject, json.dumps(request).encode(), self._inbox)
+        self._granted = _PULL_BATCH
+
+    async def _take(self) -> Msg:
+        if self._link.lost.is_set() and self._queue.empty():
+            raise BusUnavailableError("the connection is lost")
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                raw = await self._queue.get()
+        except TimeoutError:
+            subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._path}"
+            denial = self._link.denial(subject, self._pulled_at)
+            raise denial or BusUnavailableError(f"consumer {self._path} is silent") from None
+        if raw is None:
+            raise BusUnavailableError("the connection is lost")
+        return raw
+
+    def _accept(self, raw: Msg) -> Message:
+        """Check that nothing is missing before `raw`, and take it."""
+        seq, consumer_seq, time_ns = _place(raw.reply)
+        if consumer_seq != self._delivered + 1 or seq < self._position:
+            raise BusUnavailableError(
+                f"consumer {self._path} sent number {consumer_seq} after {self._delivered}"
+            )
+        self._granted -= 1
+        self._delivered, self._position = consumer_seq, seq + 1
+        msg_id = (raw.headers or {}).get(api.Header.MSG_ID.value, "")
+        # Whole microseconds, as `last` has them, so that both give one message the same time.
+        return Message(raw.subject, seq, time_ns // 1000 / 1e6, raw.data, msg_id)
+
+
+class _RefusedError(BusError):
+    """The server answered with an error; its number tells which."""
+
+    err_code = 0
+    no_message = False
+
+
+async def _listen_on(link: _Link, subject: str) -> AsyncGenerator[tuple[str, bytes], None]:
+    """Broadcasts heard on `link`; BusUnavailableError once it is lost."""
+    queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    since = loop.time()
+
+    async def keep(raw: Msg) -> None:
+        if queue.qsize() < LISTEN_BACKLOG:
+            queue.put_nowait(raw)
+
+    with _vendor_errors(subject):
+        subscription = await link.client.subscribe(subject, cb=keep)
+    link.queues.add(queue)
+    try:
+        while not link.lost.is_set():
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    raw = await queue.get()
+            except TimeoutError:
+                if denial := link.denial(subject, since):
+                    raise denial from None
+                continue
+            if raw is not None:
+                yield raw.subject, raw.data
+        raise BusUnavailableError("the connection is lost")
+    finally:
+        link.queues.discard(queue)
+        with contextlib.suppress(nats.errors.Error):
+            await subscription.unsubscribe()
+
+
+@contextlib.contextmanager
+def _vendor_errors(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except nats.errors.Error as error:
+        raise _ours(error, subject) from error
+
+
+def _ours(error: nats.errors.Error, subject: str) -> BusError:
+    """Our error for one of nats-py's, by whose fault it is and whether to retry."""
+    text = f"{subject!r}: {error}"
+    if isinstance(error, NoStreamResponseError | nats.errors.NoRespondersError):
+        return BusUnavailableError(
+            f"{subject!r}: nobody answers",
+            hint="no stream takes this subject, or its leader is being elected; create the run",
+        )
+    if isinstance(error, APIError) and error.code != 503:
+        refused = _RefusedError(text)
+        refused.err_code = error.err_code or 0
+        # A direct get says only 404; from the leader it is 10037, where 10059 is 'no stream'.
+        refused.no_message = isinstance(error, NotFoundError) and error.err_code in {None, 10037}
+        return refused
+    if isinstance(error, nats.errors.MaxPayloadError):
+        return BusError(f"{subject!r}: the message is larger than the server takes")
+    if isinstance(error, nats.errors.BadSubjectError | nats.errors.BadHeaderError):
+        return BusError(text)
+    return BusUnavailableError(text)
+
+
+def _check_address(address: _Address) -> None:
+    for part in address.url.split(","):
+        parsed = urllib.parse.urlsplit(part)
+        if parsed.scheme not in {"nats", "tls"} or not parsed.hostname:
+            raise ConfigError(f"{address.shown()!r} is no NATS URL", hint="write nats://host:4222")
+    if address.credentials is not None:
+        if not Path(address.credentials).is_file():
+            raise ConfigError(
+                f"no credentials file {address.credentials!r}", hint="name a readable .creds file"
+            )
+        if importlib.util.find_spec("nkeys") is None:
+            raise ConfigError(
+                "credentials files need the package nkeys", hint="pip install 'nats-py[nkeys]'"
+            )
+
+
+def _stream_config(stream: str, subjects: list[str], limits: StreamLimits) -> api.StreamConfig:
+    bounded = limits.max_age_s > 0 or limits.max_bytes > 0
+    return api.StreamConfig(
+        name=stream,
+        subjects=subjects,
+        storage=api.StorageType.FILE,
+        discard=api.DiscardPolicy.OLD if bounded else api.DiscardPolicy.NEW,
+        max_age=limits.max_age_s,
+        max_bytes=limits.max_bytes or -1,
+        max_msg_size=limits.max_message_bytes or -1,
+        duplicate_window=limits.duplicate_window_s,
+        num_replicas=limits.replicas,
+        allow_direct=True,
+    )
+
+
+def _settings(config: api.StreamConfig) -> dict[str, object]:
+    """An existing stream's settings in the words of `stream_settings`."""
+    return stream_settings(
+        config.subjects or [],
+        StreamLimits(
+            max_age_s=config.max_age or 0.0,
+            max_bytes=max(config.max_bytes or 0, 0),
+            max_message_bytes=max(config.max_msg_size or 0, 0),
+            duplicate_window_s=config.duplicate_window,
+            replicas=config.num_replicas or 1,
+        ),
+    )
+
+
+def _place(reply: str) -> tuple[int, int, int]:
+    """(stream sequence, consumer sequence, time in ns) from a delivery's acknowledge subject."""
+    tokens = reply.split(".")
+    first = 5 if len(tokens) == 9 else 7  # newer servers put domain and account before
+    return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2])
+
+
+def _token(name: str) -> str:
+    """`name` as part of a consumer's name."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:64]

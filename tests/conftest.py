@@ -1,0 +1,45 @@
+"""Fixtures that several test folders share."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from common.nats_server import NatsServer
+
+T = TypeVar("T")
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """One nats-server with JetStream for the whole session; make streams of your own in it."""
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A nats-server for one test, which may kill and restart it."""
+    with NatsServer(tmp_path / "own-nats") as server:
+        yield server
+
+
+@pytest.fixture
+def unique() -> str:
+    """A token no other test has, for names of streams and subjects."""
+    return f"t{os.getpid()}n{next(_numbers)}"
+
+
+@pytest.fixture
+def run_async() -> Callable[[Coroutine[Any, Any, T]], T]:
+    """Run a coroutine to its end in a loop of its own, 60 seconds at most."""
+
+    def run(coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(asyncio.wait_for(coroutine, 60.0))
+
+    return run
