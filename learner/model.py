@@ -1,0 +1,378 @@
+"""A decoder-only transformer on bytes, and the task that trains it on a corpus.
+
+Pre-norm blocks (RMSNorm, arXiv 1910.07467) with rotary positions (arXiv 2104.09864), causal
+multi-head attention and a SwiGLU (arXiv 2002.05202) or GELU MLP; no biases. The blocks are one
+`nn.scan`, so each of their tensors is stacked over layers along a leading axis N.
+
+Shapes: B batch, L positions (M: positions looked at), T = B * L tokens, D model width, H heads, K
+width of a head (D = H * K), F width of the MLP, V vocabulary, N layers.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.nn.initializers import Initializer
+
+from common.errors import TaskError
+from common.layout import TensorHint
+from learner import data
+from learner.optimizer import adamw, warmup_cosine
+from learner.task import Batch, Params, Task
+
+ROTARY_BASE = 10_000
+NORM_EPS = 1e-6
+EMBED_STD = 0.02
+BYTES = 256
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A size of model and a peak learning rate for it; named by its parameters without embedding.
+
+    Attributes:
+        layers: N.
+        width: D.
+        heads: H.
+        learning_rate: peak rate for `adamw`.
+        tied: whether the output head is the embedding, unless the option `tied` says.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    learning_rate: float
+    tied: bool = False
+
+
+PRESETS = {
+    "1m": Preset(layers=3, width=160, heads=4, learning_rate=2e-3, tied=True),
+    "4m": Preset(layers=5, width=256, heads=4, learning_rate=2e-3, tied=True),
+    "10m": Preset(layers=8, width=320, heads=5, learning_rate=1.5e-3, tied=True),
+    "35m": Preset(layers=11, width=512, heads=8, learning_rate=1e-3, tied=True),
+    "125m": Preset(layers=18, width=768, heads=12, learning_rate=8e-4),
+    "400m": Preset(layers=20, width=1280, heads=10, learning_rate=6e-4),
+    "1.3b": Preset(layers=26, width=2048, heads=16, learning_rate=4e-4),
+    "2.8b": Preset(layers=36, width=2560, heads=20, learning_rate=3e-4),
+    "5b": Preset(layers=32, width=3584, heads=28, learning_rate=2.5e-4),
+    "12b": Preset(layers=38, width=5120, heads=40, learning_rate=2e-4),
+}
+
+Mlp = Literal["swiglu", "gelu"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What decides the model's parameters and arithmetic.
+
+    Attributes:
+        layers: N.
+        width: D.
+        heads: H; divides D into an even K.
+        vocab: V.
+        tied: use the embedding as output head.
+        mlp: "swiglu" (three matrices, F near 8/3 D) or "gelu" (two matrices, F = 4 D).
+        dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
+        remat: recompute each block in the backward pass, to hold one block's activations at a time.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = BYTES
+    tied: bool = True
+    mlp: Mlp = "swiglu"
+    dtype: str = DTYPES[0]
+    remat: bool = True
+
+    @property
+    def head_width(self) -> int:
+        """K."""
+        return self.width // self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """F; the same count of parameters for both kinds, rounded up to a multiple of 64."""
+        return 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 24) * 64
+
+
+class Decoder(nn.Module):
+    """int[B, L] tokens -> float32[B, L, V] logits; those at a position see nothing after it."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
+        """See the class."""
+        c = self.config
+        normal = nn.initializers.normal(EMBED_STD)
+        embed_VxD = self.param("embed", normal, (c.vocab, c.width))
+        # Blocks see one row per token: XLA's CPU backend is a third slower on [B, L, D].
+        x_TxD = embed_VxD[tokens_BxL.reshape(-1)].astype(c.dtype)
+
+        block = nn.remat(Block, prevent_cse=False) if c.remat else Block  # scan prevents it
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=nn.broadcast,
+            length=c.layers,
+        )(c, name="layers")
+        x_TxD, _ = layers(x_TxD, rotary(tokens_BxL.shape[1], c.head_width))
+
+        x_TxD = rms_norm(x_TxD, self.param("norm", nn.initializers.ones, (c.width,)))
+        head_DxV = embed_VxD.T if c.tied else self.param("head", normal, (c.width, c.vocab))
+        logits_TxV = jnp.dot(x_TxD, head_DxV.astype(c.dtype), preferred_element_type=jnp.float32)
+        return logits_TxV.reshape(*tokens_BxL.shape, c.vocab)
+
+
+class Block(nn.Module):
+    """One layer, in the form that `nn.scan` wants: (x, rotary angles) -> (x, nothing)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_TxD: jax.Array, angles_LxK2: jax.Array) -> tuple[jax.Array, None]:
+        """See the class."""
+        x_TxD += Attention(self.config, name="attn")(x_TxD, angles_LxK2)
+        x_TxD += MLP(self.config, name="mlp")(x_TxD)
+        return x_TxD, None
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention of the normed input, [T, D] -> [T, D]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_TxD: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
+        """See the class."""
+        c = self.config
+        norm_D = self.param("norm", nn.initializers.ones, (c.width,))
+        qkv_Dx3D = self.param("qkv", matrix(c.width), (c.width, 3 * c.width))
+        out_DxD = self.param("out", matrix(c.width, writers=2 * c.layers), (c.width, c.width))
+
+        qkv_Tx3D = rms_norm(x_TxD, norm_D) @ qkv_Dx3D.astype(c.dtype)
+        qkv_BxLx3xHxK = qkv_Tx3D.reshape(-1, len(angles_LxK2), 3, c.heads, c.head_width)
+        q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = qkv_BxLx3xHxK.transpose(2, 0, 3, 1, 4)
+        q_BxHxLxK = rotate(q_BxHxLxK, angles_LxK2)
+        k_BxHxLxK = rotate(k_BxHxLxK, angles_LxK2)
+        y_BxHxLxK = attend(q_BxHxLxK, k_BxHxLxK, v_BxHxLxK)
+        return y_BxHxLxK.transpose(0, 2, 1, 3).reshape(x_TxD.shape) @ out_DxD.astype(c.dtype)
+
+
+class MLP(nn.Module):
+    """The feed-forward half of a block on the normed input, [T, D] -> [T, D]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_TxD: jax.Array) -> jax.Array:
+        """See the class."""
+        c = self.config
+        norm_D = self.param("norm", nn.initializers.ones, (c.width,))
+        up_DxF = self.param("up", matrix(c.width), (c.width, c.mlp_width))
+        down = matrix(c.mlp_width, writers=2 * c.layers)
+        down_FxD = self.param("down", down, (c.mlp_width, c.width))
+
+        x_TxD = rms_norm(x_TxD, norm_D)
+        h_TxF = x_TxD @ up_DxF.astype(c.dtype)
+        if c.mlp == "swiglu":
+            gate_DxF = self.param("gate", matrix(c.width), (c.width, c.mlp_width))
+            h_TxF *= nn.silu(x_TxD @ gate_DxF.astype(c.dtype))
+        else:
+            h_TxF = nn.gelu(h_TxF)
+        return h_TxF @ down_FxD.astype(c.dtype)
+
+
+def matrix(fan_in: int, writers: int = 1) -> Initializer:
+    """Normal initializer that keeps unit variance, shared among `writers` that are summed.
+
+    The two matrices of each layer that write to the residual stream add up to 2N writers: with
+    this their sum has unit variance at any depth (GPT-2's rule).
+    """
+    return nn.initializers.normal((fan_in * writers) ** -0.5)
+
+
+def rms_norm(x_TxD: jax.Array, scale_D: jax.Array) -> jax.Array:
+    """`x` over its root mean square along D, times `scale`: in float32, returned in x's dtype."""
+    x32_TxD = x_TxD.astype(jnp.float32)
+    mean_square_Tx1 = jnp.mean(jnp.square(x32_TxD), axis=-1, keepdims=True)
+    return (x32_TxD * jax.lax.rsqrt(mean_square_Tx1 + NORM_EPS) * scale_D).astype(x_TxD.dtype)
+
+
+def rotary(length: int, head_width: int) -> jax.Array:
+    """Angles float32[L, K/2] of the rotary positions 0 .. L - 1."""
+    frequency_K2 = ROTARY_BASE ** -(jnp.arange(0, head_width, 2) / head_width)
+    return jnp.arange(length)[:, None] * frequency_K2
+
+
+def rotate(x_BxHxLxK: jax.Array, angles_LxK2: jax.Array) -> jax.Array:
+    """Turn each pair (x[i], x[i + K/2]) of every head by its position's angle."""
+    cos_LxK2 = jnp.cos(angles_LxK2).astype(x_BxHxLxK.dtype)
+    sin_LxK2 = jnp.sin(angles_LxK2).astype(x_BxHxLxK.dtype)
+    a, b = jnp.split(x_BxHxLxK, 2, axis=-1)
+    return jnp.concatenate([a * cos_LxK2 - b * sin_LxK2, b * cos_LxK2 + a * sin_LxK2], axis=-1)
+
+
+def attend(q_BxHxLxK: jax.Array, k_BxHxLxK: jax.Array, v_BxHxLxK: jax.Array) -> jax.Array:
+    """Causal softmax attention, [B, H, L, K]; the softmax is in float32."""
+    length, head_width = q_BxHxLxK.shape[-2:]
+    scores_BxHxLxM = jnp.einsum(
+        "bhlk,bhmk->bhlm", q_BxHxLxK, k_BxHxLxK, preferred_element_type=jnp.float32
+    )
+    seen_LxM = jnp.tril(jnp.ones((length, length), bool))
+    scores_BxHxLxM = jnp.where(seen_LxM, scores_BxHxLxM * head_width**-0.5, -jnp.inf)
+    weights_BxHxLxM = jax.nn.softmax(scores_BxHxLxM, axis=-1).astype(v_BxHxLxK.dtype)
+    return jnp.einsum("bhlm,bhmk->bhlk", weights_BxHxLxM, v_BxHxLxK)
+
+
+def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.Array:
+    """Mean cross entropy in nats per token, float32[]; `windows_BxL1` is int[B, L + 1]."""
+    logits_BxLxV = model.apply({"params": params}, windows_BxL1[:, :-1])
+    losses_BxL: jax.Array = optax.softmax_cross_entropy_with_integer_labels(
+        logits_BxLxV, windows_BxL1[:, 1:]
+    )
+    return jnp.mean(losses_BxL)
+
+
+def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - the Task's contract
+    """The embedding is averaged and a fragment of its own; layers are normed one by one."""
+    if name == "embed":
+        return TensorHint(merge="average", alone=True)
+    return TensorHint(norm_axes=1 if name.startswith("layers/") else 0)
+
+
+def build(
+    *,
+    steps: int,
+    seed: int,
+    preset: str = "1m",
+    corpus: str = data.STDLIB,
+    batch: int = 8,
+    length: int = 128,
+    learning_rate: float | None = None,
+    warmup_steps: int | None = None,
+    final_fraction: float = 0.1,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    eval_batches: int = 16,
+    dtype: str = "float32",
+    vocab: int = BYTES,
+    tied: bool | None = None,
+    mlp: Mlp = "swiglu",
+    remat: bool = True,
+) -> Task:
+    """Train a byte-level transformer on a corpus; losses are nats per byte.
+
+    Args:
+        steps: length of the run in global steps.
+        seed: decides which windows are drawn.
+        preset: a key of `PRESETS`.
+        corpus: "stdlib" or the path of a folder of text; a tenth of its files is held out.
+        batch: windows in a batch, B.
+        length: bytes predicted in each window, L.
+        learning_rate: peak rate; the preset's if None.
+        warmup_steps: global steps of warm-up; a tenth of the run, at most 100, if None.
+        final_fraction: last learning rate as a share of the peak.
+        weight_decay: decoupled, on matrices only.
+        clip: largest global norm of a gradient.
+        eval_batches: batches of held-out windows, the same ones each time.
+        dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
+        vocab: V, at least 256.
+        tied: whether the head is the embedding; the preset's choice if None.
+        mlp: "swiglu" or "gelu".
+        remat: recompute activations in the backward pass (on CPU it is faster, too).
+
+    Raises:
+        TaskError: an option has a wrong type or value, or the corpus is missing or too small.
+    """
+    _check_options({name: value for name, value in locals().items() if value is not None})
+    size = PRESETS[preset]
+    model = Decoder(
+        ModelConfig(
+            layers=size.layers,
+            width=size.width,
+            heads=size.heads,
+            vocab=vocab,
+            tied=size.tied if tied is None else tied,
+            mlp=mlp,
+            dtype=dtype,
+            remat=remat,
+        )
+    )
+    text = data.load_corpus(corpus)
+    data.require_length(text, length)
+    held_out = data.eval_windows(text, count=eval_batches, batch=batch, length=length)
+    loss = functools.partial(next_token_loss, model)
+    eval_loss = jax.jit(loss)
+
+    def init(key: jax.Array) -> Params:
+        return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+    def batches(learner: str, position: int) -> Iterator[Batch]:
+        return data.batches(
+            text, seed=seed, learner=learner, position=position, batch=batch, length=length
+        )
+
+    def evaluate(params: Params) -> float:
+        return sum(float(eval_loss(params, windows)) for windows in held_out) / len(held_out)
+
+    return Task(
+        init=init,
+        loss=loss,
+        batches=batches,
+        evaluate=evaluate,
+        tokens_per_batch=batch * length,
+        optimizer=adamw(weight_decay=weight_decay, clip=clip, hint=hint),
+        schedule=warmup_cosine(
+            steps=steps,
+            peak=size.learning_rate if learning_rate is None else learning_rate,
+            warmup_steps=min(100, steps // 10) if warmup_steps is None else warmup_steps,
+            final_fraction=final_fraction,
+        ),
+        hint=hint,
+    )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    choices = {"preset": tuple(PRESETS), "mlp": ("swiglu", "gelu"), "dtype": DTYPES}
+    least = {"batch": 1, "length": 1, "eval_batches": 1, "vocab": BYTES, "seed": 0}
+    least |= {"steps": 1, "warmup_steps": 0}
+    for name, value in options.items():
+        if name in choices:
+            _require(name, value, value in choices[name], f"one of {', '.join(choices[name])}")
+        elif name in least:
+            ok = type(value) is int and value >= least[name]
+            _require(name, value, ok, f"an int of at least {least[name]}")
+        elif name in ("tied", "remat"):
+            _require(name, value, isinstance(value, bool), "true or false")
+        elif name == "corpus":
+            _require(name, value, isinstance(value, str), "a string")
+        else:
+            _check_number(name, value)
+
+
+def _check_number(name: str, value: Any) -> None:
+    number = type(value) in (int, float) and math.isfinite(value)
+    if name in ("learning_rate", "clip"):
+        _require(name, value, number and value > 0, "a finite number above 0")
+    elif name == "final_fraction":
+        _require(name, value, number and 0 <= value <= 1, "a number from 0 to 1")
+    else:
+        _require(name, value, number and value >= 0, "a finite number of at least 0")
+
+
+def _require(name: str, value: Any, ok: bool, expected: str) -> None:
+    if not ok:
+        raise TaskError(
+            f"learner.model:build: the option {name} must be {expected}, but it is {value!r}",
+            hint="see the task's options in the run's configuration",
+        )

@@ -1,0 +1,181 @@
+"""The transformer: sizes, causality, options, and that it learns."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from common.errors import TaskError
+from common.layout import TensorHint
+from learner.model import PRESETS, Decoder, ModelConfig, build, hint, rotary, rotate
+from learner.task import check_task, named_leaves, params_shapes
+
+SMALL = ModelConfig(layers=2, width=32, heads=2)
+TOKENS_BxL = np.random.default_rng(0).integers(256, size=(2, 12)).astype(np.int32)
+UNITS = {"m": 1e6, "b": 1e9}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init(SMALL)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text")
+    for number in range(4):
+        (path / f"{number}.txt").write_text("the cat sat on the mat. " * 50)
+    return str(path)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def apply(config, params, tokens_BxL):
+    return Decoder(config).apply({"params": params}, tokens_BxL)
+
+
+def init(config):
+    return jax.jit(Decoder(config).init)(jax.random.key(0), TOKENS_BxL)["params"]
+
+
+def logits(config, params, tokens_BxL=TOKENS_BxL):
+    return np.asarray(apply(config, params, tokens_BxL))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_parameters_of_its_name_without_embedding_and_head(name):
+    preset = PRESETS[name]
+    model = Decoder(ModelConfig(layers=preset.layers, width=preset.width, heads=preset.heads))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    count = sum(math.prod(leaf.shape) for name, leaf in named_leaves(shapes) if name != "embed")
+    assert count == pytest.approx(float(name[:-1]) * UNITS[name[-1]], rel=0.15)
+    assert preset.width % preset.heads == 0
+    assert preset.width // preset.heads % 2 == 0
+
+
+def test_a_token_changes_no_logits_before_it(params):
+    before = logits(SMALL, params)
+    for position in range(12):
+        changed_BxL = TOKENS_BxL.copy()
+        changed_BxL[0, position] = (changed_BxL[0, position] + 1) % 256
+        after = logits(SMALL, params, changed_BxL)
+        np.testing.assert_array_equal(after[0, :position], before[0, :position])
+        np.testing.assert_array_equal(after[1], before[1])
+        assert np.all(np.any(after[0, position:] != before[0, position:], axis=-1))
+
+
+def test_the_order_of_earlier_tokens_matters(params):
+    swapped_BxL = TOKENS_BxL[:, [1, 0, *range(2, 12)]]
+    assert not np.allclose(logits(SMALL, params)[:, -1], logits(SMALL, params, swapped_BxL)[:, -1])
+
+
+def test_rotary_positions_are_relative():
+    """Products of equal queries and keys depend on the distance of their positions alone."""
+    q_K, k_K = np.random.default_rng(0).normal(size=(2, 16)).astype(np.float32)
+    angles_LxK2 = rotary(10, 16)
+    q_LxK = rotate(np.broadcast_to(q_K, (1, 1, 10, 16)), angles_LxK2)[0, 0]
+    k_LxK = rotate(np.broadcast_to(k_K, (1, 1, 10, 16)), angles_LxK2)[0, 0]
+    products_LxL = np.asarray(q_LxK @ k_LxK.T)
+    np.testing.assert_allclose(products_LxL[1:, 1:], products_LxL[:-1, :-1], rtol=1e-4, atol=1e-4)
+    assert np.ptp(products_LxL[0]) > 1
+
+
+def test_remat_changes_no_gradient(params):
+    def gradient(config):
+        def total(params):
+            return jnp.sum(Decoder(config).apply({"params": params}, TOKENS_BxL) ** 2)
+
+        return jax.jit(jax.grad(total))(params)
+
+    kept = gradient(dataclasses.replace(SMALL, remat=False))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4),
+                 gradient(SMALL), kept)  # fmt: skip
+
+
+def test_bfloat16_computes_near_float32_with_float32_parameters(params):
+    config = dataclasses.replace(SMALL, dtype="bfloat16")
+    low = logits(config, params)
+    assert low.dtype == np.float32
+    assert 0 < np.abs(low - logits(SMALL, params)).max() < 0.1
+    assert {leaf.dtype for _, leaf in named_leaves(init(config))} == {jnp.dtype(jnp.float32)}
+
+
+def test_an_untied_head_and_a_gelu_mlp_are_other_parameters():
+    config = dataclasses.replace(SMALL, tied=False, mlp="gelu", vocab=300)
+    params = init(config)
+    shapes = {name: leaf.shape for name, leaf in named_leaves(params)}
+    assert shapes["head"] == (32, 300)
+    assert shapes["layers/mlp/up"] == (2, 32, 128)
+    assert "layers/mlp/gate" not in shapes
+    assert logits(config, params).shape == (2, 12, 300)
+
+
+def test_layers_are_stacked_and_hinted_so():
+    shapes = params_shapes(build(steps=10, seed=0))
+    hints = {name: hint(name, leaf.shape) for name, leaf in named_leaves(shapes)}
+    assert {name for name, h in hints.items() if h.norm_axes} == {
+        "layers/attn/norm", "layers/attn/qkv", "layers/attn/out",
+        "layers/mlp/norm", "layers/mlp/up", "layers/mlp/gate", "layers/mlp/down",
+    }  # fmt: skip
+    assert all(leaf.shape[0] == 3 for name, leaf in named_leaves(shapes) if hints[name].norm_axes)
+    assert hints["embed"] == TensorHint(merge="average", alone=True)
+    assert hints["norm"] == TensorHint()
+
+
+def test_the_task_keeps_the_contract_at_any_size(folder):
+    check_task(build(steps=10, seed=0), steps=10)
+    check_task(build(steps=10, seed=0, preset="12b", corpus=folder, dtype="bfloat16"), steps=10)
+
+
+def test_the_task_learns(folder):
+    task = build(steps=30, seed=0, corpus=folder, batch=4, length=32, eval_batches=2)
+    params = jax.jit(task.init)(jax.random.key(0))
+    before = task.evaluate(params)
+    assert before == pytest.approx(math.log(256), abs=0.3)
+    assert before == task.evaluate(params)
+    state = task.optimizer.init(params)
+
+    @jax.jit
+    def train_step(params, state, batch, step):
+        gradients = jax.grad(task.loss)(params, batch)
+        direction, state = task.optimizer.update(gradients, state, params)
+        return jax.tree.map(lambda p, d: p - task.schedule(step) * d, params, direction), state
+
+    for step, batch in zip(range(30), task.batches("a", 0), strict=False):
+        params, state = train_step(params, state, batch, step)
+    assert task.evaluate(params) < 2.0
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"preset": "2m"}, "one of 1m, 4m"),
+        ({"batch": 0}, "an int of at least 1"),
+        ({"batch": "8"}, "an int of at least 1"),
+        ({"length": True}, "an int of at least 1"),
+        ({"eval_batches": 0}, "an int of at least 1"),
+        ({"vocab": 255}, "at least 256"),
+        ({"learning_rate": 0}, "above 0"),
+        ({"learning_rate": math.nan}, "above 0"),
+        ({"clip": -1.0}, "above 0"),
+        ({"weight_decay": -0.1}, "at least 0"),
+        ({"final_fraction": 1.5}, "from 0 to 1"),
+        ({"warmup_steps": -1}, "at least 0"),
+        ({"warmup_steps": 10}, "warm-up must end"),
+        ({"dtype": "float16"}, "one of float32, bfloat16"),
+        ({"mlp": "relu"}, "one of swiglu, gelu"),
+        ({"tied": 1}, "true or false"),
+        ({"remat": "yes"}, "true or false"),
+        ({"corpus": 3}, "a string"),
+        ({"corpus": "no/such/folder"}, "it is missing"),
+        ({"length": 10_000_000}, "more than length=10000000 bytes"),
+        ({"seed": -1}, "at least 0"),
+        ({"steps": 0}, "at least 1"),
+    ],
+)
+def test_a_wrong_option_is_named(option, expected):
+    with pytest.raises(TaskError, match=expected):
+        build(**{"steps": 10, "seed": 0, **option})

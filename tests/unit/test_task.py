@@ -1,0 +1,212 @@
+"""The Task contract: what keeps it is accepted, what breaks it is refused in a clear sentence."""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from common.errors import TaskError
+from common.layout import TensorHint
+from learner.task import Task, check_task, is_trained, load_task, named_leaves, params_shapes
+
+STEPS = 10
+
+
+def batches(learner, position):
+    while True:
+        yield np.full(4, position, np.float32)
+        position += 1
+
+
+GOOD = Task(
+    init=lambda key: {"w": jax.random.normal(key, (4,)), "count": 3, "on": True},
+    loss=lambda params, batch: jnp.mean((params["w"] - batch) ** 2),
+    batches=batches,
+    evaluate=lambda params: 0.0,
+    tokens_per_batch=4,
+    optimizer=optax.scale_by_adam(),
+    schedule=lambda step: 0.1,
+)
+
+
+def alternating():
+    widths = iter(range(1, 100))
+    return lambda key: {"w": jnp.zeros(next(widths))}
+
+
+def unseeded(learner, position):
+    rng = np.random.default_rng()
+    while True:
+        yield rng.random(4, np.float32)
+
+
+def always_from_the_start(learner, position):
+    return batches(learner, 0)
+
+
+def of_jax_arrays(learner, position):
+    return map(jnp.asarray, batches(learner, position))
+
+
+def fails(*_):
+    raise ValueError("the user's own trouble")
+
+
+BROKEN = {
+    "init is no function": ({"init": {"w": 1}}, "Task.init must be a function"),
+    "schedule is no function": ({"schedule": 0.1}, "Task.schedule must be a function"),
+    "no tokens": ({"tokens_per_batch": 0}, "tokens_per_batch must be an int of at least 1"),
+    "tokens as a float": ({"tokens_per_batch": 4.0}, "tokens_per_batch must be an int"),
+    "optimizer is a rate": ({"optimizer": 0.1}, "must be an optax.GradientTransformation"),
+    "init fails": ({"init": fails}, "the user's own trouble"),
+    "init changes": ({"init": alternating()}, "same structure, shapes and dtypes"),
+    "nothing to train": ({"init": lambda key: {"n": 3}}, "at least one floating leaf"),
+    "no parameters": ({"init": lambda key: {}}, "it gave no leaves"),
+    "complex": ({"init": lambda key: jnp.zeros(4, complex)}, "is complex64"),
+    "a key": ({"init": lambda key: {"w": jnp.zeros(4), "key": key}}, "'key' is key<"),
+    "equal names": ({"init": lambda key: {"w": jnp.ones(4), "a b": 1.0, "a_b": 1.0}}, "'a_b'"),
+    "loss fails": ({"loss": fails}, "ValueError: the user's own trouble"),
+    "loss per item": ({"loss": lambda p, b: p["w"] - b}, r"it returned .*float32\[4\]"),
+    "loss with more": ({"loss": lambda p, b: (jnp.sum(p["w"]), 1)}, "one floating scalar"),
+    "integer loss": ({"loss": lambda p, b: jnp.sum(p["count"])}, "one floating scalar"),
+    "loss leaves JAX": ({"loss": lambda p, b: float(p["w"][0])}, "traceable by jax.jit"),
+    "unseeded": ({"batches": unseeded}, "begin with batch number n"),
+    "position ignored": ({"batches": always_from_the_start}, "begin with batch number n"),
+    "batches end": ({"batches": lambda name, n: iter([np.ones(4)])}, "it ended"),
+    "a list": ({"batches": lambda name, n: [np.ones(4)] * 9}, "endless iterator"),
+    "batches on device": ({"batches": of_jax_arrays}, "pytree of numpy arrays"),
+    "negative rate": ({"schedule": lambda step: -0.1}, "at global step 0 it gave -0.1"),
+    "rate is lost": ({"schedule": lambda step: 1.0 if step < STEPS else np.nan}, "step 10"),
+    "hint is a word": ({"hint": lambda name, shape: "rda"}, "must return a TensorHint"),
+    "hint too deep": ({"hint": lambda n, s: TensorHint(norm_axes=2)}, "'count' of shape"),
+}
+
+
+def test_a_task_that_keeps_the_rules_is_accepted():
+    check_task(GOOD, steps=STEPS)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_rule_is_named(case):
+    change, message = BROKEN[case]
+    with pytest.raises(TaskError, match=message) as caught:
+        check_task(dataclasses.replace(GOOD, **change), steps=STEPS)
+    assert caught.value.hint
+
+
+def test_shapes_need_no_memory():
+    huge = dataclasses.replace(GOOD, init=lambda key: {"w": jnp.zeros((1 << 20, 1 << 20))})
+    assert params_shapes(huge)["w"].shape == (1 << 20, 1 << 20)
+
+
+def test_names_are_readable_and_keep_every_kind_of_leaf():
+    params = {"decoder": {"layers": [{"qkv!": np.ones(2)}, 7]}, "on": True, "scale": 1.5, "": 0}
+    assert named_leaves(params) == [
+        ("_", 0),
+        ("decoder/layers/0/qkv_", params["decoder"]["layers"][0]["qkv!"]),
+        ("decoder/layers/1", 7),
+        ("on", True),
+        ("scale", 1.5),
+    ]
+    trained = [name for name, leaf in named_leaves(params) if is_trained(leaf)]
+    assert trained == ["decoder/layers/0/qkv_", "scale"]
+
+
+def test_names_cannot_climb_folders():
+    assert [name for name, _ in named_leaves({"..": {"a/../b": 1}})] == ["__/a/__/b"]
+
+
+def test_a_tree_of_one_leaf_has_a_name():
+    assert named_leaves(3.0) == [("params", 3.0)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A current directory with modules of a user; they are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+USER_MODULE = """
+import dataclasses
+from tests_task_base import GOOD
+def build(*, steps, seed, width=4, fail=False):
+    if fail:
+        raise TypeError("raised inside build")
+    return dataclasses.replace(GOOD, tokens_per_batch=width)
+def nothing(*, steps, seed):
+    pass
+def no_seed(*, steps):
+    return GOOD
+a_number = 3
+"""
+
+
+@pytest.fixture
+def user_module(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tests_task_base", sys.modules[__name__])
+    (folder / "mine").mkdir()
+    (folder / "mine" / "model.py").write_text(USER_MODULE)
+    (folder / "needy.py").write_text("import not_installed_anywhere")
+
+
+@pytest.mark.usefixtures("user_module")
+def test_load_builds_with_the_options():
+    task = load_task("mine.model:build", steps=STEPS, seed=0, options={"width": 8})
+    assert task.tokens_per_batch == 8
+
+
+@pytest.mark.usefixtures("user_module")
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        ("mine.model", {}, "package.module:function"),
+        (":build", {}, "package.module:function"),
+        ("yours.model:build", {}, "no module named 'yours'"),
+        ("mine.modle:build", {}, "no module named 'mine.modle'"),
+        ("needy:build", {}, "needy itself imports 'not_installed_anywhere'"),
+        ("mine.model:biuld", {}, "no function 'biuld'"),
+        ("mine.model:a_number", {}, "no function 'a_number'"),
+        ("mine.model:build", {"widht": 8}, "its options are: width, fail"),
+        ("mine.model:build", {"seed": 1}, "the run gives them"),
+        ("mine.model:no_seed", {}, "must take steps and seed"),
+        ("mine.model:nothing", {}, "must return a learner.task.Task"),
+        ("mine.model:build", {"width": 0}, "tokens_per_batch"),
+    ],
+)
+def test_load_says_what_is_wrong(build, options, message):
+    with pytest.raises(TaskError, match=message):
+        load_task(build, steps=STEPS, seed=0, options=options)
+
+
+@pytest.mark.usefixtures("user_module")
+def test_what_the_users_function_raises_passes_through():
+    with pytest.raises(TypeError, match="raised inside build"):
+        load_task("mine.model:build", steps=STEPS, seed=0, options={"fail": True})
+
+
+def test_the_example_learns_to_read_digits(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    task = load_task("examples.digits:build", steps=150, seed=0, options={})
+    params = task.init(jax.random.key(0))
+    state = task.optimizer.init(params)
+    before = task.evaluate(params)
+
+    @jax.jit
+    def train_step(params, state, batch, step):
+        gradients = jax.grad(task.loss)(params, batch)
+        direction, state = task.optimizer.update(gradients, state, params)
+        return jax.tree.map(lambda p, d: p - task.schedule(step) * d, params, direction), state
+
+    for step, batch in zip(range(150), task.batches("a", 0), strict=False):
+        params, state = train_step(params, state, batch, step)
+    assert before > 2.0
+    assert task.evaluate(params) < 0.6
