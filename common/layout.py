@@ -16,14 +16,14 @@ Balanced tensor fragmentation: Decoupled DiLoCo (arXiv 2604.21428), App. C.
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import msgpack
 import numpy as np
 import xxhash
 
-from common.errors import ConfigError
+from common.errors import ConfigError, IntegrityError
 
 # A tensor larger than this many mean fragments is split along its first axis. The greedy
 # assignment is within 4/3 of the optimum for what remains (Graham's bound, P App. C).
@@ -191,20 +191,42 @@ def make_layout(
         )
     bins = _assign(_cuts(floating, fragments, hint), fragments)
     placed = tuple(_place(index, cuts, block) for index, cuts in enumerate(bins))
-    canonical = msgpack.packb(
-        [
-            block,
-            [asdict(t) for t in floating],
-            [asdict(t) for t in constants],
-            [asdict(f) for f in placed],
-        ]
-    )
+    layout = Layout(tensors=floating, constants=constants, fragments=placed, block=block, digest="")
+    return replace(layout, digest=xxhash.xxh3_128_hexdigest(layout_bytes(layout)))
+
+
+def layout_bytes(layout: Layout) -> bytes:
+    """The layout's canonical form, of which the digest is taken: msgpack, without the digest."""
+    fields = asdict(layout)
+    del fields["digest"]
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def parse_layout(data: bytes, digest: str) -> Layout:
+    """The layout in `data`, as `layout_bytes` wrote it.
+
+    Raises:
+        IntegrityError: the bytes are not those of `digest`.
+    """
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != digest:
+        raise IntegrityError(f"layout object: digest {found}, the run's is {digest}")
+    fields = msgpack.unpackb(data, use_list=False)
     return Layout(
-        tensors=floating,
-        constants=constants,
-        fragments=placed,
-        block=block,
-        digest=xxhash.xxh3_128_hexdigest(canonical),
+        tensors=tuple(Tensor(**t) for t in fields["tensors"]),
+        constants=tuple(Tensor(**t) for t in fields["constants"]),
+        fragments=tuple(
+            Fragment(
+                index=f["index"],
+                pieces=tuple(Piece(**p) for p in f["pieces"]),
+                size=f["size"],
+                elements=f["elements"],
+            )
+            for f in fields["fragments"]
+        ),
+        block=fields["block"],
+        digest=digest,
     )
 
 

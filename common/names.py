@@ -121,6 +121,11 @@ def version_object(run: str, fragment: int, version: int, what: str, digest: str
     return f"{fragment_prefix(run, fragment)}{version:08d}-{what}-{digest}"
 
 
+def layout_object(run: str, digest: str) -> str:
+    """Object that holds the run's layout."""
+    return f"{run}/global/layout-{digest}"
+
+
 def constants_object(run: str, digest: str) -> str:
     """Object that holds the leaves which are not trained."""
     return f"{run}/global/constants-{digest}"

@@ -72,7 +72,8 @@ class Join(Body):
 class Leave(Body):
     """A learner ends a life on purpose: nothing more comes from this incarnation.
 
-    `position` is its data position, in batches, where its next life goes on.
+    `position` is its data position, in batches, where its next life goes on. With `fragments`
+    the life goes on, but sends nothing more of these: it had nothing unsent when the run stopped.
     """
 
     kind: ClassVar[str] = "leave"
@@ -80,7 +81,7 @@ class Leave(Body):
     learner: Name
     incarnation: Positive
     position: Count
-    final: bool
+    fragments: tuple[Count, ...]
 
 
 class Shard(Part):
@@ -221,9 +222,20 @@ class PolicyState(Part):
     members: tuple[MemberState, ...]
     marks: tuple[Mark, ...]
     closed_at_s: float
+    stopping_at_s: float
     quorum_s: Seconds
     sync_s: Seconds
     norms: tuple[float, ...]
+
+
+class Totals(Part):
+    """Sums over all records of a fragment up to and with one."""
+
+    updates_merged: Count
+    updates_rejected: Count
+    tokens_merged: Count
+    tokens_rejected: Count
+    steps_merged: Count
 
 
 class Record(Body):
@@ -272,6 +284,7 @@ class Record(Body):
     view_digest: Digest
     outer_digest: Digest
     position: Positive
+    totals: Totals
     observations: tuple[Observation, ...]
     policy: PolicyState
     final: bool

@@ -1,0 +1,120 @@
+"""When a run stops and ends: watches every fragment's records, and publishes `stop` and `end`.
+
+Every aggregator of a run may run one: both messages go by compare-and-swap against an empty
+subject, and whoever comes second is content.
+"""
+
+from dataclasses import dataclass, field
+
+from aggregator.context import Context, swap
+from common import names, wire
+from common.config import RunSettings
+from common.errors import SwapLostError
+from common.layout import last_version, offset_steps
+from common.tape import last_record, read_record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newest:
+    """What the newest record of a fragment says, as far as the run's end is concerned."""
+
+    version: int
+    record_seq: int
+    global_step: int
+    tokens: int
+    final: bool
+
+
+def stop_reason(settings: RunSettings, newest: dict[int, Newest]) -> str | None:
+    """Why the run stops now, or None: each fragment has all its versions, or enough tokens."""
+    run, sync = settings.run, settings.sync
+    if run.tokens and min(n.tokens for n in newest.values()) >= run.tokens:
+        return "tokens"
+    complete = all(
+        n.version
+        >= last_version(
+            run.steps,
+            offset_steps(fragment, sync.fragments, sync.interval_steps),
+            sync.interval_steps,
+        )
+        for fragment, n in newest.items()
+    )
+    return "steps" if complete else None
+
+
+@dataclass
+class Conductor:
+    """Follows the tape until the run has ended."""
+
+    context: Context
+    _newest: dict[int, Newest] = field(default_factory=dict)
+    _stopped: bool = False
+
+    async def conduct(self) -> None:
+        """Return once the run's `end` is on the tape."""
+        context = self.context
+        for fragment in range(len(context.layout.fragments)):
+            record, seq = await context.runtime.retry(
+                "records",
+                lambda fragment=fragment: last_record(context, fragment),  # type: ignore[misc]
+                logger=context.logger,
+            )
+            self._note(record, seq)
+        start = min(newest.record_seq for newest in self._newest.values())
+        subjects = [names.record(context.run, "*"), names.stop(context.run), names.end(context.run)]
+        await self._decide()
+        async for message in context.bus.read(context.tape, subjects, start):
+            if message.subject == names.end(context.run):
+                context.logger.info("ended", versions=self._versions())
+                return
+            if message.subject == names.stop(context.run):
+                self._stopped = True
+                continue
+            payload = message.payload
+            record = await context.runtime.retry(
+                "reading a record",
+                lambda payload=payload: read_record(context, payload),  # type: ignore[misc]
+                logger=context.logger,
+            )
+            self._note(record, message.seq)
+            await self._decide()
+
+    def _note(self, record: wire.Record, seq: int) -> None:
+        known = self._newest.get(record.fragment)
+        if known is None or known.record_seq < seq:
+            self._newest[record.fragment] = Newest(
+                version=record.version,
+                record_seq=seq,
+                global_step=record.global_step,
+                tokens=record.totals.tokens_merged,
+                final=record.final,
+            )
+
+    async def _decide(self) -> None:
+        if all(newest.final for newest in self._newest.values()):
+            await self._say(names.end(self.context.run), self._end())
+        elif not self._stopped:
+            reason = stop_reason(self.context.settings, self._newest)
+            if reason is not None:
+                step = max(newest.global_step for newest in self._newest.values())
+                stop = wire.Stop(run=self.context.run, global_step=step, reason=reason)
+                await self._say(names.stop(self.context.run), stop)
+
+    async def _say(self, subject: str, body: wire.Body) -> None:
+        identity = f"{self.context.runtime.chance.getrandbits(128):032x}"
+        try:
+            await swap(self.context, subject, wire.encode(body), identity, 0)
+        except SwapLostError:
+            return  # Another aggregator, or our own life before this one, has said it.
+        self.context.logger.info(body.kind, **body.model_dump(exclude={"run"}))
+
+    def _end(self) -> wire.End:
+        ordered = [self._newest[fragment] for fragment in sorted(self._newest)]
+        return wire.End(
+            run=self.context.run,
+            versions=tuple(newest.version for newest in ordered),
+            record_seqs=tuple(newest.record_seq for newest in ordered),
+        )
+
+    def _versions(self) -> list[int]:
+        return [self._newest[fragment].version for fragment in sorted(self._newest)]

@@ -1,0 +1,71 @@
+"""What all parts of one aggregator process share, and the two ways it writes.
+
+Objects go to names that hold their content; messages that commit go by compare-and-swap.
+"""
+
+from dataclasses import dataclass
+
+from common import log, names, shards, wire
+from common.errors import BusUnavailableError, SwapLostError
+from common.tape import RunContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context(RunContext):
+    """What all parts of one aggregator process share; `name` stands in its records."""
+
+    name: str
+
+
+async def store_version_object(
+    context: Context, fragment: int, version: int, what: str, data: bytes, logger: log.Logger
+) -> wire.ObjectRef:
+    """Store an object of a version under a name that holds its content; retried for ever."""
+    name = names.version_object(context.run, fragment, version, what, shards.digest(data))
+    await context.runtime.retry(
+        f"storing {what}",
+        lambda: context.runtime.call(context.store.put, name, data),
+        logger=logger,
+    )
+    return wire.ObjectRef(name=name, size_bytes=len(data), crc32c=shards.crc32c(data))
+
+
+async def swap(
+    context: Context, subject: str, payload: bytes, attempt_id: str, expected: int
+) -> int:
+    """Publish by compare-and-swap and know whether it is ours that stands; its sequence.
+
+    A lost answer leaves it open whether the message was stored, and a cluster may acknowledge a
+    stale swap as a duplicate: after any doubt the subject's last message is read and compared.
+
+    Raises:
+        SwapLostError: another message stands where ours was to be.
+    """
+
+    async def attempt() -> int:
+        nonlocal doubt
+        if doubt:
+            last = await context.bus.last(context.tape, subject)
+            if last is not None and last.msg_id == attempt_id:
+                return last.seq
+            if (last.seq if last else 0) != expected:
+                raise SwapLostError(subject, expected)
+        try:
+            seq = await context.bus.publish(
+                subject, payload, msg_id=attempt_id, expected_last=expected
+            )
+        except SwapLostError as lost:
+            doubt = True
+            raise BusUnavailableError(f"to be looked at again: {lost.message}") from lost
+        except BusUnavailableError:
+            doubt = True
+            raise
+        if not doubt:
+            return seq
+        last = await context.bus.last(context.tape, subject)
+        if last is None or last.msg_id != attempt_id:
+            raise SwapLostError(subject, expected)
+        return last.seq
+
+    doubt = False
+    return await context.runtime.retry("publishing", attempt, logger=context.logger)

@@ -1,0 +1,422 @@
+"""The aggregator's driver: all IO around `machine.py`.
+
+One `FragmentOwner` for each fragment reads the tape from its position, feeds the machine, and does
+what the machine says: fetch, merge, announce, commit. `Liveness` tells the machines which learners
+are heard of, `conductor.py` when the run stops and ends.
+"""
+
+import asyncio
+from typing import Any
+
+from aggregator import machine, policy
+from aggregator.context import Context, store_version_object, swap
+from aggregator.fragment import FragmentArrays, Payload, read_payload
+from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound
+from aggregator.recovery import recover
+from common import names, wire
+from common.bus import Message
+from common.errors import DilocoError, ObjectMissingError, SwapLostError, WireError
+from common.layout import global_step
+from common.service import cancel, first_of
+
+# Payloads of one fragment that may be in memory before they are merged.
+FETCHES = 2
+# Events that may wait for a fragment's machine before its tape reader waits for it.
+QUEUE = 1024
+# Seconds between two samples of messages that are no updates, for each reason.
+SAMPLE_S = 1.0
+
+
+class FragmentOwner:
+    """Makes the versions of one fragment, for as long as `own` runs."""
+
+    def __init__(self, context: Context, fragment: int) -> None:
+        self.context = context
+        self.rules = policy.fragment_rules(context.settings, context.layout, fragment)
+        self.state: machine.State | None = None
+        self._logger = context.logger.bind(fragment=fragment)
+        self._queue: asyncio.Queue[tuple[machine.Event, Payload | None]] = asyncio.Queue(QUEUE)
+        self._fetching = asyncio.Semaphore(FETCHES)
+        self._fetches: set[asyncio.Task[None]] = set()
+        self._sampled_at_s: dict[str, float] = {}
+        self._arrays: FragmentArrays
+        self._newest: wire.Record
+
+    async def own(self) -> None:
+        """Recover from the tape and make versions; whenever another commits first, recover.
+
+        Raises:
+            IntegrityError: what is stored does not give the recorded digests.
+        """
+        while True:
+            try:
+                await self._recover()
+                await first_of(self._read_tape(), self._serve())
+            except SwapLostError as lost:
+                self._logger.warning("fenced", subject=lost.subject, expected=lost.expected)
+            finally:
+                self.state = None
+                await cancel(*self._fetches)
+
+    def tell(self, event: machine.Liveness) -> None:
+        """Give the machine a liveness change; dropped while its queue is full, and told again."""
+        if not self._queue.full():
+            self._queue.put_nowait((event, None))
+
+    async def _recover(self) -> None:
+        context, runtime = self.context, self.context.runtime
+        began_s = runtime.clock()
+        recovered = await runtime.retry(
+            "recovery",
+            lambda: recover(context, self.rules.fragment),
+            logger=self._logger,
+        )
+        self._arrays = recovered.arrays
+        self._newest = recovered.record
+        self._queue = asyncio.Queue(QUEUE)
+        self._fetching = asyncio.Semaphore(FETCHES)
+        self.state = machine.resume(recovered.record, recovered.record_seq, runtime.clock())
+        self._logger.info(
+            "recovered",
+            version=recovered.record.version,
+            merged_again=recovered.merged_again,
+            position=recovered.record.position,
+            took_s=round(runtime.clock() - began_s, 3),
+        )
+
+    # The tape
+
+    async def _read_tape(self) -> None:
+        run, fragment = self.context.run, self.rules.fragment
+        subjects = [
+            names.join(run, "*"),
+            names.leave(run, "*"),
+            names.update(run, "*", fragment),
+            names.stop(run),
+        ]
+        messages = self.context.bus.read(names.tape_stream(run), subjects, self._newest.position)
+        async for message in messages:
+            try:
+                event = decode_event(message, fragment)
+            except WireError as error:
+                await self._sample(message.subject, error.reason, error.message)
+                continue
+            if event is not None:
+                await self._queue.put((event, None))
+
+    async def _sample(self, subject: str, reason: str, detail: str) -> None:
+        """Count what is no update, and show people one of a kind now and then."""
+        self._logger.warning("ignored", subject=subject, reason=reason, detail=detail)
+        now_s = self.context.runtime.clock()
+        if now_s - self._sampled_at_s.get(reason, 0.0) < SAMPLE_S:
+            return
+        self._sampled_at_s[reason] = now_s
+        learner = subject.split(".")[3]
+        sample = wire.Rejection(
+            fragment=self.rules.fragment,
+            learner=learner,
+            incarnation=0,
+            seq=0,
+            reason=reason,
+            detail=detail,
+        )
+        await self._show_rejection(sample)
+
+    async def _show_rejection(self, rejection: wire.Rejection) -> None:
+        """A copy for people; the record has the verdict, so a lost copy is only logged."""
+        subject = names.rejected(self.context.run, rejection.learner)
+        try:
+            await self.context.bus.publish(subject, wire.encode(rejection))
+        except DilocoError as error:
+            self._logger.warning("rejection_not_shown", error=error.message)
+
+    # The machine
+
+    async def _serve(self) -> None:
+        while True:
+            event, payload = await self._next_event()
+            await self._take(event, payload)
+            if payload is not None:
+                self._fetching.release()
+
+    async def _next_event(self) -> tuple[machine.Event, Payload | None]:
+        assert self.state is not None
+        due_s = machine.deadline(self.rules, self.state)
+        if not self._queue.empty() or due_s is None:
+            return await self._queue.get()
+        clock = self.context.runtime.clock
+        try:
+            async with asyncio.timeout(max(0.0, due_s - clock())):
+                return await self._queue.get()
+        except TimeoutError:
+            return machine.Timer(max(due_s, clock())), None
+
+    async def _take(self, event: machine.Event, payload: Payload | None) -> None:
+        assert self.state is not None
+        self.state, effects = machine.step(self.rules, self.state, event)
+        for effect in effects:
+            await self._perform(effect, payload)
+
+    async def _perform(self, effect: machine.Effect, payload: Payload | None) -> None:
+        match effect:
+            case Fetch():
+                task = asyncio.ensure_future(self._fetch(effect))
+                self._fetches.add(task)
+                task.add_done_callback(self._fetches.discard)
+            case OpenRound():
+                await self._open_round(effect.version)
+            case Merge():
+                assert payload is not None
+                await self.context.runtime.call(self._arrays.merge, payload, effect.admitted)
+            case Ignored():
+                subject = names.update(
+                    self.context.run, effect.manifest.learner, self.rules.fragment
+                )
+                await self._sample(subject, effect.reason, f"seq {effect.manifest.seq}")
+            case Commit():
+                await self._commit(effect)
+
+    async def _open_round(self, version: int) -> None:
+        await self.context.runtime.call(self._arrays.open_round)
+        message = wire.RoundOpen(fragment=self.rules.fragment, version=version)
+        subject = names.round_open(self.context.run, self.rules.fragment)
+        await self.context.bus.broadcast(subject, wire.encode(message))
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        """Read and verify an update; its payload waits in the queue until the machine's word."""
+        await self._fetching.acquire()
+        runtime = self.context.runtime
+        event: machine.Event
+        payload: Payload | None = None
+        try:
+            payload = await runtime.retry(
+                "reading shards",
+                lambda: runtime.call(
+                    read_payload, self.context.store, fetch.manifest, self._arrays.fragment
+                ),
+                logger=self._logger,
+            )
+            event = machine.Fetched(runtime.clock(), fetch.update, payload.norm)
+        except ObjectMissingError as error:
+            event = machine.Failed(runtime.clock(), fetch.update, "missing", error.message)
+        except WireError as error:
+            event = machine.Failed(runtime.clock(), fetch.update, error.reason, error.message)
+        if payload is None:
+            self._fetching.release()
+        await self._queue.put((event, payload))
+
+    # The commit
+
+    async def _commit(self, commit: Commit) -> None:
+        """Store the objects, publish the record by compare-and-swap, tell the machine."""
+        runtime = self.context.runtime
+        record = await self._draft(commit)
+        record_seq = await self._publish(record, commit.state.record_seq)
+        self._newest = record if record.outer_seq else _with_outer_seq(record, record_seq)
+        committed = machine.Committed(runtime.clock(), record_seq, record.view_digest)
+        self._logger.info(
+            "committed",
+            what=record.what,
+            version=record.version,
+            record_seq=record_seq,
+            learners=[taken.learner for taken in record.inputs],
+            staleness=[taken.staleness for taken in record.inputs],
+            rejected=[f"{taken.learner}:{taken.reason}" for taken in record.rejected],
+            reason=record.reason,
+            took_s=round(committed.at_s - commit.at_s, 4),
+        )
+        for rejected in record.rejected:
+            await self._show_rejection(_rejection(record.fragment, rejected))
+        await self._take(committed, None)
+
+    async def _draft(self, commit: Commit) -> wire.Record:
+        """The record of `commit`, with its objects stored."""
+        state, previous = commit.state, self._newest
+        fields: dict[str, Any] = {
+            "base_seq": state.record_seq,
+            "base_digest": previous.view_digest,
+            "what": commit.what,
+            "inputs": (),
+            "rejected": tuple(_rejected(refused) for refused in state.rejected),
+            "reason": commit.reason,
+            "factors": b"",
+            "delta": None,
+            "position": machine.position(state),
+            "observations": state.observations,
+            "policy": machine.policy_after(state),
+            "final": commit.final,
+            "opened_at_s": state.opened_at_s,
+            "quorum_at_s": state.quorum_at_s,
+            "closed_at_s": commit.at_s,
+            "aggregator": self.context.name,
+            "attempt_id": f"{self.context.runtime.chance.getrandbits(128):032x}",
+        }
+        if commit.what == "version":
+            fields |= await self._make_version(state)
+        fields["totals"] = _totals(previous.totals, fields["inputs"], fields["rejected"])
+        return previous.model_copy(update=fields)
+
+    async def _make_version(self, state: machine.State) -> dict[str, Any]:
+        """Close the round on the arrays, store what it made, and say so in fields of the record."""
+        settings, previous, runtime = self.context.settings, self._newest, self.context.runtime
+        version = state.version + 1
+        part = machine.share(state) if settings.outer.participation else 1.0
+        made = await runtime.call(self._arrays.close_round, state.admitted, part)
+        delta = await self._store(version, "delta", made.delta)
+        fields: dict[str, Any] = {
+            "version": version,
+            "global_step": global_step(version, self.rules.offset_steps, self.rules.interval_steps),
+            "inputs": made.inputs,
+            "factors": made.factors,
+            "learning_rate": made.learning_rate,
+            "momentum": made.momentum,
+            "delta": delta,
+            "deltas": (*previous.deltas, delta),
+            "view_digest": made.view_digest,
+            "outer_digest": made.outer_digest,
+        }
+        if version % settings.sync.snapshot_every == 0:
+            view = await runtime.call(self._arrays.view_bytes)
+            outer = await runtime.call(self._arrays.outer_bytes)
+            fields["snapshot"] = await self._store(version, "view", view)
+            fields["outer"] = await self._store(version, "outer", outer)
+            fields |= {"snapshot_version": version, "outer_version": version}
+            fields |= {"deltas": (), "outer_seq": 0}
+        return fields
+
+    async def _store(self, version: int, what: str, data: bytes) -> wire.ObjectRef:
+        return await store_version_object(
+            self.context, self.rules.fragment, version, what, data, self._logger
+        )
+
+    async def _publish(self, record: wire.Record, base_seq: int) -> int:
+        payload = wire.encode(record)
+        if len(payload) > wire.RECORD_BYTES:
+            body = await self._store(record.version, "record", payload)
+            pointer = wire.RecordPointer(
+                fragment=record.fragment, body=body, attempt_id=record.attempt_id
+            )
+            payload = wire.encode(pointer)
+        subject = names.record(self.context.run, record.fragment)
+        return await swap(self.context, subject, payload, record.attempt_id, base_seq)
+
+
+def decode_event(message: Message, fragment: int) -> machine.Event | None:
+    """The machine's event in a message of the tape; None if it is not for this fragment.
+
+    Raises:
+        WireError: it cannot be decoded, or speaks for somebody else than its subject.
+    """
+    at_s, seq = message.time_s, message.seq
+    _, run, kind, *rest = message.subject.split(".")
+    match kind:
+        case "join":
+            join = wire.decode(wire.Join, message.payload)
+            _check_sender(rest[0] == join.learner and run == join.run)
+            return machine.Joined(at_s, seq, join.learner)
+        case "leave":
+            leave = wire.decode(wire.Leave, message.payload)
+            _check_sender(rest[0] == leave.learner and run == leave.run)
+            if not leave.fragments:
+                return machine.Departed(at_s, seq, leave.learner, leave.incarnation)
+            if fragment in leave.fragments:
+                return machine.Finished(at_s, seq, leave.learner, leave.incarnation)
+            return None
+        case "update":
+            manifest = wire.decode(wire.Manifest, message.payload)
+            _check_sender(rest[0] == manifest.learner and run == manifest.run)
+            _check_sender(rest[1] == str(manifest.fragment))
+            return machine.Announced(at_s, seq, manifest)
+    return machine.Stopped(at_s, seq)
+
+
+def _check_sender(matches: bool) -> None:
+    if not matches:
+        raise WireError(
+            "sender", "the message names another run, learner or fragment than its subject"
+        )
+
+
+def _with_outer_seq(record: wire.Record, record_seq: int) -> wire.Record:
+    """The record as later ones must cite it: an `outer_seq` of 0 meant itself."""
+    return record.model_copy(update={"outer_seq": record_seq})
+
+
+def _rejected(refused: machine.Refused) -> wire.Rejected:
+    manifest = refused.manifest
+    return wire.Rejected(
+        learner=manifest.learner,
+        incarnation=manifest.incarnation,
+        seq=manifest.seq,
+        stream_seq=refused.stream_seq,
+        tokens=manifest.tokens,
+        steps=manifest.steps,
+        reason=refused.reason,
+        detail=refused.detail,
+    )
+
+
+def _rejection(fragment: int, rejected: wire.Rejected) -> wire.Rejection:
+    return wire.Rejection(
+        fragment=fragment,
+        learner=rejected.learner,
+        incarnation=rejected.incarnation,
+        seq=rejected.seq,
+        reason=rejected.reason,
+        detail=rejected.detail,
+    )
+
+
+def _totals(
+    before: wire.Totals, inputs: tuple[wire.Input, ...], rejected: tuple[wire.Rejected, ...]
+) -> wire.Totals:
+    return wire.Totals(
+        updates_merged=before.updates_merged + len(inputs),
+        updates_rejected=before.updates_rejected + len(rejected),
+        tokens_merged=before.tokens_merged + sum(taken.tokens for taken in inputs),
+        tokens_rejected=before.tokens_rejected + sum(taken.tokens for taken in rejected),
+        steps_merged=before.steps_merged + sum(taken.steps for taken in inputs),
+    )
+
+
+class LivenessWatch:
+    """Tells the owners' machines which learners are heard of."""
+
+    def __init__(self, context: Context, owners: list[FragmentOwner]) -> None:
+        self._context = context
+        self._owners = owners
+        self._heard_at_s: dict[str, float] = {}
+
+    async def watch(self) -> None:
+        """Read heartbeats and compare, for ever."""
+        await first_of(self._listen(), self._compare())
+
+    async def _listen(self) -> None:
+        context = self._context
+        stream = names.ops_stream(context.run)
+        start = await context.runtime.retry(
+            "heartbeats", lambda: context.bus.last_sequence(stream), logger=context.logger
+        )
+        subjects = [names.heartbeat(context.run, "*")]
+        async for message in context.bus.read(stream, subjects, start + 1):
+            self._heard_at_s[message.subject.split(".")[3]] = context.runtime.clock()
+
+    async def _compare(self) -> None:
+        runtime = self._context.runtime
+        live_s = self._context.settings.quorum.live_s
+        while True:
+            await asyncio.sleep(min(1.0, live_s / 4))
+            now_s = runtime.clock()
+            for owner in self._owners:
+                if owner.state is not None:
+                    self._tell(owner, owner.state, now_s, live_s)
+
+    def _tell(
+        self, owner: FragmentOwner, state: machine.State, now_s: float, live_s: float
+    ) -> None:
+        for name, member in state.members.items():
+            # One that was never heard of counts from its join, or from our own beginning.
+            heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
+            live = now_s - heard_at_s < live_s
+            if live != member.live and not member.left:
+                owner.tell(machine.Liveness(now_s, name, member.incarnation, live))

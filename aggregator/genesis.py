@@ -1,0 +1,95 @@
+"""Version 0: how a run's fragments begin.
+
+The parameters are evaluated once, by whoever creates the run, and stored; every learner fetches
+them, so that no two start from different bits.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from aggregator import machine
+from aggregator.context import Context, store_version_object, swap
+from aggregator.fragment import FragmentArrays
+from common import names, shards, wire
+from common.errors import RunMismatchError, SwapLostError
+
+NOTHING = wire.Totals(
+    updates_merged=0, updates_rejected=0, tokens_merged=0, tokens_rejected=0, steps_merged=0
+)
+
+
+async def commit_version_zero(context: Context, vectors: Sequence[np.ndarray]) -> None:
+    """Store and commit version 0 of every fragment; what a run has already is kept.
+
+    Args:
+        context: the run.
+        vectors: for each fragment its vector, float32 [size].
+
+    Raises:
+        RunMismatchError: the run exists and began with other parameters.
+    """
+    await asyncio.gather(
+        *(_commit(context, fragment, vector) for fragment, vector in enumerate(vectors))
+    )
+
+
+async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
+    arrays = FragmentArrays.from_view(context.settings, context.layout, fragment, vector)
+    logger = context.logger
+    view = await store_version_object(context, fragment, 0, "view", arrays.view_bytes(), logger)
+    outer = await store_version_object(context, fragment, 0, "outer", arrays.outer_bytes(), logger)
+    now_s = context.runtime.clock()
+    record = wire.Record(
+        what="version",
+        run=context.run,
+        fragment=fragment,
+        version=0,
+        base_seq=0,
+        base_digest="",
+        layout=context.layout.digest,
+        global_step=0,
+        inputs=(),
+        rejected=(),
+        reason="created",
+        factors=b"",
+        learning_rate=context.settings.outer.learning_rate,
+        momentum=context.settings.outer.momentum,
+        delta=None,
+        snapshot=view,
+        snapshot_version=0,
+        deltas=(),
+        outer=outer,
+        outer_version=0,
+        outer_seq=0,
+        view_digest=shards.digest(arrays.view),
+        outer_digest=arrays.outer_digest(),
+        position=1,
+        totals=NOTHING,
+        observations=(),
+        policy=machine.EMPTY_POLICY,
+        final=False,
+        opened_at_s=now_s,
+        quorum_at_s=now_s,
+        closed_at_s=now_s,
+        aggregator=context.name,
+        attempt_id=f"{context.runtime.chance.getrandbits(128):032x}",
+    )
+    subject = names.record(context.run, fragment)
+    try:
+        await swap(context, subject, wire.encode(record), record.attempt_id, 0)
+    except SwapLostError:
+        await _check_same_beginning(context, subject, record)
+
+
+async def _check_same_beginning(context: Context, subject: str, ours: wire.Record) -> None:
+    """A second `run create` is harmless if it is of the same run that has not moved on."""
+    message = await context.bus.last(context.tape, subject)
+    found = wire.decode_record(message.payload) if message else None
+    if not isinstance(found, wire.Record) or found.view_digest != ours.view_digest:
+        raise RunMismatchError(
+            f"run {context.run!r} exists, and fragment {ours.fragment} is not at the beginning "
+            "that this configuration gives",
+            hint="choose another run name, or start the daemons of the run that exists",
+        )

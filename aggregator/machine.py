@@ -1,0 +1,755 @@
+"""The aggregator's core: what happens to each update of one fragment, and when a round closes.
+
+    idle --first verified update, pace allows--> open --quorum--> grace --deadline or all in-->
+    closing --record committed--> idle
+
+Rules of this file:
+- `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
+  or logging; times come in with events, in seconds since the epoch, and `deadline` says when the
+  machine wants a `Timer`.
+- The machine trusts that messages were decoded (`common/wire.py`), and nothing else in them.
+- An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
+  that record is committed its stream sequence stays at or above the position in the record, so
+  that whoever recovers from the record meets it again.
+- What the machine decides from is either on the tape or noted in `observations`, which go into
+  the next record: a reader of the tape can decide the same again.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from aggregator import policy
+from aggregator.policy import FragmentRules
+from common import wire
+
+# How many earlier lives of a learner keep their mark. An update of a life older than that, which
+# is announced once more, is ignored instead of answered.
+LIVES = 4
+
+
+class UpdateId(NamedTuple):
+    """Names one update of this machine's fragment."""
+
+    learner: str
+    incarnation: int
+    seq: int
+
+
+class Pending(NamedTuple):
+    """An update that is announced and not yet verified; `fetching` once its shards are read."""
+
+    manifest: wire.Manifest
+    stream_seq: int
+    fetching: bool
+
+
+class Admitted(NamedTuple):
+    """An update that the open round has merged."""
+
+    manifest: wire.Manifest
+    stream_seq: int
+    weight: float
+    staleness: int
+    discount: float
+    clip: float
+    norm: float
+
+
+class Refused(NamedTuple):
+    """An update that the next record rejects."""
+
+    manifest: wire.Manifest
+    stream_seq: int
+    reason: str
+    detail: str
+
+
+class Member(NamedTuple):
+    """What this fragment knows of a learner.
+
+    `final`: its last update of this fragment is announced; `left`: it ended on purpose;
+    `heard_at_s`: when its last join or update was stored.
+    """
+
+    incarnation: int
+    live: bool = True
+    left: bool = False
+    final: bool = False
+    step_time_s: float = 0.0
+    weight: float = 0.0
+    heard_at_s: float = 0.0
+
+
+class Mark(NamedTuple):
+    """Highest resolved seq of an incarnation, and its manifest's stream sequence."""
+
+    seq: int
+    stream_seq: int
+
+
+Phase = Literal["idle", "open", "grace", "closing"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """The machine's state; mappings are replaced, never changed.
+
+    `committing` counts the rejections and observations that the record being committed holds;
+    `final`: the fragment's last version is committed, or is being so.
+    """
+
+    version: int
+    record_seq: int
+    view_digest: str
+    seen_seq: int
+    phase: Phase = "idle"
+    final: bool = False
+    members: Mapping[str, Member]
+    marks: Mapping[tuple[str, int], Mark]
+    pending: Mapping[UpdateId, Pending]
+    admitted: tuple[Admitted, ...] = ()
+    rejected: tuple[Refused, ...] = ()
+    observations: tuple[wire.Observation, ...] = ()
+    committing: tuple[int, int] = (0, 0)
+    opened_at_s: float = 0.0
+    quorum_at_s: float = 0.0
+    closed_at_s: float = 0.0
+    stopping_at_s: float = 0.0
+    quorum_s: float = 0.0
+    sync_s: float = 0.0
+    norms: tuple[float, ...] = ()
+
+
+# Events
+
+
+class Joined(NamedTuple):
+    """A learner's join, from the tape; its sequence is the incarnation."""
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+
+
+class Departed(NamedTuple):
+    """A learner's leave, from the tape."""
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+    incarnation: int
+
+
+class Finished(NamedTuple):
+    """A learner's word, from the tape, that it sends nothing more of this fragment."""
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+    incarnation: int
+
+
+class Announced(NamedTuple):
+    """A manifest of this fragment, from the tape."""
+
+    stored_at_s: float
+    stream_seq: int
+    manifest: wire.Manifest
+
+
+class Stopped(NamedTuple):
+    """The run's stop message, from the tape."""
+
+    stored_at_s: float
+    stream_seq: int
+
+
+class Fetched(NamedTuple):
+    """All shards of an update are here and verified; `norm` is the update's L2 norm."""
+
+    at_s: float
+    update: UpdateId
+    norm: float
+
+
+class Failed(NamedTuple):
+    """An update's shards are not what its manifest says."""
+
+    at_s: float
+    update: UpdateId
+    reason: str
+    detail: str
+
+
+class Liveness(NamedTuple):
+    """A learner was heard of again, or has not been for too long."""
+
+    at_s: float
+    learner: str
+    incarnation: int
+    live: bool
+
+
+class Timer(NamedTuple):
+    """The time that `deadline` asked for has come."""
+
+    at_s: float
+
+
+class Committed(NamedTuple):
+    """The record of the last `Commit` is on the tape."""
+
+    at_s: float
+    record_seq: int
+    view_digest: str
+
+
+Event = Joined | Departed | Announced | Stopped | Fetched | Failed | Liveness | Timer | Committed
+
+
+# Effects
+
+
+class Fetch(NamedTuple):
+    """Read and verify an update's shards; answer `Fetched` or `Failed`. Any number in parallel."""
+
+    update: UpdateId
+    manifest: wire.Manifest
+
+
+class Merge(NamedTuple):
+    """Add the update just fetched to the round's accumulator, before the next event."""
+
+    admitted: Admitted
+
+
+class OpenRound(NamedTuple):
+    """Begin an empty accumulator, then tell the learners that a round of this version is open."""
+
+    version: int
+
+
+class Commit(NamedTuple):
+    """Store the objects, then publish the record, then answer `Committed`.
+
+    `state` is the machine's at the close: all that the record says is in it.
+    """
+
+    what: Literal["version", "verdict"]
+    reason: str
+    final: bool
+    at_s: float
+    state: State
+
+
+class Ignored(NamedTuple):
+    """A message that is no update of the protocol: count it, keep a sample, do nothing."""
+
+    manifest: wire.Manifest
+    reason: str
+
+
+Effect = Fetch | Merge | OpenRound | Commit | Ignored
+Result = tuple[State, tuple[Effect, ...]]
+
+
+def step(rules: FragmentRules, state: State, event: Event) -> Result:
+    """The state after `event`, and what the driver must do, in order."""
+    return _HANDLERS[type(event)](rules, state, event)
+
+
+def deadline(rules: FragmentRules, state: State) -> float | None:
+    """When the machine next wants a `Timer`, in seconds since the epoch; None for never."""
+    if state.phase == "closing" or state.final:
+        return None
+    if state.stopping_at_s:
+        return state.stopping_at_s + rules.quorum.deadline_s
+    if state.phase == "idle":
+        waits = any(not pending.fetching for pending in state.pending.values())
+        return _opens_at_s(rules, state) if waits and _may_open(rules, state) else None
+    if state.phase == "open":
+        return state.opened_at_s + rules.quorum.deadline_s
+    return _grace_ends_s(rules, state)
+
+
+# Beginnings
+
+
+def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
+    """The machine as a record left it; feed it the tape from `record.position` on.
+
+    Times of a writer whose clock was ahead are taken as `now_s`, or they would stop the run.
+    """
+    memory = record.policy
+    return State(
+        version=record.version,
+        record_seq=record_seq,
+        view_digest=record.view_digest,
+        seen_seq=record.position - 1,
+        final=record.final,
+        members={
+            m.learner: Member(
+                m.incarnation, m.live, m.left, m.final, m.step_time_s, m.weight, m.heard_at_s
+            )
+            for m in memory.members
+        },
+        marks={(m.learner, m.incarnation): Mark(m.seq, m.stream_seq) for m in memory.marks},
+        pending={},
+        closed_at_s=min(memory.closed_at_s, now_s),
+        stopping_at_s=min(memory.stopping_at_s, now_s),
+        quorum_s=memory.quorum_s,
+        sync_s=memory.sync_s,
+        norms=memory.norms,
+    )
+
+
+EMPTY_POLICY = wire.PolicyState(
+    members=(), marks=(), closed_at_s=0.0, stopping_at_s=0.0, quorum_s=0.0, sync_s=0.0, norms=()
+)
+
+
+def policy_after(state: State) -> wire.PolicyState:
+    """What the record that commits `state` must keep for `resume`."""
+    committed = _after_record(state)
+    members = tuple(
+        wire.MemberState(learner=learner, **member._asdict())
+        for learner, member in committed.members.items()
+    )
+    marks = tuple(
+        wire.Mark(
+            learner=learner, incarnation=incarnation, seq=mark.seq, stream_seq=mark.stream_seq
+        )
+        for (learner, incarnation), mark in committed.marks.items()
+    )
+    return wire.PolicyState(
+        members=members,
+        marks=marks,
+        closed_at_s=committed.closed_at_s,
+        stopping_at_s=committed.stopping_at_s,
+        quorum_s=committed.quorum_s,
+        sync_s=committed.sync_s,
+        norms=committed.norms,
+    )
+
+
+def position(state: State) -> int:
+    """Lowest stream sequence that is not resolved once `state`'s record is committed."""
+    waiting = (pending.stream_seq for pending in state.pending.values())
+    return min(waiting, default=state.seen_seq + 1)
+
+
+def share(state: State) -> float:
+    """Part of the live fleet's weight that the round holds, in (0, 1]."""
+    held = sum(admitted.weight for admitted in state.admitted)
+    present = {admitted.manifest.learner for admitted in state.admitted}
+    absent = sum(member.weight for name, member in _live(state).items() if name not in present)
+    return held / (held + absent) if held else 1.0
+
+
+# Handlers
+
+
+def _on_joined(_rules: FragmentRules, state: State, event: Joined) -> Result:
+    state = _seen(state, event.stream_seq)
+    known = state.members.get(event.learner)
+    if known and known.incarnation >= event.stream_seq:
+        return state, ()
+    member = Member(
+        event.stream_seq,
+        step_time_s=known.step_time_s if known else 0.0,
+        weight=known.weight if known else 0.0,
+        heard_at_s=event.stored_at_s,
+    )
+    return _with_member(state, event.learner, member), ()
+
+
+def _on_departed(rules: FragmentRules, state: State, event: Departed) -> Result:
+    state = _seen(state, event.stream_seq)
+    member = state.members.get(event.learner)
+    if member is None or member.incarnation != event.incarnation:
+        return state, ()
+    state = _with_member(state, event.learner, member._replace(live=False, left=True))
+    return _advance(rules, state, event.stored_at_s)
+
+
+def _on_finished(rules: FragmentRules, state: State, event: Finished) -> Result:
+    state = _seen(state, event.stream_seq)
+    member = state.members.get(event.learner)
+    if member is None or member.incarnation != event.incarnation:
+        return state, ()
+    state = _with_member(state, event.learner, member._replace(final=True))
+    return _advance(rules, state, event.stored_at_s)
+
+
+def _on_announced(rules: FragmentRules, state: State, event: Announced) -> Result:
+    manifest = event.manifest
+    update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
+    state = _seen(state, event.stream_seq)
+    if _is_known(state, update):
+        return state, ()
+    if _overtakes(state, update):
+        return state, (Ignored(manifest, "in_flight"),)
+    verdict = _judge(rules, state, event)
+    if verdict is not None:
+        refused = Refused(manifest, event.stream_seq, *verdict)
+        return _reject(rules, state, refused, event.stored_at_s)
+    member = state.members[manifest.learner]
+    if manifest.incarnation == member.incarnation:
+        member = member._replace(
+            step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
+            weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
+            final=member.final or manifest.final,
+            heard_at_s=max(member.heard_at_s, event.stored_at_s),
+        )
+    state = replace(
+        state,
+        members={**state.members, manifest.learner: member},
+        pending={**state.pending, update: Pending(manifest, event.stream_seq, fetching=False)},
+    )
+    return _pump(rules, state, event.stored_at_s)
+
+
+def _on_stopped(rules: FragmentRules, state: State, event: Stopped) -> Result:
+    state = _seen(state, event.stream_seq)
+    if state.stopping_at_s or state.final:
+        return state, ()
+    state = replace(state, stopping_at_s=event.stored_at_s)
+    return _go_on(rules, state, event.stored_at_s)
+
+
+def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
+    pending = state.pending.get(event.update)
+    if pending is None:
+        return state, ()
+    if state.phase == "closing":
+        # Too late for this round; its shards are read again when the next one opens.
+        return _with_pending(state, event.update, pending._replace(fetching=False)), ()
+    state = _observe(state, "fetched", event.at_s, event.update, event.norm)
+    manifest = pending.manifest
+    clip = policy.judge_norm(rules.bounds, state.norms, event.norm, manifest.steps)
+    if clip is None:
+        detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
+        refused = Refused(manifest, pending.stream_seq, "norm", detail)
+        return _reject(rules, _without_pending(state, event.update), refused, event.at_s)
+    staleness = state.version - manifest.base_version
+    admitted = Admitted(
+        manifest,
+        pending.stream_seq,
+        policy.weight(manifest.tokens, manifest.steps),
+        staleness,
+        policy.discount(rules.staleness, staleness),
+        clip,
+        event.norm,
+    )
+    opened: tuple[Effect, ...] = ()
+    if state.phase == "idle":
+        opened = (OpenRound(state.version + 1),)
+        state = replace(state, phase="open", opened_at_s=event.at_s)
+    remaining = {key: value for key, value in state.pending.items() if key != event.update}
+    norms = (*state.norms, clip * event.norm / manifest.steps)[-policy.NORM_WINDOW :]
+    state = replace(state, pending=remaining, admitted=(*state.admitted, admitted), norms=norms)
+    state, more = _advance(rules, state, event.at_s)
+    return state, (*opened, Merge(admitted), *more)
+
+
+def _on_failed(rules: FragmentRules, state: State, event: Failed) -> Result:
+    pending = state.pending.get(event.update)
+    if pending is None:
+        return state, ()
+    state = _observe(state, "failed", event.at_s, event.update, 0.0)
+    refused = Refused(pending.manifest, pending.stream_seq, event.reason, event.detail)
+    return _reject(rules, _without_pending(state, event.update), refused, event.at_s)
+
+
+def _on_liveness(rules: FragmentRules, state: State, event: Liveness) -> Result:
+    member = state.members.get(event.learner)
+    if member is None or member.incarnation != event.incarnation or member.left:
+        return state, ()
+    if member.live == event.live:
+        return state, ()
+    about = UpdateId(event.learner, event.incarnation, 0)
+    state = _observe(state, "live" if event.live else "dead", event.at_s, about, 0.0)
+    state = _with_member(state, event.learner, member._replace(live=event.live))
+    return _advance(rules, state, event.at_s)
+
+
+def _on_timer(rules: FragmentRules, state: State, event: Timer) -> Result:
+    due = deadline(rules, state)
+    if due is None or event.at_s < due:
+        return state, ()
+    state = _observe(state, "timer", event.at_s, UpdateId("", 0, 0), 0.0)
+    if state.stopping_at_s:
+        return _close(_refuse_late(state), event.at_s, "deadline", final=True)
+    if state.phase == "idle":
+        return _pump(rules, state, event.at_s)
+    return _close(state, event.at_s, "grace" if state.phase == "grace" else "deadline")
+
+
+def _on_committed(rules: FragmentRules, state: State, event: Committed) -> Result:
+    published = bool(state.admitted)
+    took_s = max(0.0, event.at_s - state.closed_at_s)
+    rejections, observations = state.committing
+    state = replace(
+        _after_record(state),
+        version=state.version + published,
+        record_seq=event.record_seq,
+        view_digest=event.view_digest,
+        phase="idle",
+        admitted=(),
+        rejected=state.rejected[rejections:],
+        observations=state.observations[observations:],
+        committing=(0, 0),
+        sync_s=policy.ema(state.sync_s, took_s) if published else state.sync_s,
+    )
+    if state.rejected:
+        return _close(state, event.at_s, "rejections", final=state.final)
+    return _go_on(rules, state, event.at_s)
+
+
+_HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
+    Joined: _on_joined,
+    Departed: _on_departed,
+    Finished: _on_finished,
+    Announced: _on_announced,
+    Stopped: _on_stopped,
+    Fetched: _on_fetched,
+    Failed: _on_failed,
+    Liveness: _on_liveness,
+    Timer: _on_timer,
+    Committed: _on_committed,
+}
+
+
+# Rules
+
+
+def _judge(rules: FragmentRules, state: State, event: Announced) -> tuple[str, str] | None:
+    """(reason, detail) to reject an announced update at once, or None."""
+    manifest = event.manifest
+    member = state.members.get(manifest.learner)
+    if member is None or manifest.incarnation > member.incarnation:
+        return "unknown_incarnation", f"no join of incarnation {manifest.incarnation} precedes it"
+    if manifest.incarnation < member.incarnation < event.stream_seq:
+        return "superseded", f"incarnation {member.incarnation} joined before it was stored"
+    if state.final:
+        return "ended", "the fragment's last version is committed"
+    wrong = policy.malformed(rules, manifest)
+    if wrong is not None:
+        return wrong
+    staleness = state.version - manifest.base_version
+    if staleness < 0:
+        return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
+    if staleness == 0 and manifest.base_digest != state.view_digest:
+        return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
+    if rules.staleness.maximum and staleness > rules.staleness.maximum:
+        return "stale", f"{staleness} versions old, at most {rules.staleness.maximum}"
+    since_s = event.stored_at_s - member.heard_at_s
+    if policy.too_many_steps(rules.bounds, manifest.steps, since_s):
+        return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
+    return None
+
+
+def _is_known(state: State, update: UpdateId) -> bool:
+    mark = state.marks.get((update.learner, update.incarnation))
+    if mark is not None and update.seq <= mark.seq:
+        return True
+    if update in state.pending:
+        return True
+    if any(_id(taken.manifest) == update for taken in _taken(state)):
+        return True
+    if mark is not None:
+        return False
+    # A life so old that its mark is gone was answered long ago.
+    lives = sorted(life for learner, life in state.marks if learner == update.learner)
+    return len(lives) >= LIVES and update.incarnation < lives[0]
+
+
+def _overtakes(state: State, update: UpdateId) -> bool:
+    """Whether the learner announced an update while an earlier one was not resolved.
+
+    What is being committed counts as resolved: the learner may read the record before we do.
+    """
+    unresolved = [pending.manifest for pending in state.pending.values()]
+    still = state.rejected[state.committing[0] :] if state.phase == "closing" else _taken(state)
+    unresolved += [taken.manifest for taken in still]
+    return any(_id(manifest)[:2] == update[:2] for manifest in unresolved)
+
+
+def _go_on(rules: FragmentRules, state: State, now_s: float) -> Result:
+    state, effects = _pump(rules, state, now_s)
+    state, more = _advance(rules, state, now_s)
+    return state, effects + more
+
+
+def _pump(rules: FragmentRules, state: State, now_s: float) -> Result:
+    """Fetch what waits, if a round is open or may open now."""
+    if state.phase == "closing":
+        return state, ()
+    if state.phase == "idle" and not (
+        _may_open(rules, state) and now_s >= _opens_at_s(rules, state)
+    ):
+        return state, ()
+    waiting = [(key, pending) for key, pending in state.pending.items() if not pending.fetching]
+    if not waiting:
+        return state, ()
+    fetching = {key: pending._replace(fetching=True) for key, pending in waiting}
+    state = replace(state, pending={**state.pending, **fetching})
+    return state, tuple(Fetch(key, pending.manifest) for key, pending in waiting)
+
+
+def _may_open(rules: FragmentRules, state: State) -> bool:
+    """Whether another round belongs to the run; the one after the stop takes all that is left."""
+    if state.final:
+        return False
+    return bool(state.stopping_at_s) or state.version < rules.last_version
+
+
+def _opens_at_s(rules: FragmentRules, state: State) -> float:
+    if state.stopping_at_s or not state.closed_at_s:
+        return 0.0
+    return state.closed_at_s + policy.pace_s(rules, _step_times(state))
+
+
+def _grace_ends_s(rules: FragmentRules, state: State) -> float:
+    hard_s = state.opened_at_s + rules.quorum.deadline_s
+    if rules.lockstep:
+        return hard_s
+    grace_s = policy.grace_s(rules, _step_times(state), state.quorum_s, state.sync_s)
+    return min(hard_s, state.quorum_at_s + grace_s)
+
+
+def _advance(rules: FragmentRules, state: State, now_s: float) -> Result:
+    """Close the round if it is complete; begin the grace window if the quorum is reached."""
+    if state.phase == "closing" or state.final:
+        return state, ()
+    if state.stopping_at_s:
+        return _advance_to_end(state, now_s)
+    if state.phase == "idle":
+        return state, ()
+    present = {admitted.manifest.learner for admitted in state.admitted}
+    live = _live(state)
+    if state.phase == "open":
+        needed = (
+            rules.quorum.min_learners
+            if rules.lockstep
+            else policy.effective_quorum(rules.quorum, len(live))
+        )
+        if len(present) < needed:
+            return state, ()
+        quorum_s = policy.ema(state.quorum_s, max(0.0, now_s - state.opened_at_s))
+        state = replace(state, phase="grace", quorum_at_s=now_s, quorum_s=quorum_s)
+    if present >= live.keys():
+        return _close(state, now_s, "complete")
+    return state, ()
+
+
+def _advance_to_end(state: State, now_s: float) -> Result:
+    """After the stop: a round closes once nobody can add to it before it has closed.
+
+    A learner that has an update in this round sends its last one only after the record.
+    """
+    if state.pending:
+        return state, ()
+    awaited = {name for name, member in _live(state).items() if not member.final}
+    if not awaited:
+        return _close(state, now_s, "final", final=True)
+    if state.admitted and awaited <= {taken.manifest.learner for taken in state.admitted}:
+        return _close(state, now_s, "complete")
+    return state, ()
+
+
+def _close(state: State, now_s: float, reason: str, *, final: bool = False) -> Result:
+    merged = bool(state.admitted)
+    state = replace(
+        state,
+        phase="closing",
+        final=final,
+        committing=(len(state.rejected), len(state.observations)),
+        closed_at_s=now_s if merged else state.closed_at_s,
+    )
+    what: Literal["version", "verdict"] = "version" if merged else "verdict"
+    return state, (Commit(what, reason, final, now_s, state),)
+
+
+def _reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> Result:
+    """Note a rejection; with no round open it gets a record of its own, else the round's."""
+    state = replace(state, rejected=(*state.rejected, refused))
+    if state.phase == "idle":
+        return _close(state, now_s, "rejections", final=state.final)
+    return _advance(rules, state, now_s)
+
+
+def _refuse_late(state: State) -> State:
+    """At the end's deadline: what is not verified by now is rejected."""
+    late = tuple(
+        Refused(pending.manifest, pending.stream_seq, "late", "not here when the run ended")
+        for pending in state.pending.values()
+    )
+    return replace(state, pending={}, rejected=state.rejected + late)
+
+
+# Small changes of state
+
+
+def _id(manifest: wire.Manifest) -> UpdateId:
+    return UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
+
+
+def _taken(state: State) -> tuple[Admitted | Refused, ...]:
+    """What the next record resolves."""
+    merged: tuple[Admitted | Refused, ...] = state.admitted
+    return merged + state.rejected
+
+
+def _live(state: State) -> dict[str, Member]:
+    return {name: member for name, member in state.members.items() if member.live}
+
+
+def _step_times(state: State) -> list[float]:
+    return [member.step_time_s for member in state.members.values() if member.live]
+
+
+def _seen(state: State, stream_seq: int) -> State:
+    return replace(state, seen_seq=max(state.seen_seq, stream_seq))
+
+
+def _with_member(state: State, learner: str, member: Member) -> State:
+    return replace(state, members={**state.members, learner: member})
+
+
+def _with_pending(state: State, update: UpdateId, pending: Pending) -> State:
+    return replace(state, pending={**state.pending, update: pending})
+
+
+def _without_pending(state: State, update: UpdateId) -> State:
+    remaining = {key: value for key, value in state.pending.items() if key != update}
+    return replace(state, pending=remaining)
+
+
+def _observe(state: State, what: str, at_s: float, about: UpdateId, value: float) -> State:
+    observation = wire.Observation.model_construct(
+        what=what,
+        at_s=at_s,
+        after_seq=state.seen_seq,
+        learner=about.learner,
+        incarnation=about.incarnation,
+        seq=about.seq,
+        value=value,
+    )
+    return replace(state, observations=(*state.observations, observation))
+
+
+def _after_record(state: State) -> State:
+    """Marks once the record being committed is on the tape."""
+    marks = dict(state.marks)
+    resolved: tuple[Admitted | Refused, ...] = state.admitted
+    resolved += state.rejected[: state.committing[0]]
+    for taken in resolved:
+        update = _id(taken.manifest)
+        marks[update[:2]] = Mark(update.seq, taken.stream_seq)
+    for learner in {learner for learner, _ in marks}:
+        lives = sorted(life for name, life in marks if name == learner)
+        for life in lives[:-LIVES]:
+            del marks[learner, life]
+    return replace(state, marks=marks)

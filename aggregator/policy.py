@@ -1,0 +1,174 @@
+"""The aggregator's rules as pure functions: weights, discounts, pace, quorum, grace, belief.
+
+No IO, clock, randomness or logging here; times are arguments, in seconds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.shards import shard_bytes, shard_ranges
+
+from common import names, wire
+from common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
+from common.layout import Layout, last_version, offset_steps
+
+# Weight of the newest observation in the moving averages of times. The paper names EMAs without
+# constants (P §3); a half follows a learner that changed its speed within a few rounds.
+EMA = 0.5
+# How many norms the running median looks back, and how many it needs before it judges.
+NORM_WINDOW = 32
+NORM_LEAST = 8
+# A claim of tokens or steps is judged with this much room for clocks and batching.
+CLAIM_SLACK_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FragmentRules:
+    """Everything the machine of one fragment must know of the run."""
+
+    run: str
+    fragment: int
+    size: int
+    layout: str
+    codec: str
+    block: int
+    shard_elements: int
+    interval_steps: int
+    offset_steps: int
+    overlap_steps: int
+    last_version: int
+    staleness: StalenessSection
+    quorum: QuorumSection
+    bounds: BoundsSection
+    lockstep: bool
+
+
+def fragment_rules(settings: RunSettings, layout: Layout, fragment: int) -> FragmentRules:
+    """The rules of one fragment of a run."""
+    sync = settings.sync
+    offset = offset_steps(fragment, sync.fragments, sync.interval_steps)
+    return FragmentRules(
+        run=settings.run.name,
+        fragment=fragment,
+        size=layout.fragments[fragment].size,
+        layout=layout.digest,
+        codec=sync.codec,
+        block=sync.block,
+        shard_elements=sync.shard_elements,
+        interval_steps=sync.interval_steps,
+        offset_steps=offset,
+        overlap_steps=sync.overlap_steps,
+        last_version=last_version(settings.run.steps, offset, sync.interval_steps),
+        staleness=settings.staleness,
+        quorum=settings.quorum,
+        bounds=settings.bounds,
+        lockstep=sync.mode == "lockstep",
+    )
+
+
+def weight(tokens: int, steps: int) -> float:
+    """Weight of an update: quantity times quality, tokens x (tokens / steps) (P §3)."""
+    return tokens * (tokens / steps)
+
+
+def discount(rule: StalenessSection, staleness: int) -> float:
+    """S(s), the share of itself that an update s versions old keeps (PAPER.md, section 4)."""
+    match rule.rule:
+        case "constant":
+            return 1.0
+        case "polynomial":
+            return float((1 + staleness) ** -rule.power)
+        case "hinge":
+            late = staleness - rule.knee
+            return 1.0 if late <= 0 else 1 / (rule.rate * late + 1)
+        case "exponential":
+            return math.exp(-rule.rate * staleness)
+        case "inverse":
+            return 1 / (1 + rule.rate * staleness)
+
+
+def ema(average: float, value: float) -> float:
+    """Moving average after one more value; an average of 0 has seen none."""
+    return value if average == 0 else average + EMA * (value - average)
+
+
+def effective_quorum(quorum: QuorumSection, live: int) -> int:
+    """min(K, live learners), at least 1."""
+    return max(1, min(quorum.min_learners, live))
+
+
+def pace_s(rules: FragmentRules, step_times_s: Sequence[float]) -> float:
+    """Shortest time between two rounds of a fragment: about H steps of the fastest learner."""
+    known = [step for step in step_times_s if step > 0]
+    if rules.lockstep or not known:
+        return 0.0
+    return rules.quorum.pace * rules.interval_steps * min(known)
+
+
+def grace_s(
+    rules: FragmentRules, step_times_s: Sequence[float], quorum_s: float, sync_s: float
+) -> float:
+    """Grace after the quorum: gamma x (tau x step - (quorum + sync)) in [0, cap] (P Eq. 3)."""
+    known = [step for step in step_times_s if step > 0]
+    if not known:
+        return 0.0
+    slack_s = rules.overlap_steps * min(known) - (quorum_s + sync_s)
+    return min(max(0.0, rules.quorum.grace_fraction * slack_s), rules.quorum.grace_cap_s)
+
+
+def judge_norm(
+    bounds: BoundsSection, norms_per_step: Sequence[float], norm: float, steps: int
+) -> float | None:
+    """Factor that an update's norm is clipped by (1: none), or None to refuse it.
+
+    The norm is judged per covered step, so that the honest work of an outage passes.
+    """
+    if len(norms_per_step) < NORM_LEAST or norm == 0:
+        return 1.0
+    ordered = sorted(norms_per_step)
+    median = ordered[len(ordered) // 2]
+    if median == 0:
+        return 1.0
+    multiple = norm / steps / median
+    if multiple > bounds.norm_refuse:
+        return None
+    return min(1.0, bounds.norm_clip / multiple)
+
+
+def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
+    """(reason, detail) if a manifest alone shows that its update cannot be merged, else None."""
+    if manifest.layout != rules.layout:
+        return "layout", f"layout {manifest.layout}, the run has {rules.layout}"
+    if manifest.codec != rules.codec:
+        return "codec", f"codec {manifest.codec}, the run has {rules.codec}"
+    limit = manifest.steps * rules.bounds.max_tokens_per_step
+    if manifest.tokens > limit:
+        return "tokens", f"{manifest.tokens} tokens in {manifest.steps} steps, at most {limit}"
+    return _wrong_shards(rules, manifest)
+
+
+def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
+    expected = shard_ranges(rules.size, rules.block, rules.shard_elements)
+    if [(s.start, s.stop) for s in manifest.shards] != expected:
+        return "shards", f"shards do not cut the {rules.size} elements as the run does"
+    for index, shard in enumerate(manifest.shards):
+        own = names.shard(
+            rules.run,
+            manifest.learner,
+            rules.fragment,
+            manifest.incarnation,
+            manifest.seq,
+            index,
+        )
+        if shard.name != own:
+            return "name", f"object {shard.name!r} is not this update's {own!r}"
+        size = shard_bytes(manifest.codec, shard.stop - shard.start, rules.block)
+        if shard.size_bytes != size:
+            return "size", f"shard {index} claims {shard.size_bytes} bytes, its codec needs {size}"
+    return None
+
+
+def too_many_steps(bounds: BoundsSection, steps: int, since_s: float) -> bool:
+    """Whether nobody can have taken so many steps since the learner's last update."""
+    return steps > bounds.max_steps_per_s * (max(0.0, since_s) + CLAIM_SLACK_S)

@@ -1,0 +1,125 @@
+"""What every daemon does: retry passing faults, take signals, keep time.
+
+`Runtime` holds the clock, the thread pool and the randomness that drivers use, so that a
+simulation can give them virtual time and a seed.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
+
+from common import log
+from common.errors import DilocoError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 10.0
+
+
+async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking call on a thread of the loop's pool."""
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """Time, threads and chance, as the drivers see them.
+
+    Attributes:
+        clock: seconds since the epoch.
+        offload: runs a blocking function and gives its result.
+        chance: for jitter only.
+    """
+
+    clock: Callable[[], float] = time.time
+    offload: Callable[..., Awaitable[object]] = offload_to_thread
+    chance: random.Random = field(default_factory=random.Random)
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a blocking function off the event loop."""
+        result: T = await self.offload(function, *args, **kwargs)  # type: ignore[assignment]
+        return result
+
+    async def retry(
+        self,
+        what: str,
+        attempt: Callable[[], Awaitable[T]],
+        *,
+        logger: log.Logger,
+        deadline_s: float | None = None,
+    ) -> T:
+        """Call `attempt` until it succeeds; passing faults (`error.retry`) are waited out.
+
+        Exponential backoff with full jitter, from 0.1 s up to 10 s between attempts.
+
+        Args:
+            what: named in the log, once when it begins to fail and once when it works again.
+            attempt: makes one attempt.
+            logger: where to tell.
+            deadline_s: give up after so many seconds; None for never.
+
+        Raises:
+            DilocoError: one that is no passing fault, or the last one at the deadline.
+        """
+        began_s = self.clock()
+        backoff_s = FIRST_BACKOFF_S
+        failures = 0
+        while True:
+            try:
+                result = await attempt()
+            except DilocoError as error:
+                late = deadline_s is not None and self.clock() - began_s > deadline_s
+                if not error.retry or late:
+                    raise
+                if failures == 0:
+                    logger.warning("waiting", what=what, error=error.message)
+                failures += 1
+                await asyncio.sleep(self.chance.uniform(0, backoff_s))
+                backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+            else:
+                if failures:
+                    waited_s = round(self.clock() - began_s, 3)
+                    logger.info("resumed", what=what, attempts=failures + 1, waited_s=waited_s)
+                return result
+
+
+def on_signals(stop: Callable[[], None]) -> None:
+    """The first SIGINT or SIGTERM calls `stop`; the second ends the process at once.
+
+    Call it on the main thread.
+    """
+    seen: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        stop()
+
+    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGTERM, handle)
+
+
+async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
+    """Run until the first of these ends; cancel the others; raise what it raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancel(*tasks)
+
+
+async def cancel(*tasks: "asyncio.Future[None]") -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,99 @@
+"""A run as its tape and store hold it: the specification, records, and the objects they name."""
+
+from dataclasses import dataclass
+
+from common import log, names, shards, wire
+from common.bus import Bus
+from common.config import RunSettings
+from common.errors import IntegrityError, RunMismatchError
+from common.layout import Layout
+from common.service import Runtime
+from common.store import ObjectStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What all parts of one daemon share of its run."""
+
+    settings: RunSettings
+    layout: Layout
+    bus: Bus
+    store: ObjectStore
+    runtime: Runtime
+    logger: log.Logger
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.settings.run.name
+
+    @property
+    def tape(self) -> str:
+        """The run's stream."""
+        return names.tape_stream(self.run)
+
+
+async def load_specification(bus: Bus, run: str) -> wire.Specification:
+    """The run's specification, the tape's first message.
+
+    Raises:
+        RunMismatchError: there is no such run.
+    """
+    message = await bus.last(names.tape_stream(run), names.spec(run))
+    if message is None:
+        raise RunMismatchError(
+            f"there is no run {run!r} on this bus",
+            hint="create it with: diloco run create --config FILE",
+        )
+    return wire.decode(wire.Specification, message.payload)
+
+
+async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, int]:
+    """The newest record of a fragment, and its stream sequence.
+
+    Raises:
+        RunMismatchError: the run has no such fragment: it was not created, or not wholly.
+        IntegrityError: the record was made for another layout.
+    """
+    message = await context.bus.last(context.tape, names.record(context.run, fragment))
+    if message is None:
+        raise RunMismatchError(
+            f"run {context.run!r} has no record of fragment {fragment}",
+            hint="create the run with: diloco run create --config FILE",
+        )
+    return await read_record(context, message.payload), message.seq
+
+
+async def read_record(context: RunContext, payload: bytes) -> wire.Record:
+    """The record in a message of the tape, or in the object that the message names.
+
+    Raises:
+        IntegrityError: it is of another layout, or its object is not what the message says.
+    """
+    found = wire.decode_record(payload)
+    if isinstance(found, wire.RecordPointer):
+        body = await context.runtime.call(get_object, context.store, found.body)
+        found = wire.decode(wire.Record, body)
+    if found.layout != context.layout.digest:
+        raise IntegrityError(
+            f"record of fragment {found.fragment}: layout {found.layout}, "
+            f"the run's specification has {context.layout.digest}"
+        )
+    return found
+
+
+def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
+    """The bytes of an object, compared with what its record says.
+
+    Raises:
+        IntegrityError: its size or checksum differs.
+        ObjectMissingError, StoreUnavailableError: as `ObjectStore.get`.
+    """
+    data = store.get(expected.name)
+    if len(data) != expected.size_bytes or shards.crc32c(data) != expected.crc32c:
+        raise IntegrityError(
+            f"object {expected.name!r}: {len(data)} bytes with crc32c {shards.crc32c(data)}, "
+            f"its record says {expected.size_bytes} with {expected.crc32c}",
+            hint="runbooks/digest-mismatch.md",
+        )
+    return data

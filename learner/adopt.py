@@ -1,0 +1,200 @@
+"""The learner's inbound side: reads records, fetches and decodes deltas, in order per fragment.
+
+A record is handed to the training loop only when its delta is here and verified, so that adopting
+it is one small step on the device. A learner that has fallen so far behind that a delta is gone,
+or whose view is not the one that a record builds on, loads the newest view instead.
+"""
+
+import asyncio
+from typing import NamedTuple
+
+import numpy as np
+
+from common import names, shards, wire
+from common.bus import Message
+from common.errors import IntegrityError, ObjectMissingError
+from common.quantize import Encoded, decode_numpy
+from common.service import cancel
+from common.tape import get_object, last_record, read_record
+from learner import sync
+from learner.publish import Context, Post
+
+
+class Delta(NamedTuple):
+    """Carried by a `Ready` of a version that follows the one adopted: new view less the old."""
+
+    encoded: Encoded
+
+
+class View(NamedTuple):
+    """Carried by a `Ready` that jumps: the whole view, float32 [size]."""
+
+    values: np.ndarray
+
+
+class Loaded(NamedTuple):
+    """A fragment's newest version: its record, the record's sequence and the view."""
+
+    record: wire.Record
+    record_seq: int
+    view: np.ndarray
+
+
+class Adopter:
+    """Follows the run's records for one learner."""
+
+    def __init__(self, context: Context, post: Post) -> None:
+        self._context = context
+        self._post = post
+        self._newest: dict[int, tuple[int, int, str]] = {}
+        self._queues: dict[int, asyncio.Queue[Message]] = {}
+        self.incarnation = 0
+
+    async def load(self) -> list[Loaded]:
+        """The newest version of every fragment, verified: where a learner begins."""
+        fragments = range(len(self._context.layout.fragments))
+        return [await self._load_fragment(fragment) for fragment in fragments]
+
+    async def position(self) -> int:
+        """Where this learner's data goes on: behind all that any of its manifests covers."""
+        context = self._context
+        positions = [0]
+        for fragment in range(len(context.layout.fragments)):
+            last = await self._last(names.update(context.run, context.learner, fragment))
+            if last is not None:
+                positions.append(wire.decode(wire.Manifest, last.payload).position)
+        last = await self._last(names.leave(context.run, context.learner))
+        if last is not None:
+            positions.append(wire.decode(wire.Leave, last.payload).position)
+        return max(positions)
+
+    async def follow(self) -> None:
+        """Hand over records and the run's stop as they come; never returns."""
+        context = self._context
+        start = min(seq for seq, _, _ in self._newest.values()) + 1
+        self._queues = {fragment: asyncio.Queue() for fragment in self._newest}
+        workers = [
+            asyncio.ensure_future(self._follow_fragment(fragment)) for fragment in self._newest
+        ]
+        reader = asyncio.ensure_future(self._read(start))
+        rounds = asyncio.ensure_future(self._listen())
+        try:
+            await asyncio.gather(reader, rounds, *workers)
+        finally:
+            await cancel(reader, rounds, *workers)
+            context.logger.debug("stopped_following")
+
+    async def _read(self, start: int) -> None:
+        run = self._context.run
+        stop, end = names.stop(run), names.end(run)
+        # The stop may lie before the newest records: it is asked for apart.
+        if await self._last(stop) is not None:
+            self._post(sync.Stop())
+        subjects = [names.record(run, "*"), stop, end]
+        async for message in self._context.bus.read(self._context.tape, subjects, start):
+            if message.subject in (stop, end):
+                self._post(sync.Stop())
+            else:
+                fragment = int(message.subject.rsplit(".", 1)[1])
+                self._queues[fragment].put_nowait(message)
+
+    async def _listen(self) -> None:
+        subject = names.round_open(self._context.run, "*")
+        async for _, payload in self._context.bus.listen(subject):
+            opened = wire.decode(wire.RoundOpen, payload)
+            self._post(sync.RoundOpened(opened.fragment, opened.version))
+
+    async def _follow_fragment(self, fragment: int) -> None:
+        queue = self._queues[fragment]
+        while True:
+            message = await queue.get()
+            if message.seq <= self._newest[fragment][0]:
+                continue
+            await self._context.runtime.retry(
+                "reading a version",
+                lambda message=message: self._take(fragment, message),  # type: ignore[misc]
+                logger=self._context.logger,
+            )
+
+    async def _take(self, fragment: int, message: Message) -> None:
+        record = await read_record(self._context, message.payload)
+        _, version, digest = self._newest[fragment]
+        payload: Delta | View | None = None
+        if record.what == "version":
+            follows = record.version == version + 1 and record.base_digest == digest
+            try:
+                if not follows or record.delta is None:
+                    raise ObjectMissingError(f"version {record.version} does not follow {version}")
+                payload = Delta(await self._read_delta(fragment, record.delta))
+            except ObjectMissingError as error:
+                self._context.logger.warning("reloading", fragment=fragment, why=error.message)
+                loaded = await self._load_fragment(fragment)
+                record, payload = loaded.record, View(loaded.view)
+                message = message._replace(seq=loaded.record_seq)
+        self._newest[fragment] = (message.seq, record.version, record.view_digest)
+        self._post(self._ready(record, message.seq), payload)
+
+    def _ready(self, record: wire.Record, record_seq: int) -> sync.Ready:
+        resolved = [
+            mark.seq
+            for mark in record.policy.marks
+            if mark.learner == self._context.learner and mark.incarnation == self.incarnation
+        ]
+        return sync.Ready(
+            fragment=record.fragment,
+            record_seq=record_seq,
+            version=record.version,
+            view_digest=record.view_digest,
+            global_step=record.global_step,
+            resolved_seq=max(resolved, default=0),
+        )
+
+    async def _load_fragment(self, fragment: int) -> Loaded:
+        """The newest version, from its snapshot and the deltas since; retried while they move."""
+        loaded = await self._context.runtime.retry(
+            "loading a version",
+            lambda: self._load_once(fragment),
+            logger=self._context.logger,
+        )
+        record = loaded.record
+        self._newest[fragment] = (loaded.record_seq, record.version, record.view_digest)
+        return loaded
+
+    async def _load_once(self, fragment: int) -> Loaded:
+        context = self._context
+        record, record_seq = await last_record(context, fragment)
+        snapshot = await self._get(record.snapshot)
+        view_N = np.frombuffer(snapshot, np.float32).copy()
+        for delta in record.deltas:
+            encoded = await self._read_delta(fragment, delta)
+            sync_section = context.settings.sync
+            view_N += decode_numpy(sync_section.delta_codec, encoded, sync_section.block)
+        if shards.digest(view_N) != record.view_digest:
+            raise IntegrityError(
+                f"fragment {fragment} version {record.version}: the stored view and deltas give "
+                f"digest {shards.digest(view_N)}, the record says {record.view_digest}",
+                hint="runbooks/digest-mismatch.md",
+            )
+        return Loaded(record, record_seq, view_N)
+
+    async def _read_delta(self, fragment: int, delta: wire.ObjectRef) -> Encoded:
+        data = await self._get(delta)
+        sync_section = self._context.settings.sync
+        return shards.unpack(
+            data,
+            codec=sync_section.delta_codec,
+            count=self._context.layout.fragments[fragment].size,
+            block=sync_section.block,
+        )
+
+    async def _get(self, expected: wire.ObjectRef) -> bytes:
+        data = await self._context.runtime.call(get_object, self._context.store, expected)
+        self._context.traffic.bytes_down += len(data)
+        return data
+
+    async def _last(self, subject: str) -> Message | None:
+        return await self._context.runtime.retry(
+            "reading the tape",
+            lambda: self._context.bus.last(self._context.tape, subject),
+            logger=self._context.logger,
+        )
