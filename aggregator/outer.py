@@ -1,30 +1,31 @@
 """Merging of updates and the outer step: pure functions of arrays, the same bits everywhere.
 
-Shapes: N elements of a fragment's vector, B = N / block blocks, S segments.
+Shapes: N elements of a fragment's vector, H = N / 2, B = N / block blocks, S segments.
 
-A round in this order: `segment_norms` of an update, its `coefficients`, `Accumulator.add`; and at
-the end `factors` and `close_round`. To merge again what a record says, only the last of these and
-`add` are called, with the recorded coefficients and factors: no norm is computed twice.
+A round in this order: of each update its `segment_norms`, its `coefficients` and
+`Accumulator.add`; at the end `factors` and `close_round`. To merge again what a record says, only
+`add` and `close_round` are called, with the recorded coefficients and factors: no norm is
+computed twice.
 
 Why the bits are the same on every machine:
-  - a coefficient is a bfloat16, so code x scale x coefficient is exact in float32 and it does not
-    matter whether a compiler fuses the product with the sum (float32 updates, whose product is
-    rounded, form it in a kernel of its own);
+  - a coefficient is a bfloat16, so code x scale x coefficient is exact in float32, and it does
+    not matter whether a compiler fuses the product with the sum (a float32 update, whose product
+    is rounded, forms it in a kernel of its own);
   - inputs are added in the order of the record;
-  - the outer step is NumPy arithmetic, one rounding per operation, with float32 constants. It is
+  - the outer step is NumPy arithmetic with float32 constants, one rounding per operation. It is
     elementwise, so cutting it in chunks for cache and threads changes nothing.
 
-Sources: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional averaging); DiLoCo
+Sources: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional averaging, RDA); DiLoCo
 (2311.08105) for the outer Nesterov; Async Local-SGD (2401.09135) for Delayed Nesterov.
 """
 
 import itertools
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,21 +38,24 @@ from common.quantize import (
     GREATEST_CODE,
     Codec,
     Encoded,
+    block_sums,
     decode_numpy,
     encode_difference,
 )
 from common.shards import shard_ranges
 
 Vector = npt.NDArray[np.float32]
+Norms = npt.NDArray[np.float64]
 State = dict[str, npt.NDArray[Any]]
 OuterName = Literal["sgd", "momentum", "nesterov", "delayed_nesterov"]
+Merge = Literal["rda", "average"]
 
 LEAST_COEFFICIENT: Final = 2.0**-60
 GREATEST_COEFFICIENT: Final = 2.0**60
 # Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
 CANCELLING: Final = 1e-6
-# Elements of a chunk of the outer step: its three or four vectors stay within a core's L2 cache.
-CHUNK: Final = 1 << 15
+# Elements that one thread works on at a time, so that an operation finds them in its cache.
+CHUNK: Final = 1 << 16
 WORKERS: Final = 2
 
 
@@ -63,35 +67,33 @@ class Grid:
         size: N.
         block: elements that share a scale.
         ranges: [start, stop) of each shard of an update.
-        lengths_S: blocks of each segment, int64 [S].
-        radial_S: whether a segment is merged by RDA, bool [S].
+        lengths: blocks of each segment, int64 [S].
+        radial: whether a segment is merged by RDA, bool [S].
     """
 
     size: int
     block: int
     ranges: tuple[tuple[int, int], ...]
-    lengths_S: npt.NDArray[np.int64]
-    radial_S: npt.NDArray[np.bool_]
+    lengths: npt.NDArray[np.int64]
+    radial: npt.NDArray[np.bool_]
 
     def per_block(self, values_S: npt.NDArray[Any]) -> Vector:
         """Each segment's value for each of its blocks, float32 [B]."""
-        return np.repeat(values_S.astype(np.float32), self.lengths_S)
+        return np.repeat(values_S.astype(np.float32), self.lengths)
 
-    def per_segment(self, values_B: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Sums of the blocks' values over each segment, float64 [S]."""
-        starts_S = np.cumsum(self.lengths_S) - self.lengths_S
-        return np.add.reduceat(values_B, starts_S)
+    def norms(self, squares_B: npt.NDArray[np.float64]) -> Norms:
+        """L2 norm of each segment from the sums of squares of its blocks, float64 [S]."""
+        starts_S = np.cumsum(self.lengths) - self.lengths
+        return np.sqrt(np.add.reduceat(squares_B, starts_S))
 
 
-def make_grid(
-    fragment: Fragment, block: int, shard_elements: int, merge: Literal["rda", "average"] = "rda"
-) -> Grid:
+def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge = "rda") -> Grid:
     """The grid of a fragment.
 
     Args:
         fragment: of the layout.
         block: the layout's.
-        shard_elements: `sync.shard_elements`.
+        shard_elements: the run's `sync.shard_elements`.
         merge: "average" averages every segment, whatever the layout says.
     """
     rules = fragment.segment_rules()
@@ -100,30 +102,487 @@ def make_grid(
         size=fragment.size,
         block=block,
         ranges=tuple(shard_ranges(fragment.size, block, shard_elements)),
-        lengths_S=np.bincount(segment_of_block_B, minlength=len(rules)).astype(np.int64),
-        radial_S=np.asarray([merge == "rda" and rule == "rda" for rule in rules]),
+        lengths=np.bincount(segment_of_block_B, minlength=len(rules)).astype(np.int64),
+        radial=np.asarray([merge == "rda" and rule == "rda" for rule in rules]),
     )
 
 
-# --- An update's norms and coefficients
+# --- The merge rule
 
 
-def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> npt.NDArray[np.float64]:
+class Contribution(NamedTuple):
+    """What the merge must know of one update, besides its codes.
+
+    Attributes:
+        norms: `segment_norms` of the codes as they came, float64 [S].
+        weight: w > 0, tokens^2 / steps.
+        discount: S in (0, 1], for staleness.
+        clip: c in (0, 1], by which the update is shortened.
+    """
+
+    norms: Norms
+    weight: float
+    discount: float = 1.0
+    clip: float = 1.0
+
+
+def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
     """L2 norm of each segment of an update, float64 [S].
 
-    Sums of squared codes are exact integers for int4 and int8; the rest is float64.
+    Sums of squared integer codes are exact, the rest is float64.
     """
-    squares_B = np.concatenate([_block_squares(codec, shard, grid.block) for shard in shards])
-    return np.sqrt(grid.per_segment(squares_B))
+    return grid.norms(np.concatenate([_squares(codec, encoded, grid.block) for encoded in shards]))
 
 
-def coefficients(
-    grid: Grid, norms_S: npt.NDArray[np.float64], *, weight: float, discount: float
-) -> npt.NDArray[Any]:
-    """What each code x scale of an update is multiplied by in the sum; bfloat16 [S].
+def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
+    """What each code x scale of an update is multiplied by; bfloat16 [S], to be recorded.
 
-    A plain average takes w S; RDA takes w S / |v|, the update's direction. A clip factor does not
-    change a direction: it belongs to `clipped_weight` of an average and to the magnitudes in
-    `factors`.
+    w S c for a plain average and w S / |v| for RDA, which adds directions: a clip changes none,
+    and enters by the magnitudes in `factors`. A zero segment has no direction: 0.
     """
-    raise NotImplementedError
+    share = update.weight * update.discount
+    nonzero_S = np.where(update.norms > 0, update.norms, np.inf)
+    wanted_S = np.where(grid.radial, share / nonzero_S, share * update.clip)
+    clamped_S = np.clip(wanted_S, LEAST_COEFFICIENT, GREATEST_COEFFICIENT)
+    return np.where(wanted_S > 0, clamped_S, 0.0).astype(ml_dtypes.bfloat16)
+
+
+def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contribution]) -> Vector:
+    """What the accumulated sum is multiplied by to give the merged outer gradient.
+
+    float32 [S], to be recorded. With A the accumulated sum of a segment:
+
+        average   1 / sum w
+        RDA       (sum w S c |v| / sum w) / |A|,   0 if the directions cancel
+
+    The denominators hold w without its discount, so that a stale update that is alone in its
+    round is discounted all the same (DESIGN.md, "A round and its merge").
+    """
+    weight = sum(update.weight for update in updates)
+    if not grid.radial.any():
+        return np.full(len(grid.radial), 1 / weight, np.float32)
+    magnitude_S = np.zeros(len(grid.radial))
+    reach_S = np.zeros(len(grid.radial))
+    for update in updates:
+        share = update.weight * update.discount
+        magnitude_S += share * update.clip / weight * update.norms
+        reach_S += share * (update.norms > 0)
+    length_S = accumulator.segment_norms(grid, float(reach_S.max()))
+    cancels_S = length_S <= CANCELLING * reach_S
+    turned_S = np.where(cancels_S, 0.0, magnitude_S / np.where(cancels_S, 1.0, length_S))
+    return np.where(grid.radial, turned_S, 1 / weight).astype(np.float32)
+
+
+def participation(learning_rate: float, momentum: float, share: float) -> tuple[float, float]:
+    """Learning rate and momentum of a round that holds `share` of the fleet's weight.
+
+    It takes that share of an outer step: the rate times f, the momentum to the power of f.
+    """
+    return learning_rate * share, momentum**share
+
+
+def _squares(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.float64]:
+    """Sum of squares of each block, float64 [B]."""
+    if codec in GREATEST_CODE:
+        sums_B = np.asarray(_code_squares(encoded.codes, codec=codec, block=block))
+        return sums_B * np.asarray(encoded.scales).astype(np.float64) ** 2
+    codes = np.asarray(encoded.codes)
+    sums = []
+    for start in range(0, codes.size, CHUNK):
+        chunk_Bxb = codes[start : start + CHUNK].astype(np.float64).reshape(-1, block)
+        sums.append(np.einsum("ij,ij->i", chunk_Bxb, chunk_Bxb))
+    return np.concatenate(sums)
+
+
+@partial(jax.jit, static_argnames=("codec", "block"))
+def _code_squares(codes: jax.Array, *, codec: Codec, block: int) -> jax.Array:
+    """Sum of squared codes of each block, int32 [B]."""
+    if codec == "int8":
+        return block_sums(jnp.square(codes.astype(jnp.int32)), block)
+    planes = [codes & 15, codes >> 4]
+    squares = [jnp.square(plane.astype(jnp.int32) - 8) for plane in planes]
+    return jnp.concatenate([block_sums(square_H, block) for square_H in squares])
+
+
+# --- The sum
+
+
+class Accumulator:
+    """Sum of coefficient x update over the inputs of a round, added as they arrive.
+
+    It is held as the two halves of each shard's range, as the planes of int4 are, in buffers that
+    each addition donates and gets back: nothing is allocated after the first, and the memory is
+    that of one float32 vector whatever the number of inputs.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._halves = [
+            (jnp.zeros((stop - start) // 2), jnp.zeros((stop - start) // 2))
+            for start, stop in grid.ranges
+        ]
+        self.inputs = 0
+
+    def add(
+        self, codec: Codec, shards: Sequence[Encoded], coefficients_S: npt.NDArray[Any]
+    ) -> None:
+        """Add an update, all of whose shards have been verified.
+
+        Args:
+            codec: of the update.
+            shards: one for each of the grid's ranges, in order.
+            coefficients_S: of `coefficients` or of the record, bfloat16 [S].
+        """
+        block = self._grid.block
+        coefficient_B = self._grid.per_block(coefficients_S)
+        for index, (start, stop) in enumerate(self._grid.ranges):
+            middle = (start + stop) // 2
+            low_B = coefficient_B[start // block : middle // block]
+            high_B = coefficient_B[middle // block : stop // block]
+            scales, codes = shards[index]
+            if codec == "float32":
+                codes = _products(codes, coefficient_B[start // block : stop // block])
+            self._halves[index] = _add(
+                *self._halves[index],
+                self.inputs > 0,
+                scales,
+                codes,
+                low_B,
+                high_B,
+                codec=codec,
+                block=block,
+            )
+        self.inputs += 1
+
+    def reset(self) -> None:
+        """Empty the sum for another round; the buffers are kept."""
+        self.inputs = 0
+
+    def spans(self) -> Iterator[tuple[int, Vector]]:
+        """The sum in contiguous parts: first element and read-only float32 values of each."""
+        for (start, stop), (low_H, high_H) in zip(self._grid.ranges, self._halves, strict=True):
+            yield start, np.asarray(low_H)
+            yield (start + stop) // 2, np.asarray(high_H)
+
+    def segment_norms(self, grid: Grid, reach: float) -> Norms:
+        """L2 norm of each segment of the sum, float64 [S].
+
+        Args:
+            grid: the accumulator's.
+            reach: a bound of the norms, about; squares are taken of values divided by it.
+        """
+        unit = 2.0 ** math.frexp(reach or 1.0)[1]
+        squares = [
+            np.asarray(_half_squares(half_H, np.float32(1 / unit), block=grid.block))
+            for halves in self._halves
+            for half_H in halves
+        ]
+        return unit * grid.norms(np.concatenate(squares).astype(np.float64))
+
+
+@partial(jax.jit, static_argnames=("codec", "block"), donate_argnames=("low_H", "high_H"))
+def _add(
+    low_H: jax.Array,
+    high_H: jax.Array,
+    keep: jax.Array,
+    scales_B: jax.Array,
+    codes: jax.Array,
+    coefficient_low: jax.Array,
+    coefficient_high: jax.Array,
+    *,
+    codec: Codec,
+    block: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Both halves of a range plus an input's; in place of them unless `keep`."""
+    half, blocks = low_H.shape[0], low_H.shape[0] // block
+    if codec == "int4":
+        parts = ((codes & 15).astype(jnp.int32) - 8, (codes >> 4).astype(jnp.int32) - 8)
+    else:
+        parts = (codes[:half], codes[half:])
+
+    def plus(
+        sum_H: jax.Array, codes_H: jax.Array, rows: slice, coefficient: jax.Array
+    ) -> jax.Array:
+        kept_H = jnp.where(keep, sum_H, np.float32(0))
+        if codec == "float32":
+            return kept_H + codes_H
+        if codec in GREATEST_CODE:
+            coefficient = scales_B[rows].astype(jnp.float32) * coefficient
+        values_Bxb = codes_H.astype(jnp.float32).reshape(-1, block) * coefficient[:, None]
+        return kept_H + values_Bxb.reshape(-1)
+
+    return (
+        plus(low_H, parts[0], slice(0, blocks), coefficient_low),
+        plus(high_H, parts[1], slice(blocks, 2 * blocks), coefficient_high),
+    )
+
+
+@jax.jit
+def _products(values_N: jax.Array, coefficient_B: jax.Array) -> jax.Array:
+    """Rounded products, in a kernel without additions; float32 [N]."""
+    rows = values_N.reshape(coefficient_B.shape[0], -1)
+    return (rows * coefficient_B[:, None]).reshape(-1)
+
+
+@partial(jax.jit, static_argnames=("block",))
+def _half_squares(half_H: jax.Array, inverse: jax.Array, *, block: int) -> jax.Array:
+    return block_sums(jnp.square(half_H * inverse), block)
+
+
+# --- Outer optimizers
+
+
+class Gradient(NamedTuple):
+    """A merged outer gradient that is formed as it is read: span x factor.
+
+    Attributes:
+        spans: first element and float32 values of contiguous parts that cover the vector; their
+            lengths are multiples of `block`.
+        factors: float32 [B], or None for ones.
+        block: elements that share a factor.
+    """
+
+    spans: tuple[tuple[int, Vector], ...]
+    factors: Vector | None = None
+    block: int = 1
+
+
+class Update(Protocol):
+    """One outer step, in place; gradients are of descent: theta moves against them."""
+
+    def __call__(
+        self,
+        theta_N: Vector,
+        gradient: Gradient,
+        state: State,
+        *,
+        learning_rate: float,
+        momentum: float,
+    ) -> None:
+        """Change `theta_N` (float32 [N]) and `state`, which `init` made."""
+
+
+class OuterOptimizer(NamedTuple):
+    """An outer optimizer as a pair of functions; the caller holds the state.
+
+    Attributes:
+        init: N -> state: named arrays, in an order that is always the same.
+        update: one step.
+    """
+
+    init: Callable[[int], State]
+    update: Update
+
+
+class _Constants(NamedTuple):
+    """Scalars of one step, rounded to float32 once so that every machine has the same.
+
+    Attributes:
+        nth: whether Delayed Nesterov refreshes its momentum at this step.
+        inverse_delay: 1 / N.
+        carried: what multiplies the momentum in Delayed Nesterov's step.
+    """
+
+    learning_rate: np.float32
+    momentum: np.float32
+    nth: bool = True
+    inverse_delay: np.float32 = np.float32(1)
+    carried: np.float32 = np.float32(0)
+
+
+# theta, gradient (scratch: it may be overwritten), slots, more scratch; all float32 [chunk].
+_Rule = Callable[[_Constants, Vector, Vector, dict[str, Vector], Vector], None]
+
+
+def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) -> OuterOptimizer:
+    """An outer optimizer by name.
+
+        sgd               theta -= lr g
+        momentum          m = mu m + g;  theta -= lr m
+        nesterov          m = mu m + g;  theta -= lr (g + mu m)
+        delayed_nesterov  D += g; at every N-th arrival m = mu m + D / N, D = 0;
+                          theta -= lr (a mu m + g / N), a = 1 - c N + c at an N-th, else c
+
+    Args:
+        name: one of the above.
+        delay: N, arrivals between two refreshments of the momentum.
+        delay_fraction: c, the share of the momentum applied at every other arrival.
+    """
+    slots, rule = _RULES[name]
+
+    def init(size: int) -> State:
+        state: State = {slot: np.zeros(size, np.float32) for slot in slots}
+        if name == "delayed_nesterov":
+            state["arrivals"] = np.zeros(1, np.int64)
+        return state
+
+    def update(
+        theta_N: Vector, gradient: Gradient, state: State, *, learning_rate: float, momentum: float
+    ) -> None:
+        constants = _Constants(np.float32(learning_rate), np.float32(momentum))
+        if name == "delayed_nesterov":
+            state["arrivals"] += 1
+            nth = int(state["arrivals"][0]) % delay == 0
+            applied = 1 - delay_fraction * delay + delay_fraction if nth else delay_fraction
+            constants = constants._replace(
+                nth=nth,
+                inverse_delay=np.float32(1 / delay),
+                carried=np.float32(applied * momentum),
+            )
+        vectors = {slot: state[slot] for slot in slots}
+        _in_chunks(partial(_step, rule, constants, theta_N, gradient, vectors), gradient)
+
+    return OuterOptimizer(init, update)
+
+
+def _sgd(k: _Constants, theta: Vector, g: Vector, slots: dict[str, Vector], spare: Vector) -> None:
+    del slots, spare
+    g *= k.learning_rate
+    theta -= g
+
+
+def _momentum(
+    k: _Constants, theta: Vector, g: Vector, slots: dict[str, Vector], spare: Vector
+) -> None:
+    del spare
+    m = slots["momentum"]
+    m *= k.momentum
+    m += g
+    np.multiply(m, k.learning_rate, out=g)
+    theta -= g
+
+
+def _nesterov(
+    k: _Constants, theta: Vector, g: Vector, slots: dict[str, Vector], spare: Vector
+) -> None:
+    m = slots["momentum"]
+    m *= k.momentum
+    m += g
+    np.multiply(m, k.momentum, out=spare)
+    g += spare
+    g *= k.learning_rate
+    theta -= g
+
+
+def _delayed_nesterov(
+    k: _Constants, theta: Vector, g: Vector, slots: dict[str, Vector], spare: Vector
+) -> None:
+    m, delayed = slots["momentum"], slots["delayed"]
+    delayed += g
+    if k.nth:
+        m *= k.momentum
+        np.multiply(delayed, k.inverse_delay, out=spare)
+        m += spare
+        delayed[:] = 0
+    np.multiply(m, k.carried, out=spare)
+    g *= k.inverse_delay
+    g += spare
+    g *= k.learning_rate
+    theta -= g
+
+
+_RULES: Final[dict[OuterName, tuple[tuple[str, ...], _Rule]]] = {
+    "sgd": ((), _sgd),
+    "momentum": (("momentum",), _momentum),
+    "nesterov": (("momentum",), _nesterov),
+    "delayed_nesterov": (("momentum", "delayed"), _delayed_nesterov),
+}
+
+
+class _Chunk(NamedTuple):
+    """Elements [start, start + len(values)) of a vector and a span's values there."""
+
+    start: int
+    values: Vector
+
+
+def _in_chunks(work: Callable[[Iterable[_Chunk]], None], gradient: Gradient) -> None:
+    """Give each thread its share of the gradient's chunks."""
+    chunks = [
+        _Chunk(start + offset, values[offset : offset + CHUNK])
+        for start, values in gradient.spans
+        for offset in range(0, values.size, CHUNK)
+    ]
+    # Several shares for each thread, so that one that is held up does not hold up the end.
+    shares = min(len(chunks), 4 * WORKERS)
+    edges = [len(chunks) * share // shares for share in range(shares + 1)]
+    with ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(work, (chunks[a:b] for a, b in itertools.pairwise(edges))))
+
+
+def _step(
+    rule: _Rule,
+    constants: _Constants,
+    theta_N: Vector,
+    gradient: Gradient,
+    slots: dict[str, Vector],
+    chunks: Iterable[_Chunk],
+) -> None:
+    """One outer step of some chunks: each vector is read from memory once."""
+    scratch = np.empty((2, CHUNK), np.float32)
+    for start, values in chunks:
+        here = slice(start, start + values.size)
+        g, spare = scratch[:, : values.size]
+        _scaled(values, start, gradient, out=g)
+        rule(constants, theta_N[here], g, {name: slot[here] for name, slot in slots.items()}, spare)
+
+
+def _scaled(values: Vector, start: int, gradient: Gradient, *, out: Vector) -> None:
+    """Values times their blocks' factors."""
+    if gradient.factors is None:
+        out[:] = values
+        return
+    block = gradient.block
+    factors_B = gradient.factors[start // block : (start + values.size) // block]
+    if (factors_B == factors_B[0]).all():
+        np.multiply(values, factors_B[0], out=out)
+    else:
+        rows = values.reshape(-1, block)
+        np.multiply(rows, factors_B[:, None], out=out.reshape(rows.shape))
+
+
+# --- The end of a round
+
+
+def close_round(
+    grid: Grid,
+    accumulator: Accumulator,
+    factors_S: Vector,
+    *,
+    theta_N: Vector,
+    view_N: Vector,
+    state: State,
+    optimizer: OuterOptimizer,
+    learning_rate: float,
+    momentum: float,
+    delta_codec: Codec,
+) -> Encoded:
+    """Take the outer step and move the view after it.
+
+    Args:
+        grid: the fragment's.
+        accumulator: of the round; left as it is.
+        factors_S: of `factors` or of the record.
+        theta_N: master parameters, float32; changed in place.
+        view_N: parameters as learners see them, float32; changed in place.
+        state: of `optimizer`; changed in place.
+        optimizer: of `make_outer`.
+        learning_rate: of this round.
+        momentum: of this round.
+        delta_codec: of the version delta.
+
+    Returns:
+        The version delta: what learners add to their view, one shard over the whole vector. What
+        its quantization lost is still in theta - view, and goes out with later versions.
+    """
+    gradient = Gradient(tuple(accumulator.spans()), grid.per_block(factors_S), grid.block)
+    optimizer.update(theta_N, gradient, state, learning_rate=learning_rate, momentum=momentum)
+    encoded = encode_difference(delta_codec, theta_N, view_N, grid.block)
+    delta = Encoded(np.asarray(encoded.scales), np.asarray(encoded.codes))
+    apply_delta(delta_codec, view_N, delta, grid.block)
+    return delta
+
+
+def apply_delta(codec: Codec, view_N: Vector, delta: Encoded, block: int) -> None:
+    """Add a version delta to a view in place, bit for bit as learners do (`learner/delta.py`)."""
+    view_N += decode_numpy(codec, delta, block)

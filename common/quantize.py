@@ -26,6 +26,7 @@ a decoded vector gives the same codes. NaN or infinity anywhere in a block makes
 Four bits are the least that train well: Decoupled DiLoCo (arXiv 2604.21428), Table 10.
 """
 
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, Final, Literal, NamedTuple
 
@@ -43,6 +44,12 @@ GREATEST_SCALE: Final = 2.0**40
 GREATEST_VALUE: Final = 128 * GREATEST_SCALE
 GREATEST_CODE: Final = {"int4": 7, "int8": 127}
 
+_DTYPES: Final[dict[Codec, np.dtype[Any]]] = {
+    "int4": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+}
 _NAN_SCALE = 0x7FC0  # bits of a bfloat16
 _ABS = 0x7FFFFFFF
 _INFINITY = 0x7F800000
@@ -67,8 +74,7 @@ class Encoded(NamedTuple):
 
 def code_dtype(codec: Codec) -> np.dtype[Any]:
     """NumPy's dtype of a codec's codes."""
-    dtypes = {"int4": np.uint8, "int8": np.int8, "bfloat16": ml_dtypes.bfloat16}
-    return np.dtype(dtypes.get(codec, np.float32))
+    return _DTYPES[codec]
 
 
 def code_count(codec: Codec, size: int) -> int:
@@ -105,7 +111,7 @@ def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
     bits_B = _scale_bits(_absmax_bits(values_N, block), greatest)
     scales_B = jax.lax.bitcast_convert_type(bits_B.astype(jnp.uint16), jnp.bfloat16)
     # The barrier has each reciprocal divided once, not once for each element of its block.
-    inverse_B = jax.lax.optimization_barrier(1 / _float_of(bits_B << 16))
+    inverse_B = _barrier(1 / _float_of(bits_B << 16))
     pack = _codes_int4 if codec == "int4" else _codes_int8
     return Encoded(scales_B, pack(values_N, inverse_B, block))
 
@@ -113,7 +119,8 @@ def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
 @partial(jax.jit, static_argnames=("codec", "block"))
 def encode_difference(codec: Codec, new_N: Array, old_N: Array, block: int) -> Encoded:
     """Quantize `new_N - old_N`, without a vector for the difference outside of the kernel."""
-    return encode(codec, jnp.asarray(new_N) - jnp.asarray(old_N), block)
+    encoded: Encoded = encode(codec, jnp.asarray(new_N) - jnp.asarray(old_N), block)
+    return encoded
 
 
 @partial(jax.jit, static_argnames=("codec", "block"))
@@ -147,6 +154,12 @@ def canonical(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.where(np.abs(values_N) < np.finfo(np.float32).tiny, np.float32(0), values_N)
 
 
+def _barrier(values: jax.Array) -> jax.Array:
+    """The same values, computed before and apart from whatever uses them."""
+    kept: jax.Array = jax.lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
+    return kept
+
+
 def _bits_of(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, jnp.int32)
 
@@ -156,7 +169,7 @@ def _float_of(bits: jax.Array) -> jax.Array:
 
 
 def _in_range(values_N: jax.Array) -> jax.Array:
-    """Zero for what is too small, the greatest value for what is too large; NaN, inf as they are."""
+    """Zero for what is too small, the greatest value for what is too large; NaN and inf stay."""
     limit = np.float32(GREATEST_VALUE)
     clipped_N = jnp.where(jnp.isinf(values_N), values_N, jnp.clip(values_N, -limit, limit))
     return jnp.where(jnp.abs(values_N) < np.float32(LEAST_SCALE), np.float32(0), clipped_N)
@@ -168,15 +181,29 @@ def _absmax_bits(values_N: jax.Array, block: int) -> jax.Array:
     Bits of non-negative floats order as integers do, with infinity and NaN on top, so nothing
     depends on how a machine compares NaN or denormals.
     """
+    return _reduce_blocks(jnp.maximum, _bits_of(values_N) & _ABS, block)
+
+
+def block_sums(values_N: jax.Array, block: int) -> jax.Array:
+    """Sum of each block, [B] of the same dtype; traced into the caller's kernel."""
+    return _reduce_blocks(jnp.add, values_N, block)
+
+
+def _reduce_blocks(
+    combine: Callable[[jax.Array, jax.Array], jax.Array], values_N: jax.Array, block: int
+) -> jax.Array:
+    """Reduce each block of a vector to one value.
+
+    XLA reduces a row of memory one element after the other; halving rows of lanes is vectorized.
+    """
     lanes = 16
-    bits_BxbxL = (_bits_of(values_N) & _ABS).reshape(-1, block // lanes, lanes)
-    columns = [bits_BxbxL[:, row] for row in range(block // lanes)]
-    # XLA reduces a row of memory element by element; halving rows of lanes stays vectorized.
-    rows = jax.lax.optimization_barrier(reduce(jnp.maximum, columns))
+    rows = values_N.reshape(-1, block // lanes, lanes)
+    folded = reduce(combine, [rows[:, row] for row in range(block // lanes)])
+    folded = _barrier(folded)
     while lanes > 1:
         lanes //= 2
-        rows = jnp.maximum(rows[:, :lanes], rows[:, lanes:])
-    return jax.lax.optimization_barrier(rows.reshape(-1))
+        folded = combine(folded[:, :lanes], folded[:, lanes:])
+    return _barrier(folded.reshape(-1))
 
 
 def _scale_bits(absmax_B: jax.Array, greatest: int) -> jax.Array:

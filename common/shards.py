@@ -76,7 +76,9 @@ def unpack(data: bytes | memoryview, *, codec: Codec, count: int, block: int) ->
 
     Args:
         data: an object of a peer's.
-        codec, count, block: what its manifest says.
+        codec: what its manifest says.
+        count: elements it covers.
+        block: the layout's.
 
     Raises:
         WireError: "truncated", "oversize", "bad_magic", "codec_mismatch" (codec, block or count),
@@ -102,12 +104,8 @@ def crc32c(data: bytes | memoryview) -> int:
 
 def digest(data: npt.NDArray[Any] | bytes) -> str:
     """xxh3-128 of the bytes, as 32 hex digits."""
-    raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if _is_array(data) else data
-    return str(xxhash.xxh3_128_hexdigest(raw))
-
-
-def _is_array(data: object) -> bool:
-    return isinstance(data, np.ndarray)
+    raw = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else np.ascontiguousarray(data)
+    return str(xxhash.xxh3_128_hexdigest(raw.reshape(-1).view(np.uint8).data))
 
 
 def _check_size(data: bytes | memoryview, expected: int) -> None:
