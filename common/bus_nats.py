@@ -63,6 +63,7 @@ _CONSUMER_IDLE_S = 30.0  # after so long without a pull the server drops a consu
 _BROADCAST_BACKLOG_BYTES = 1 << 20
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _STREAM_EXISTS = 10058
+_PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 
 T = TypeVar("T")
 
@@ -567,10 +568,7 @@ class _Cursor:
             status = (raw.headers or {}).get(api.Header.STATUS.value)
             if status is None:
                 return self._accept(raw)
-            if status in {"404", "408"} or "MaxBytes" in str(raw.headers):
-                self._granted = 0
-            elif status != "100":
-                raise BusUnavailableError(f"consumer {self._path}: {raw.headers}")
+            self._note(status, raw.headers or {})
 
     async def close(self) -> None:
         """Remove the consumer, if there is still a connection to say so."""
@@ -595,6 +593,16 @@ class _Cursor:
         with _vendor_errors(subject):
             await self._link.client.publish(subject, json.dumps(request).encode(), self._inbox)
         self._granted = _PULL_BATCH
+
+    def _note(self, status: str, headers: dict[str, str]) -> None:
+        """Take notice of what the server says about a pull."""
+        description = headers.get(api.Header.DESCRIPTION.value, "")
+        ended = status in {"404", "408"} or description in _PULL_ENDED
+        if ended and headers.get("Nats-Pending-Messages") != "0":
+            self._granted = 0
+        # None pending: it is about the pull before, whose last message has been counted.
+        elif not ended and status != "100":
+            raise BusUnavailableError(f"consumer {self._path}: {status} {description}")
 
     async def _take(self) -> Msg:
         if self._link.lost.is_set() and self._queue.empty():

@@ -469,7 +469,7 @@ def test_closing_ends_reads_and_listeners_and_refuses_calls(play: Play) -> None:
         await asyncio.sleep(0.2)
         await bus.close()
         await bus.close()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(2.0):
             assert await asyncio.gather(*waiting) == [None, None]
         for call in (bus.publish(f"{t}.a", b""), bus.last_sequence(t)):
             with pytest.raises(BusError, match="closed") as caught:

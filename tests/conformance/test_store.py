@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import common.store
 from common.errors import (
     ConfigError,
     ObjectExistsError,
@@ -185,6 +187,42 @@ def test_listing_while_objects_come_and_go(store: ObjectStore) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_what_is_deleted_while_a_directory_is_listed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    for name in ("a/x", "b", "c"):
+        store.put(name, b"1")
+    real = common.store._entries
+
+    def entries_then_deletion(folder: Path) -> list[os.DirEntry[str]]:
+        found = real(folder)
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        store.delete("b")
+        return found
+
+    monkeypatch.setattr(common.store, "_entries", entries_then_deletion)
+    assert names(store, "") == ["c"]
+
+
+def test_a_put_that_meets_an_object_just_being_deleted_stores_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("o", b"old")
+    real = common.store._link
+
+    def link_then_deletion(source: Path, target: Path) -> bool:
+        made = real(source, target)
+        if not made:
+            store.delete("o")
+        return made
+
+    monkeypatch.setattr(common.store, "_link", link_then_deletion)
+    store.put("o", b"new")
+    assert store.get("o") == b"new"
 
 
 def test_a_crash_in_a_put_leaves_nothing_that_is_seen(

@@ -179,10 +179,64 @@ def test_a_reader_whose_consumer_is_deleted_goes_on(
             async with collecting(bus, received):
                 for round_ in range(1, 4):
                     await bus.publish("s.a", b"")
-                    await until(lambda n=round_: len(received) == n)  # type: ignore[misc]
+                    await until(lambda n=round_: len(received) == n, 2.0)  # type: ignore[misc]
                     for name in await consumers(bus):
                         await delete_consumer(bus, name)
             assert [m.seq for m in received] == [1, 2, 3]
+
+    run_async(scenario())
+
+
+def test_messages_that_went_astray_are_fetched_again_in_order(
+    own_nats_server: NatsServer, run_async: Run
+) -> None:
+    """A second client pulls from the reader's consumer, so that the reader sees gaps."""
+
+    async def scenario() -> None:
+        async with connected(own_nats_server) as bus, connected(own_nats_server) as thief:
+            await bus.create_stream("s", ["s.>"], StreamLimits())
+            received: list[Message] = []
+            stolen: list[object] = []
+            async with collecting(bus, received):
+                await bus.publish("s.a", b"")
+                await until(lambda: len(received) == 1)
+                assert thief._link is not None
+                (name,) = await consumers(bus)
+                client, inbox = thief._link.client, thief._link.client.new_inbox()
+
+                async def steal(message: object) -> None:
+                    stolen.append(message)
+
+                await client.subscribe(inbox, cb=steal)
+                await client.publish(f"$JS.API.CONSUMER.MSG.NEXT.s.{name}", b"5", inbox)
+                await client.flush()
+                for _ in range(20):
+                    await bus.publish("s.a", b"")
+                await until(lambda: len(received) >= 21)
+            assert len(stolen) >= 1
+            assert [m.seq for m in received] == [*range(1, 22)]
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize(("count", "size"), [(1000, 10), (40, 900_000)])
+def test_a_long_undisturbed_read_uses_one_consumer(
+    own_nats_server: NatsServer, run_async: Run, count: int, size: int
+) -> None:
+    """Ends of pulls, by number or by bytes, are not taken for faults."""
+
+    async def scenario() -> None:
+        async with connected(own_nats_server) as bus:
+            await bus.create_stream("s", ["s.>"], StreamLimits())
+            for _ in range(count):
+                await bus.publish("s.a", bytes(size))
+            received: list[Message] = []
+            async with collecting(bus, received):
+                await until(lambda: len(received) == count, 5.0)
+                assert bus._link is not None
+                (info,) = await bus._link.js.consumers_info("s")
+                assert info.delivered is not None
+                assert info.delivered.consumer_seq == count
 
     run_async(scenario())
 
