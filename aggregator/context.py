@@ -41,6 +41,7 @@ async def swap(
     Raises:
         SwapLostError: another message stands where ours was to be.
     """
+    doubt = False
 
     async def attempt() -> int:
         nonlocal doubt
@@ -67,5 +68,4 @@ async def swap(
             raise SwapLostError(subject, expected)
         return last.seq
 
-    doubt = False
     return await context.runtime.retry("publishing", attempt, logger=context.logger)

@@ -192,7 +192,7 @@ class FragmentOwner:
             payload = await runtime.retry(
                 "reading shards",
                 lambda: runtime.call(
-                    read_payload, self.context.store, fetch.manifest, self._arrays.fragment
+                    read_payload, self.context.store, fetch.manifest, self._arrays.grid
                 ),
                 logger=self._logger,
             )
@@ -212,7 +212,8 @@ class FragmentOwner:
         runtime = self.context.runtime
         record = await self._draft(commit)
         record_seq = await self._publish(record, commit.state.record_seq)
-        self._newest = record if record.outer_seq else _with_outer_seq(record, record_seq)
+        # Later records must cite this one where it could only say "this".
+        self._newest = record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
         committed = machine.Committed(runtime.clock(), record_seq, record.view_digest)
         self._logger.info(
             "committed",
@@ -335,11 +336,6 @@ def _check_sender(matches: bool) -> None:
         raise WireError(
             "sender", "the message names another run, learner or fragment than its subject"
         )
-
-
-def _with_outer_seq(record: wire.Record, record_seq: int) -> wire.Record:
-    """The record as later ones must cite it: an `outer_seq` of 0 meant itself."""
-    return record.model_copy(update={"outer_seq": record_seq})
 
 
 def _rejected(refused: machine.Refused) -> wire.Rejected:

@@ -205,7 +205,18 @@ class Committed(NamedTuple):
     view_digest: str
 
 
-Event = Joined | Departed | Announced | Stopped | Fetched | Failed | Liveness | Timer | Committed
+Event = (
+    Joined
+    | Departed
+    | Finished
+    | Announced
+    | Stopped
+    | Fetched
+    | Failed
+    | Liveness
+    | Timer
+    | Committed
+)
 
 
 # Effects

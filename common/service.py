@@ -90,7 +90,7 @@ class Runtime:
                 return result
 
 
-def on_signals(stop: Callable[[], None]) -> None:
+def on_signals(stop: Callable[[], object]) -> None:
     """The first SIGINT or SIGTERM calls `stop`; the second ends the process at once.
 
     Call it on the main thread.

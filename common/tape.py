@@ -1,12 +1,17 @@
 """A run as its tape and store hold it: the specification, records, and the objects they name."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from common import log, names, shards, wire
 from common.bus import Bus
 from common.config import RunSettings
 from common.errors import IntegrityError, RunMismatchError
 from common.layout import Layout
+from common.quantize import decode_numpy
 from common.service import Runtime
 from common.store import ObjectStore
 
@@ -97,3 +102,46 @@ def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
             hint="runbooks/digest-mismatch.md",
         )
     return data
+
+
+class Loaded(NamedTuple):
+    """A fragment's newest version: its record, the record's sequence, the view as float32 [N].
+
+    `read_bytes` were read from the store for it.
+    """
+
+    record: wire.Record
+    record_seq: int
+    view: npt.NDArray[np.float32]
+    read_bytes: int
+
+
+async def load_view(context: RunContext, fragment: int) -> Loaded:
+    """The newest view of a fragment, from its snapshot and the deltas since, verified.
+
+    Raises:
+        ObjectMissingError: garbage collection was faster; call again for the newest record.
+        IntegrityError: the objects do not give the recorded digest.
+    """
+    record, record_seq = await last_record(context, fragment)
+    view, read_bytes = await context.runtime.call(_assemble_view, context, record)
+    return Loaded(record, record_seq, view, read_bytes)
+
+
+def _assemble_view(context: RunContext, record: wire.Record) -> tuple[npt.NDArray[np.float32], int]:
+    data = get_object(context.store, record.snapshot)
+    read_bytes = len(data)
+    view = np.frombuffer(data, np.float32).copy()
+    sync = context.settings.sync
+    for delta in record.deltas:
+        data = get_object(context.store, delta)
+        read_bytes += len(data)
+        encoded = shards.unpack(data, codec=sync.delta_codec, count=view.size, block=sync.block)
+        view += decode_numpy(sync.delta_codec, encoded, sync.block)
+    if shards.digest(view) != record.view_digest:
+        raise IntegrityError(
+            f"fragment {record.fragment} version {record.version}: the stored view and deltas "
+            f"give digest {shards.digest(view)}, the record says {record.view_digest}",
+            hint="runbooks/digest-mismatch.md",
+        )
+    return view, read_bytes

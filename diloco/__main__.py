@@ -1,1 +1,173 @@
-"""The operator's command; see `diloco --help`."""
+"""The operator's command; `diloco --help` lists its parts.
+
+JAX is loaded only by the commands that need it, so that `--help` answers at once.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from common import log
+from common.config import Config, load_config
+from common.errors import DilocoError
+
+app = typer.Typer(
+    name="diloco",
+    help="Train one model on islands of accelerators that are far apart, unequal and unreliable.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+run_app = typer.Typer(help="Create and change runs.", no_args_is_help=True)
+app.add_typer(run_app, name="run")
+
+ConfigOption = Annotated[
+    Path,
+    typer.Option("--config", help="TOML file of the run; docs/configuration.md", metavar="FILE"),
+]
+LevelOption = Annotated[
+    str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
+]
+
+
+def _load(path: Path, level: str) -> Config:
+    log.configure(level)
+    return load_config(path)
+
+
+@app.command()
+def aggregator(config: ConfigOption, log_level: LevelOption = "info") -> None:
+    """Merge the learners' updates and commit new versions, until the run ends.
+
+    The first SIGINT or SIGTERM asks for a clean stop, the second ends the process at once. Killed
+    at any point, a new one goes on where it was. Logs are JSON lines on standard error.
+    """
+    from aggregator.daemon import serve
+
+    serve(_load(config, log_level))
+
+
+@app.command()
+def learner(
+    config: ConfigOption,
+    name: Annotated[
+        str, typer.Option("--learner", help="this learner's name in the run", metavar="NAME")
+    ],
+    log_level: LevelOption = "info",
+) -> None:
+    """Train on this island's data, send outer gradients, adopt new versions, until the run ends.
+
+    The first SIGINT or SIGTERM asks for a clean stop (finish the step, send what is unsent,
+    announce the leave), the second ends the process at once. Logs are JSON lines on standard error.
+    """
+    from learner.daemon import serve
+
+    serve(_load(config, log_level), name)
+
+
+@run_app.command("create")
+def run_create(
+    config: ConfigOption,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="safetensors file with the first parameters", metavar="FILE"),
+    ] = None,
+    log_level: LevelOption = "info",
+) -> None:
+    """Create a run: its streams, its specification, and version 0 of every fragment."""
+    loaded = _load(config, log_level)
+    from diloco.create import create
+
+    layout = create(loaded, source)
+    elements = sum(fragment.elements for fragment in layout.fragments)
+    Console().print(
+        f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "
+        f"{len(layout.fragments)} fragments, layout {layout.digest}"
+    )
+
+
+@app.command()
+def local(
+    learners: Annotated[int, typer.Option(help="number of learner processes", min=1, max=64)] = 4,
+    steps: Annotated[
+        int | None, typer.Option(help="length of the run in inner steps [default: 400]", min=1)
+    ] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="folder of the run [default: runs/<name>, a new one]", metavar="DIR"),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file to begin from; bus and store are set here", metavar="FILE"),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="the task, as package.module:function", metavar="MODULE:FUNCTION"),
+    ] = None,
+    corpus: Annotated[
+        str | None,
+        typer.Option(
+            help="folder of text for the built-in task [default: Python's standard library]",
+            metavar="DIR",
+        ),
+    ] = None,
+    speed: Annotated[
+        str | None,
+        typer.Option(help="slow some learners: shares of full speed, 1,1,0.5,1", metavar="LIST"),
+    ] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="kill a learner with SIGKILL at a step and start it again; may be repeated; "
+            "'none' for nobody [default: the second learner after a third of the run]",
+            metavar="LEARNER@STEP",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="any setting, as section.key=value", metavar="KEY=VALUE"),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="print a summary as one JSON object, last line")
+    ] = False,
+) -> None:
+    """Train with several learners, an aggregator and a NATS server, all on this machine.
+
+    Every part is a process of its own, as it would be on machines far apart: the same commands,
+    the same protocol. Ctrl-C stops all of them cleanly; a second Ctrl-C at once.
+    """
+    from diloco.local import LocalOptions, run_local
+
+    options = LocalOptions(
+        learners=learners,
+        steps=steps,
+        run_dir=run_dir,
+        config=config,
+        task=task,
+        corpus=corpus,
+        speed=speed,
+        kill=kill,
+        settings=settings or [],
+        json=json,
+    )
+    raise typer.Exit(run_local(options))
+
+
+def main() -> None:
+    """Run the command; our own errors are shown as sentences, bugs keep their trace."""
+    try:
+        app()
+    except DilocoError as error:
+        console = Console(stderr=True)
+        console.print(f"error: {error.message}", style="red", markup=False, highlight=False)
+        if error.hint:
+            console.print(f"hint: {error.hint}", markup=False, highlight=False)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

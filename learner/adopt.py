@@ -12,10 +12,10 @@ import numpy as np
 
 from common import names, shards, wire
 from common.bus import Message
-from common.errors import IntegrityError, ObjectMissingError
-from common.quantize import Encoded, decode_numpy
+from common.errors import ObjectMissingError
+from common.quantize import Encoded
 from common.service import cancel
-from common.tape import get_object, last_record, read_record
+from common.tape import Loaded, get_object, load_view, read_record
 from learner import sync
 from learner.publish import Context, Post
 
@@ -30,14 +30,6 @@ class View(NamedTuple):
     """Carried by a `Ready` that jumps: the whole view, float32 [size]."""
 
     values: np.ndarray
-
-
-class Loaded(NamedTuple):
-    """A fragment's newest version: its record, the record's sequence and the view."""
-
-    record: wire.Record
-    record_seq: int
-    view: np.ndarray
 
 
 class Adopter:
@@ -153,29 +145,13 @@ class Adopter:
         """The newest version, from its snapshot and the deltas since; retried while they move."""
         loaded = await self._context.runtime.retry(
             "loading a version",
-            lambda: self._load_once(fragment),
+            lambda: load_view(self._context, fragment),
             logger=self._context.logger,
         )
         record = loaded.record
+        self._context.traffic.bytes_down += loaded.read_bytes
         self._newest[fragment] = (loaded.record_seq, record.version, record.view_digest)
         return loaded
-
-    async def _load_once(self, fragment: int) -> Loaded:
-        context = self._context
-        record, record_seq = await last_record(context, fragment)
-        snapshot = await self._get(record.snapshot)
-        view_N = np.frombuffer(snapshot, np.float32).copy()
-        for delta in record.deltas:
-            encoded = await self._read_delta(fragment, delta)
-            sync_section = context.settings.sync
-            view_N += decode_numpy(sync_section.delta_codec, encoded, sync_section.block)
-        if shards.digest(view_N) != record.view_digest:
-            raise IntegrityError(
-                f"fragment {fragment} version {record.version}: the stored view and deltas give "
-                f"digest {shards.digest(view_N)}, the record says {record.view_digest}",
-                hint="runbooks/digest-mismatch.md",
-            )
-        return Loaded(record, record_seq, view_N)
 
     async def _read_delta(self, fragment: int, delta: wire.ObjectRef) -> Encoded:
         data = await self._get(delta)

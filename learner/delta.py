@@ -102,6 +102,10 @@ class Kernels:
         moved_N, step_N = _advance(view_N, delta, self.delta_codec, self.block)
         return self.add(leaves, step_N), moved_N
 
+    def advance(self, view_N: jax.Array, delta: Encoded) -> jax.Array:
+        """The view moved by a version delta, leaves left alone; the view is donated."""
+        return _advance(view_N, delta, self.delta_codec, self.block)[0]
+
     def jump(
         self, leaves: Leaves, view_N: jax.Array, new_view_N: jax.Array
     ) -> tuple[Leaves, jax.Array]:

@@ -25,6 +25,7 @@ class SyncRules:
     min_steps: int
     announce_again_s: float
     lockstep: bool
+    overwrite: bool
 
 
 def sync_rules(sync: SyncSection) -> SyncRules:
@@ -34,6 +35,7 @@ def sync_rules(sync: SyncSection) -> SyncRules:
         min_steps=sync.min_steps,
         announce_again_s=sync.announce_again_s,
         lockstep=sync.mode == "lockstep",
+        overwrite=sync.adopt == "overwrite",
     )
 
 
@@ -237,7 +239,7 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
     effects: list[Effect] = []
     fragments = []
     for index, fragment in enumerate(state.fragments):
-        adopted = _adopt(fragment, effects)
+        adopted = _adopt(rules, fragment, effects)
         fragments.append(_send(rules, state, index, adopted, event.now_s, effects))
     finished = tuple(
         index
@@ -249,12 +251,18 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
     return replace(state, fragments=tuple(fragments)), tuple(effects)
 
 
-def _adopt(fragment: FragmentState, effects: list[Effect]) -> FragmentState:
-    """Take every record that is ready, in order."""
+def _adopt(rules: SyncRules, fragment: FragmentState, effects: list[Effect]) -> FragmentState:
+    """Take every record that is ready, in order.
+
+    Where views overwrite parameters, the steps not sent by then are lost and no longer counted
+    (paper §3: counters of p reset).
+    """
     for ready in fragment.ready:
         flying = fragment.in_flight
         resolved = flying is not None and flying.seq <= ready.resolved_seq
         effects.append(Adopt(ready, resolved))
+        if rules.overwrite and ready.version > fragment.version:
+            fragment = fragment._replace(steps=0, tokens=0)
         fragment = fragment._replace(
             version=ready.version,
             view_digest=ready.view_digest,

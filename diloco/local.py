@@ -1,0 +1,328 @@
+"""`diloco local`: a whole run on this machine, every part a process of its own.
+
+It only calls what an operator would call: a NATS server, `diloco run create`, `diloco aggregator`,
+`diloco learner`; and it watches the tape as anybody could.
+"""
+
+import asyncio
+import json as json_module
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+from rich.live import Live
+
+from common import bus_nats, log
+from common.bus import Bus
+from common.config import Config, make_config, warnings
+from common.errors import ConfigError
+from common.nats_server import NatsServer
+from common.service import Runtime, cancel
+from common.store import open_store
+from common.tape import RunContext
+from diloco import screen
+from diloco.fleet import Fleet
+from diloco.observe import Observer
+from diloco.settings import local_document
+
+REFRESH_S = 0.5
+LINE_S = 10.0
+STOP_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """The options of `diloco local`, as given."""
+
+    learners: int
+    steps: int | None
+    run_dir: Path | None
+    config: Path | None
+    task: str | None
+    corpus: str | None
+    speed: str | None
+    kill: list[str] | None
+    settings: list[str]
+    json: bool
+
+
+@dataclass
+class _Kill:
+    learner: str
+    step: int
+    done: bool = False
+
+
+def run_local(options: LocalOptions) -> int:
+    """Run it; the exit status: 0 once the run has ended, 130 after Ctrl-C.
+
+    Raises:
+        DilocoError: wrong options, or a daemon that cannot work.
+    """
+    log.configure("error")
+    name = datetime.now().astimezone().strftime("local-%Y%m%d-%H%M%S")
+    run_dir = (options.run_dir or Path("runs") / name).absolute()
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise ConfigError(
+            f"the folder {str(run_dir)!r} is not empty",
+            hint="each local run needs a folder of its own: give another --run-dir",
+        )
+    learners = [f"learner-{index}" for index in range(options.learners)]
+    document = local_document(options, name, learners, run_dir)
+    kills = _plan_kills(options.kill, learners, document["run"]["steps"])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Standard output is for the summary alone when a program reads it.
+    console = Console(stderr=options.json)
+    with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
+        if server.pid is not None:
+            fleet.adopt(server.pid)
+        document["bus"] = {**document.get("bus", {}), "url": server.url}
+        config = make_config(document, source="the options")
+        config_path = run_dir / "run.toml"
+        config_path.write_text(tomli_w.dumps(document))
+        run = LocalRun(options, config, config_path, learners, kills, fleet, console)
+        status = asyncio.run(run.go())
+        fleet.stop(within_s=STOP_S)
+    return status
+
+
+def _plan_kills(wanted: list[str] | None, learners: list[str], steps: int) -> list[_Kill]:
+    """Whom to kill when.
+
+    Raises:
+        ConfigError: not LEARNER@STEP, or nobody of that name.
+    """
+    if wanted is None:
+        return [_Kill(learners[1], steps // 3)] if len(learners) > 1 else []
+    kills = []
+    for item in wanted:
+        if item == "none":
+            continue
+        name, at, step = item.partition("@")
+        if not at or not step.isdecimal() or name not in learners:
+            raise ConfigError(
+                f"--kill {item!r}: expected LEARNER@STEP with one of {', '.join(learners)}",
+                hint=f"for example --kill {learners[-1]}@{steps // 3}, or --kill none",
+            )
+        kills.append(_Kill(name, int(step)))
+    return kills
+
+
+@dataclass
+class LocalRun:
+    """One local run, from creation to summary."""
+
+    options: LocalOptions
+    config: Config
+    config_path: Path
+    learners: list[str]
+    kills: list[_Kill]
+    fleet: Fleet
+    console: Console
+    losses: list[float] = field(default_factory=list)
+    note: str = ""
+    _began_s: float = field(default_factory=time.monotonic)
+
+    async def go(self) -> int:
+        """Create the run, train it, sum it up; the exit status."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupted, stop)
+        run = self.config.run
+        self.console.print(
+            f"run [bold]{run.name}[/]: {len(self.learners)} learners, {run.steps} steps, "
+            f"in {self.config_path.parent}"
+        )
+        for sentence in warnings(self.config.settings()):
+            self.console.print(f"[yellow]warning:[/] {sentence}")
+        work = asyncio.ensure_future(self._work())
+        waiting = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if work.done():
+            work.result()
+            return 0
+        await cancel(work)
+        self.console.print("stopping: learners finish their step and leave ...")
+        await asyncio.to_thread(self.fleet.stop, within_s=STOP_S)
+        self.console.print(f"stopped; logs and objects are in {self.config_path.parent}")
+        return 130
+
+    def _interrupted(self, stop: asyncio.Event) -> None:
+        if stop.is_set():
+            self.fleet.__exit__()
+            os._exit(130)
+        stop.set()
+
+    async def _work(self) -> None:
+        with self.console.status("creating the run: first parameters, streams, version 0 ..."):
+            await self._create()
+        async with self._connected() as context:
+            evaluation = Evaluation(context)
+            with self.console.status("evaluating version 0 on held-out data ..."):
+                first = await evaluation.loss()
+            observer = Observer(context)
+            self._start_daemons()
+            await self._watch(observer)
+            await self._wait_for_daemons()
+            with self.console.status("evaluating the final version on held-out data ..."):
+                last = await evaluation.loss()
+        self._sum_up(observer, first, last)
+
+    async def _create(self) -> None:
+        creation = self.fleet.start("create", ["run", "create", "--config", str(self.config_path)])
+        while not creation.ended:
+            await asyncio.sleep(0.05)
+            self.fleet.look_after()
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[RunContext]:
+        from aggregator.daemon import load_run
+
+        bus: Bus = await bus_nats.connect(self.config.bus.url, name="local")
+        store = open_store(self.config.store.url)
+        runtime = Runtime()
+        try:
+            yield RunContext(
+                settings=self.config.settings(),
+                layout=await load_run(self.config, bus, store, runtime),
+                bus=bus,
+                store=store,
+                runtime=runtime,
+                logger=log.get(run=self.config.run.name),
+            )
+        finally:
+            await bus.close()
+
+    def _start_daemons(self) -> None:
+        path = str(self.config_path)
+        self.fleet.start("aggregator", ["aggregator", "--config", path])
+        for index, name in enumerate(self.learners):
+            cores = _cores(index, len(self.learners))
+            self.fleet.start(name, ["learner", "--config", path, "--learner", name], cores)
+
+    async def _watch(self, observer: Observer) -> None:
+        """Show the run until its end is on the tape."""
+        following = asyncio.ensure_future(observer.observe())
+        shown_s = 0.0
+        live = Live(console=self.console, auto_refresh=False, transient=False)
+        try:
+            with live:
+                while not following.done():
+                    await asyncio.sleep(REFRESH_S)
+                    self.fleet.look_after()
+                    self._kill_as_planned(observer)
+                    frame = self._frame(observer)
+                    if self.console.is_terminal:
+                        live.update(screen.picture(frame), refresh=True)
+                    elif time.monotonic() - shown_s > LINE_S:
+                        self.console.print(screen.line(frame), soft_wrap=True)
+                        shown_s = time.monotonic()
+            following.result()
+        finally:
+            await cancel(following)
+
+    def _kill_as_planned(self, observer: Observer) -> None:
+        for kill in self.kills:
+            if not kill.done and observer.observed.global_step >= kill.step:
+                kill.done = True
+                self.fleet.kill(kill.learner)
+                self.note = f"{kill.learner} was killed at step {kill.step} and started again"
+
+    def _frame(self, observer: Observer) -> screen.Frame:
+        beats = [seen.heartbeat for seen in observer.observed.learners.values()]
+        losses = [beat.loss for beat in beats if beat.loss]
+        if losses:
+            self.losses.append(sum(losses) / len(losses))
+        return screen.Frame(
+            run=self.config.run.name,
+            steps=self.config.run.steps,
+            fragments=self.config.sync.fragments,
+            learners=self.learners,
+            daemons=self.fleet.daemons,
+            observed=observer.observed,
+            losses=self.losses,
+            note=self.note,
+            elapsed_s=time.monotonic() - self._began_s,
+        )
+
+    async def _wait_for_daemons(self) -> None:
+        """After the end everybody leaves by themselves; those who do not are ended by `stop`."""
+        deadline_s = time.monotonic() + STOP_S
+        while time.monotonic() < deadline_s:
+            self.fleet.look_after()
+            if all(daemon.ended for daemon in self.fleet.daemons.values()):
+                return
+            await asyncio.sleep(0.1)
+
+    def _sum_up(self, observer: Observer, first: float, last: float) -> None:
+        seen = observer.observed
+        summary: dict[str, Any] = {
+            "run": self.config.run.name,
+            "learners": len(self.learners),
+            "steps": seen.global_step,
+            "tokens": seen.tokens,
+            "eval_loss_first": round(first, 4),
+            "eval_loss_last": round(last, 4),
+            "versions": seen.versions_made,
+            "updates_sent": seen.updates_sent,
+            "updates_merged": seen.updates_merged,
+            "updates_rejected": seen.updates_rejected,
+            "bytes_up": seen.bytes_up,
+            "bytes_down": seen.bytes_down,
+            "stall_fraction": round(seen.stall_fraction, 5),
+            "wall_s": round(time.monotonic() - self._began_s, 1),
+            "restarts": self.fleet.restarts,
+        }
+        self.console.print(
+            f"held-out loss [bold]{first:.3f}[/] → [bold]{last:.3f}[/] after "
+            f"{seen.global_step} steps and {seen.tokens:,} tokens in {summary['wall_s']} s; "
+            f"{seen.updates_merged} updates merged, {seen.updates_rejected} rejected, "
+            f"{self.fleet.restarts} restart(s); stalled {seen.stall_fraction:.2%} of the time"
+        )
+        self.console.print(f"everything of this run is in {self.config_path.parent}")
+        if self.options.json:
+            print(json_module.dumps(summary), flush=True)  # noqa: T201 - the result itself
+
+
+class Evaluation:
+    """Scores the run's global view on the task's held-out data."""
+
+    def __init__(self, context: RunContext) -> None:
+        from learner.task import load_task
+
+        settings = context.settings
+        self._context = context
+        self._task = load_task(
+            settings.task.build,
+            steps=settings.run.steps,
+            seed=settings.run.seed,
+            options=settings.task.options,
+        )
+
+    async def loss(self) -> float:
+        """Held-out loss of the newest view."""
+        from diloco.view import load_params
+
+        params, _ = await load_params(self._context, self._task)
+        return float(await asyncio.to_thread(self._task.evaluate, params))
+
+
+def _cores(index: int, learners: int) -> set[int] | None:
+    """The cores of one learner, so that learners do not crowd each other; None for any."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    available = sorted(os.sched_getaffinity(0))
+    each = len(available) // learners
+    if each == 0:
+        return {available[index % len(available)]}
+    return set(available[index * each : (index + 1) * each])

@@ -1,0 +1,85 @@
+"""From the options of `diloco local` to a configuration document."""
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.local import LocalOptions
+
+DEFAULT_STEPS = 400
+
+
+def local_document(
+    options: "LocalOptions", name: str, learners: list[str], run_dir: Path
+) -> dict[str, Any]:
+    """The sections of a local run's file.
+
+    Raises:
+        ConfigError: an option that cannot be understood.
+    """
+    document = _read(options.config) if options.config else {}
+    run = document.setdefault("run", {})
+    run.setdefault("name", name)
+    run["steps"] = options.steps or run.get("steps", DEFAULT_STEPS)
+    task = document.setdefault("task", {})
+    if options.task:
+        task["build"] = options.task
+    if options.corpus:
+        task["options"] = {
+            **task.get("options", {}),
+            "corpus": str(Path(options.corpus).absolute()),
+        }
+    learner = document.setdefault("learner", {})
+    learner.setdefault("compile_cache", str(run_dir / "compiled"))
+    if options.speed:
+        learner["speed"] = _speeds(options.speed, learners)
+    document["store"] = {"url": str(run_dir / "store")}
+    for assignment in options.settings:
+        _assign(document, assignment)
+    return document
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _speeds(text: str, learners: list[str]) -> dict[str, float]:
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--speed {text!r}: expected numbers joined by commas", hint="for example 1,1,0.5,1"
+        ) from error
+    if len(speeds) != len(learners) or not all(0 < speed <= 1 for speed in speeds):
+        raise ConfigError(
+            f"--speed {text!r}: expected {len(learners)} shares of full speed in (0, 1]",
+            hint="one for each learner: --learners 4 --speed 1,1,0.5,1",
+        )
+    return dict(zip(learners, speeds, strict=True))
+
+
+def _assign(document: dict[str, Any], assignment: str) -> None:
+    """Set one key: section.key=value, the value as TOML or else as plain text."""
+    key, equals, text = assignment.partition("=")
+    path = key.strip().split(".")
+    if not equals or len(path) < 2:
+        raise ConfigError(
+            f"--set {assignment!r}: expected section.key=value",
+            hint="for example --set outer.learning_rate=0.5",
+        )
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    section = document
+    for part in path[:-1]:
+        section = section.setdefault(part, {})
+    section[path[-1]] = value

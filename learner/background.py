@@ -1,0 +1,138 @@
+"""The thread beside training: an event loop that publishes and adopts.
+
+The training loop puts work in and takes events out; neither ever waits for the network. What goes
+wrong for good here is raised in the training loop, at its next look.
+"""
+
+import asyncio
+import queue
+import socket
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+from common import wire
+from common.service import cancel
+from common.tape import Loaded
+from learner import sync
+from learner.adopt import Adopter
+from learner.publish import Context, Outgoing, Publisher
+
+T = TypeVar("T")
+
+
+class Arrived(NamedTuple):
+    """An event for the core, and the delta or view that it carries."""
+
+    event: sync.Event
+    payload: Any
+
+
+class Background:
+    """The outside of one learner.
+
+    Args:
+        context: the learner's; its bus must have been made on `loop`.
+        loop: the event loop, run by this object's thread from `start` to `close`.
+    """
+
+    def __init__(self, context: Context, loop: asyncio.AbstractEventLoop) -> None:
+        self._context = context
+        self._loop = loop
+        self._arrived: queue.SimpleQueue[Arrived | BaseException] = queue.SimpleQueue()
+        self._publisher = Publisher(context, self._post)
+        self._adopter = Adopter(context, self._post)
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    # For the training loop
+
+    def load(self) -> tuple[list[Loaded], int]:
+        """The newest version of every fragment, and where this learner's data goes on."""
+        return self._run(self._adopter.load()), self._run(self._adopter.position())
+
+    def join(self, heartbeat: Callable[[int], wire.Heartbeat], every_s: float) -> int:
+        """Begin a life: announce it, follow the records, send heartbeats; its incarnation."""
+        incarnation = self._run(self._publisher.join(socket.gethostname()))
+        self._adopter.incarnation = incarnation
+        self._spawn(self._adopter.follow())
+        self._spawn(self._publisher.beat(lambda: heartbeat(incarnation), every_s))
+        return incarnation
+
+    def events(self, wait_s: float = 0.0) -> list[Arrived]:
+        """What has arrived; with `wait_s`, wait so long for a first one.
+
+        Raises:
+            BaseException: what ended a part of the background for good.
+        """
+        arrived = []
+        try:
+            item = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
+            while True:
+                if isinstance(item, BaseException):
+                    raise item
+                arrived.append(item)
+                item = self._arrived.get_nowait()
+        except queue.Empty:
+            return arrived
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Upload an update and publish its manifest."""
+        self._submit(self._publisher.send(outgoing))
+
+    def republish(self, again: sync.Republish) -> None:
+        """Announce an update once more."""
+        self._submit(self._publisher.republish(again))
+
+    def finished(self, position: int, fragments: tuple[int, ...]) -> None:
+        """Say that nothing more of these fragments comes."""
+        self._submit(self._publisher.leave(position, fragments))
+
+    def leave(self, position: int, within_s: float) -> None:
+        """Announce the end of this life; give up after `within_s` seconds."""
+        leaving = asyncio.wait_for(self._publisher.leave(position), within_s)
+        try:
+            self._run(leaving)
+        except TimeoutError:
+            self._context.logger.warning("left_silently", waited_s=within_s)
+
+    def close(self) -> None:
+        """End everything that still runs here."""
+        self._run(cancel(*self._tasks))
+
+    # Between the threads
+
+    def _post(self, event: sync.Event, payload: object = None) -> None:
+        self._arrived.put(Arrived(event, payload))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._loop.call_soon_threadsafe(self._spawn_here, coroutine)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._submit(coroutine)
+
+    def _spawn_here(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Future[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._arrived.put(error)
+
+
+def run_loop() -> tuple[asyncio.AbstractEventLoop, Callable[[], None]]:
+    """An event loop on a thread of its own, and the function that ends it."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="background", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    return loop, stop

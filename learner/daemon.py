@@ -1,0 +1,153 @@
+"""A learner as a process: connect, check the run, load its newest versions, train until it ends."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import jax
+
+from common import bus_nats, log, names
+from common.bus import Bus
+from common.config import Config, check_same_run, parse_settings
+from common.errors import ConfigError
+from common.service import Runtime, on_signals
+from common.store import open_store
+from common.tape import load_specification
+from learner import sync, tree
+from learner.background import Background, run_loop
+from learner.publish import Context
+from learner.replica import Replica
+from learner.task import Params, Task, load_task, params_shapes
+from learner.train import Meter, Trainer, make_inner_step
+
+CONNECT_S = 60.0
+
+
+def serve(config: Config, learner: str) -> None:
+    """Run a learner until the run ends or a signal asks it to leave.
+
+    Raises:
+        DilocoError: what stops it for good, with what to do.
+    """
+    if not names.valid_name(learner):
+        raise ConfigError(
+            f"{learner!r} cannot name a learner",
+            hint="use lower-case letters, digits and '-', at most 40, a letter or digit first",
+        )
+    asked = threading.Event()
+    on_signals(asked.set)
+    if config.learner.compile_cache:
+        jax.config.update("jax_compilation_cache_dir", config.learner.compile_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    loop, stop_loop = run_loop()
+    try:
+        _serve(config, learner, asked.is_set, loop)
+    finally:
+        stop_loop()
+
+
+def _serve(
+    config: Config, learner: str, asked: Callable[[], bool], loop: asyncio.AbstractEventLoop
+) -> None:
+    settings = config.settings()
+    task = load_task(
+        settings.task.build,
+        steps=settings.run.steps,
+        seed=settings.run.seed,
+        options=settings.task.options,
+    )
+    layout = tree.task_layout(task, settings.sync)
+    bus: Bus = asyncio.run_coroutine_threadsafe(
+        bus_nats.connect(
+            config.bus.url,
+            name=learner,
+            credentials=config.bus.credentials,
+            connect_timeout_s=CONNECT_S,
+        ),
+        loop,
+    ).result()
+    context = Context(
+        settings=settings,
+        layout=layout,
+        bus=bus,
+        store=open_store(config.store.url),
+        runtime=Runtime(),
+        logger=log.get(run=settings.run.name, learner=learner),
+        learner=learner,
+    )
+    background = Background(context, loop)
+    try:
+        constants = _check_run(context, task, loop)
+        trainer = _prepare(config, context, task, constants, background, asked)
+        context.logger.info("started", position=trainer.position)
+        trainer.train()
+        trainer.flush(config.learner.leave_s)
+        background.leave(trainer.position, config.learner.leave_s)
+        why = "run ended" if trainer.state.stopping else "asked to"
+        context.logger.info("left", why=why, local_step=trainer.state.local_step)
+    finally:
+        background.close()
+        asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
+
+
+def _check_run(context: Context, task: Task, loop: asyncio.AbstractEventLoop) -> Params:
+    """Refuse a run that is not this configuration's; the run's constants.
+
+    Raises:
+        RunMismatchError: no such run, or settings or layout that disagree.
+    """
+    specification = asyncio.run_coroutine_threadsafe(
+        load_specification(context.bus, context.run), loop
+    ).result()
+    theirs = parse_settings(specification.settings)
+    check_same_run(context.settings, theirs, context.layout.digest, specification.layout)
+    _, constants = tree.split(params_shapes(task))
+    if specification.constants is None:
+        return constants
+    data = context.store.get(specification.constants)
+    return tree.unpack_constants(data, constants, specification.constants.rsplit("-", 1)[1])
+
+
+def _prepare(
+    config: Config,
+    context: Context,
+    task: Task,
+    constants: Params,
+    background: Background,
+    asked: Callable[[], bool],
+) -> Trainer:
+    """Everything before the first step: newest versions, compiled programs, then the join."""
+    settings = context.settings
+    loaded, position = background.load()
+    trained, _ = tree.split(params_shapes(task))
+    replica = Replica(settings.sync, context.layout, trained, [item.view for item in loaded])
+    meter = Meter(context.learner, context.traffic)
+    rules = sync.sync_rules(settings.sync)
+    inner_step = make_inner_step(task, constants)
+    trainer = Trainer(
+        task=task,
+        replica=replica,
+        inner_step=inner_step,
+        batches=task.batches(context.learner, position),
+        position=position,
+        background=background,
+        rules=rules,
+        state=sync.begin(
+            rules,
+            tuple(
+                sync.Start(
+                    item.record.version,
+                    item.record.view_digest,
+                    item.record_seq,
+                    item.record.global_step,
+                )
+                for item in loaded
+            ),
+        ),
+        meter=meter,
+        asked_to_leave=asked,
+        speed=config.learner.speed.get(context.learner, 1.0),
+    )
+    trainer.compile()
+    background.join(meter.heartbeat, config.learner.heartbeat_s)
+    return trainer
