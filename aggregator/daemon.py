@@ -37,15 +37,17 @@ async def aggregate(context: Context) -> None:
     """
     fragments = range(len(context.layout.fragments))
     owners = [FragmentOwner(context, fragment) for fragment in fragments]
-    tasks = [asyncio.ensure_future(owner.own()) for owner in owners]
-    tasks.append(asyncio.ensure_future(LivenessWatch(context, owners).watch()))
-    conductor = asyncio.ensure_future(Conductor(context).conduct())
+    work = [asyncio.ensure_future(owner.own()) for owner in owners]
+    work.append(asyncio.ensure_future(Conductor(context).conduct()))
+    watch = asyncio.ensure_future(LivenessWatch(context, owners).watch())
     try:
-        done, _ = await asyncio.wait([conductor, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        running = {watch, *work}
+        while running > {watch}:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
     finally:
-        await cancel(conductor, *tasks)
+        await cancel(watch, *work)
 
 
 def serve(config: Config) -> None:

@@ -27,6 +27,10 @@ QUEUE = 1024
 SAMPLE_S = 1.0
 
 
+# An event for the machine, with the payload that it is about; None at the run's end.
+Item = tuple[machine.Event, Payload | None]
+
+
 class FragmentOwner:
     """Makes the versions of one fragment, for as long as `own` runs."""
 
@@ -35,7 +39,7 @@ class FragmentOwner:
         self.rules = policy.fragment_rules(context.settings, context.layout, fragment)
         self.state: machine.State | None = None
         self._logger = context.logger.bind(fragment=fragment)
-        self._queue: asyncio.Queue[tuple[machine.Event, Payload | None]] = asyncio.Queue(QUEUE)
+        self._queue: asyncio.Queue[Item | None] = asyncio.Queue(QUEUE)
         self._fetching = asyncio.Semaphore(FETCHES)
         self._fetches: set[asyncio.Task[None]] = set()
         self._sampled_at_s: dict[str, float] = {}
@@ -44,6 +48,8 @@ class FragmentOwner:
 
     async def own(self) -> None:
         """Recover from the tape and make versions; whenever another commits first, recover.
+
+        Returns once the run has ended and every update stored before its end has its record.
 
         Raises:
             IntegrityError: what is stored does not give the recorded digests.
@@ -54,6 +60,8 @@ class FragmentOwner:
                 await first_of(self._read_tape(), self._serve())
             except SwapLostError as lost:
                 self._logger.warning("fenced", subject=lost.subject, expected=lost.expected)
+            else:
+                return
             finally:
                 self.state = None
                 await cancel(*self._fetches)
@@ -93,9 +101,13 @@ class FragmentOwner:
             names.leave(run, "*"),
             names.update(run, "*", fragment),
             names.stop(run),
+            names.end(run),
         ]
         messages = self.context.bus.read(names.tape_stream(run), subjects, self._newest.position)
         async for message in messages:
+            if message.subject == names.end(run):
+                await self._queue.put(None)
+                continue
             try:
                 event = decode_event(message, fragment)
             except WireError as error:
@@ -133,13 +145,18 @@ class FragmentOwner:
     # The machine
 
     async def _serve(self) -> None:
-        while True:
-            event, payload = await self._next_event()
+        while (item := await self._next_item()) is not None:
+            event, payload = item
             await self._take(event, payload)
             if payload is not None:
                 self._fetching.release()
+        assert self.state is not None
+        if not self.state.final:
+            # Another aggregator has committed what ended the run: see what it left to answer.
+            subject = names.record(self.context.run, self.rules.fragment)
+            raise SwapLostError(subject, self.state.record_seq)
 
-    async def _next_event(self) -> tuple[machine.Event, Payload | None]:
+    async def _next_item(self) -> Item | None:
         assert self.state is not None
         due_s = machine.deadline(self.rules, self.state)
         if not self._queue.empty() or due_s is None:

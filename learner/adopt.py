@@ -79,13 +79,15 @@ class Adopter:
     async def _read(self, start: int) -> None:
         run = self._context.run
         stop, end = names.stop(run), names.end(run)
-        # The stop may lie before the newest records: it is asked for apart.
+        # Both may lie before the newest records, so they are asked for apart.
         if await self._last(stop) is not None:
             self._post(sync.Stop())
+        if await self._last(end) is not None:
+            self._post(sync.End())
         subjects = [names.record(run, "*"), stop, end]
         async for message in self._context.bus.read(self._context.tape, subjects, start):
             if message.subject in (stop, end):
-                self._post(sync.Stop())
+                self._post(sync.Stop() if message.subject == stop else sync.End())
             else:
                 fragment = int(message.subject.rsplit(".", 1)[1])
                 self._queues[fragment].put_nowait(message)

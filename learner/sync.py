@@ -85,7 +85,8 @@ class State:
     """The core's state.
 
     `clock_step` is the newest global step heard of, `since_clock` the own steps since then.
-    `stopping`: the run is at its end; `leaving`: this learner was asked to.
+    `stopping`: the run is at its end; `ended`: it is over, no record follows; `leaving`: this
+    learner was asked to.
     """
 
     fragments: tuple[FragmentState, ...]
@@ -93,6 +94,7 @@ class State:
     clock_step: int = 0
     since_clock: int = 0
     stopping: bool = False
+    ended: bool = False
     leaving: bool = False
 
 
@@ -126,11 +128,15 @@ class Stop(NamedTuple):
     """The run's stop message arrived."""
 
 
+class End(NamedTuple):
+    """The run's end message arrived: nothing that is still in flight will be answered."""
+
+
 class Leave(NamedTuple):
     """This learner was asked to end."""
 
 
-Event = Stepped | Ready | RoundOpened | Published | Stop | Leave
+Event = Stepped | Ready | RoundOpened | Published | Stop | End | Leave
 
 
 # Effects
@@ -217,8 +223,8 @@ def must_wait(rules: SyncRules, state: State) -> bool:
 
 
 def flushed(state: State) -> bool:
-    """Whether all that will be sent is on the tape, after `Stop` or `Leave`."""
-    return all(
+    """Whether all that will be sent is on the tape, after `Stop` or `Leave`; after `End` it is."""
+    return state.ended or all(
         (fragment.final or (state.leaving and not state.stopping))
         and (fragment.in_flight is None or fragment.in_flight.announced_at_s > 0)
         for fragment in state.fragments
@@ -354,6 +360,10 @@ def _on_stop(_rules: SyncRules, state: State, _event: Stop) -> Result:
     return replace(state, stopping=True), ()
 
 
+def _on_end(_rules: SyncRules, state: State, _event: End) -> Result:
+    return replace(state, stopping=True, ended=True), ()
+
+
 def _on_leave(_rules: SyncRules, state: State, _event: Leave) -> Result:
     return replace(state, leaving=True), ()
 
@@ -364,6 +374,7 @@ _HANDLERS: dict[type, Callable[[SyncRules, State, Any], Result]] = {
     RoundOpened: _on_round_opened,
     Published: _on_published,
     Stop: _on_stop,
+    End: _on_end,
     Leave: _on_leave,
 }
 

@@ -116,6 +116,7 @@ class Trainer:
     meter: Meter
     asked_to_leave: Callable[[], bool]
     speed: float = 1.0
+    clock: Callable[[], float] = time.time
     _payloads: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     def compile(self) -> None:
@@ -140,7 +141,7 @@ class Trainer:
                 self.replica.trained, optimizer_state, batch, self._learning_rate()
             )
             self.position += 1
-            self._synchronize(sync.Stepped(time.time(), tokens))
+            self._synchronize(sync.Stepped(self.clock(), tokens))
             read = None if previous is None else float(previous)
             previous = loss
             self._slow_down(began_s)
@@ -157,7 +158,7 @@ class Trainer:
         while not sync.flushed(self.state):
             if not self.state.stopping and time.perf_counter() - began_s > within_s:
                 return
-            self._synchronize(sync.Stepped(time.time(), 0, steps=0), wait_s=0.05)
+            self._synchronize(sync.Stepped(self.clock(), 0, steps=0), wait_s=0.05)
 
     def _learning_rate(self) -> jax.Array:
         self.meter.global_step = sync.clock(self.rules, self.state)
@@ -166,12 +167,13 @@ class Trainer:
     def _synchronize(self, stepped: sync.Stepped, wait_s: float = 0.0) -> None:
         """A step boundary: tell the core what came, do what it says."""
         began_s = time.perf_counter()
-        self._exchange(stepped, wait_s)
+        self.exchange(stepped, wait_s)
         while sync.must_wait(self.rules, self.state) and not self.state.leaving:
-            self._exchange(sync.Stepped(time.time(), 0, steps=0), wait_s=0.05)
+            self.exchange(sync.Stepped(self.clock(), 0, steps=0), wait_s=0.05)
         self.meter.stall_s += time.perf_counter() - began_s
 
-    def _exchange(self, stepped: sync.Stepped, wait_s: float) -> None:
+    def exchange(self, stepped: sync.Stepped, wait_s: float = 0.0) -> None:
+        """Tell the core what arrived and that a step was taken, and do what it says."""
         for event, payload in self.background.events(wait_s):
             if isinstance(event, sync.Ready):
                 self._payloads[event.fragment, event.record_seq] = payload
@@ -196,7 +198,7 @@ class Trainer:
                         local_step=self.meter.local_step,
                         loss=self.meter.loss,
                         step_time_s=self.meter.step_time_s,
-                        dispatched_at_s=time.time(),
+                        dispatched_at_s=self.clock(),
                     )
                 )
             case sync.Republish():
