@@ -1,0 +1,76 @@
+# Everything a developer runs. Works with GNU make 4 and with the make 3.81 of macOS.
+
+PYTHON ?= python3
+ARGS ?=
+BENCHES ?= merge encode stall wire quality events
+
+BIN := .venv/bin
+STAMP := .venv/installed
+RUN := $(BIN)/python -m
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test test-slow lint types imports check bench lock clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo '  ARGS="..." is passed on by demo, test, test-slow, bench and lock;'
+	@echo '  PYTHON=... chooses the interpreter of install.'
+
+install: $(STAMP) ## make .venv with the pinned packages and the diloco command
+
+# Once, and again when the pins or the project's own metadata have changed.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "error: Python 3.11 or newer is needed; '$(PYTHON)' is" \
+			"$$($(PYTHON) --version 2>&1 || true)"; \
+		echo "hint: install it, or name it: make install PYTHON=python3.12"; \
+		exit 1; }
+	@echo "installing: virtual environment in .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "installing: pinned packages of requirements.lock (some minutes the first time)"
+	@$(RUN) pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@echo "installing: this project, editable"
+	@$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+	@echo "installed: $(BIN)/diloco"
+
+demo: install ## train with four learners and an aggregator on this machine
+	@$(BIN)/diloco local $(ARGS)
+
+test: install ## run the tests, without the slow ones
+	@$(RUN) pytest -m "not slow" $(ARGS)
+
+test-slow: install ## run the slow tests
+	@$(RUN) pytest -m slow $(ARGS)
+
+lint: install ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: install ## mypy, strict
+	@$(BIN)/mypy
+
+imports: install ## import-linter: who may import whom
+	@$(BIN)/lint-imports --no-logo
+
+check: lint types imports ## lint, types and imports
+
+bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
+	@for name in $(BENCHES); do \
+		echo "== bench.$$name"; \
+		$(RUN) bench.$$name $(ARGS) || exit 1; \
+	done
+
+# setuptools builds the editable install, which runs without build isolation.
+lock: install ## resolve requirements.lock again; ARGS=--upgrade for newer versions
+	@printf 'setuptools>=77\n' | $(BIN)/uv pip compile pyproject.toml - --quiet \
+		--extra dev --universal --python-version 3.11 --fork-strategy fewest \
+		--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate \
+		--output-file requirements.lock $(ARGS) >/dev/null
+
+clean: ## remove .venv, caches and build leftovers; runs/ stays
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
