@@ -1,0 +1,31 @@
+"""Runs of real processes for the tests of this folder."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import COMPILED, World, open_world
+
+from common.nats_server import NatsServer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All processes of all tests compile the tiny task once."""
+    COMPILED.path = tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture
+def new_world(
+    request: pytest.FixtureRequest, unique: str, tmp_path: Path
+) -> Iterator[Callable[..., World]]:
+    """Makes and creates a run on the session's server, or on one given as `server`."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*, server: NatsServer | None = None, **changes: dict[str, Any]) -> World:
+            chosen = server or request.getfixturevalue("nats_server")
+            return stack.enter_context(open_world(unique, tmp_path / "run", chosen.url, **changes))
+
+        yield make

@@ -1,0 +1,292 @@
+"""Real runs for tests: processes as an operator starts them, a tape and a store to look into.
+
+`World` is one run: its configuration, its processes, what its learners noted. `tape.py` beside
+this file reads a run's tape and store and holds DESIGN.md's invariants against them.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import tomli_w
+
+from common import bus_nats
+from common.bus_nats import NatsBus
+from common.config import Config, load_config
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+# Beside other work on a shared machine anything may take long; no test measures by this.
+PATIENCE_S = 150.0
+T = TypeVar("T")
+
+
+def eventually(
+    condition: Callable[[], T], what: str, *, within_s: float = PATIENCE_S, every_s: float = 0.05
+) -> T:
+    """The first true value of `condition`, asked again and again."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {within_s:.0f} s: {what}")
+        time.sleep(every_s)
+
+
+class _Compiled:
+    """Where compiled programs are kept; set once for a session."""
+
+    path: Path | None = None
+
+
+COMPILED = _Compiled()
+
+
+def environment() -> dict[str, str]:
+    """Of a process that can import the tests' tasks, and of which every warning is seen."""
+    path = os.pathsep.join([str(HERE), str(ROOT)])
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+    if COMPILED.path is not None:
+        clean["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED.path)
+        clean["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return {**clean, "PYTHONPATH": path, "PYTHONWARNINGS": "default"}
+
+
+class Process:
+    """One `diloco` process with its log; `kill` is SIGKILL."""
+
+    def __init__(self, arguments: list[str], log_path: Path, *, cwd: Path) -> None:
+        self.arguments = arguments
+        self.log_path = log_path
+        with log_path.open("ab") as log:
+            self._began = log.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "diloco", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=cwd,
+                env=environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, within_s: float = PATIENCE_S) -> int:
+        """Its exit status."""
+        try:
+            return self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.arguments} runs on; its log:\n{self.log()}") from None
+
+    def log(self) -> str:
+        """What this process (not an earlier one with the same log) wrote."""
+        return self.log_path.read_bytes()[self._began :].decode(errors="replace")
+
+    def events(self, action: str | None = None) -> list[dict[str, Any]]:
+        """Its JSON lines, all or of one action."""
+        found = []
+        for line in self.log().splitlines():
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and action in (None, event.get("action")):
+                    found.append(event)
+        return found
+
+    def check_clean_log(self) -> None:
+        """No trace of a bug and no warning of Python's: only JSON lines."""
+        strange = [line for line in self.log().splitlines() if not line.startswith("{")]
+        assert not strange, f"{self.arguments}: {strange[:20]}"
+        errors = [event for event in self.events() if event["level"] in ("error", "critical")]
+        assert not errors, errors
+
+
+class Note(NamedTuple):
+    """A learner drew batch `position` at `at_s` (monotonic), in process `pid`."""
+
+    pid: int
+    iterator: int
+    at_s: float
+    position: int
+
+
+@dataclass
+class World:
+    """One run: files, processes, access to its tape and store."""
+
+    folder: Path
+    document: dict[str, Any]
+    processes: list[Process] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.document["run"]["name"])
+
+    @property
+    def config_path(self) -> Path:
+        return self.folder / "run.toml"
+
+    @property
+    def config(self) -> Config:
+        return load_config(self.config_path)
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
+
+    @property
+    def url(self) -> str:
+        return str(self.document["bus"]["url"])
+
+    def variant(self, name: str, changes: dict[str, dict[str, Any]]) -> Path:
+        """A file like the run's, with some keys changed."""
+        document = {key: dict(section) for key, section in self.document.items()}
+        for section, keys in changes.items():
+            document[section] = {**document.get(section, {}), **keys}
+        path = self.folder / f"{name}.toml"
+        path.write_text(tomli_w.dumps(document))
+        return path
+
+    # Processes
+
+    def start(self, name: str, *arguments: str) -> Process:
+        """Start `diloco ARGUMENTS...`; a name's log goes on over restarts."""
+        process = Process([*arguments], self.folder / f"{name}.log", cwd=self.folder)
+        self.processes.append(process)
+        return process
+
+    def create(self) -> None:
+        """`diloco run create`, by its function: a process of its own would only cost time."""
+        from diloco.create import create
+
+        before = [*sys.path]
+        sys.path.insert(0, str(HERE))
+        try:
+            create(self.config, None)
+        finally:
+            sys.path[:] = before
+
+    def aggregator(self) -> Process:
+        return self.start("aggregator", "aggregator", "--config", str(self.config_path))
+
+    def learner(self, name: str) -> Process:
+        return self.start(name, "learner", "--config", str(self.config_path), "--learner", name)
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes:
+            if process.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGCONT)
+                process.kill()
+
+    # What learners did
+
+    def notes(self, learner: str) -> list[Note]:
+        """Every batch a learner drew for training, in order."""
+        path = self.folder / "notes" / learner
+        if not path.exists():
+            return []
+        notes = []
+        for line in path.read_text().splitlines():
+            pid, iterator, at_s, position = line.split()
+            notes.append(Note(int(pid), int(iterator), float(at_s), int(position)))
+        # Besides training only compiling draws, once for each life, with an iterator of its own.
+        drawn: dict[tuple[int, int], int] = {}
+        for note in notes:
+            drawn[note.pid, note.iterator] = drawn.get((note.pid, note.iterator), 0) + 1
+        training = {}
+        for pid, iterator in drawn:
+            training[pid] = max(training.get(pid, 0), iterator)
+        return [note for note in notes if training[note.pid] == note.iterator]
+
+    def steps(self, learner: str) -> int:
+        """How many batches a learner has drawn."""
+        return len(self.notes(learner))
+
+    # The bus
+
+    def ask(self, work: Callable[[NatsBus], Coroutine[Any, Any, T]]) -> T:
+        """Run `work` with a connection of its own."""
+
+        async def connected() -> T:
+            bus = await bus_nats.connect(self.url, name="test", connect_timeout_s=30)
+            try:
+                return await asyncio.wait_for(work(bus), 60.0)
+            finally:
+                await bus.close()
+
+        return asyncio.run(connected())
+
+
+def tiny_document(name: str, folder: Path, url: str, **changes: dict[str, Any]) -> dict[str, Any]:
+    """A configuration for quick runs; `changes` go over its sections."""
+    document: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "steps": 96, "seed": 7},
+        "task": {
+            "build": "tiny_task:build",
+            "options": {"notes": str(folder / "notes"), "sleep_s": 0.01},
+        },
+        "sync": {
+            "interval_steps": 8,
+            "fragments": 3,
+            "block": 16,
+            "shard_elements": 1024,
+            "min_steps": 3,
+            "snapshot_every": 3,
+            "announce_again_s": 3.0,
+        },
+        "quorum": {"deadline_s": 8.0, "live_s": 4.0, "grace_cap_s": 1.0},
+        "bus": {"url": url},
+        "store": {"url": str(folder / "store")},
+        "learner": {"heartbeat_s": 0.25},
+    }
+    for section, keys in changes.items():
+        document[section] = {**document.get(section, {}), **keys}
+    return document
+
+
+def make_world(name: str, folder: Path, url: str, **changes: dict[str, Any]) -> World:
+    """Files of a new run; nothing is started."""
+    (folder / "notes").mkdir(parents=True)
+    world = World(folder, tiny_document(name, folder, url, **changes))
+    world.config_path.write_text(tomli_w.dumps(world.document))
+    return world
+
+
+@contextlib.contextmanager
+def open_world(name: str, folder: Path, url: str, **changes: dict[str, Any]) -> Iterator[World]:
+    """A created run, of which no process outlives the block."""
+    world = make_world(name, folder, url, **changes)
+    try:
+        world.create()
+        yield world
+    finally:
+        world.end()
