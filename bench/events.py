@@ -1,0 +1,155 @@
+"""Events per second of the aggregator's core alone: `python -m bench.events`.
+
+Sixteen learners in step; each round is 16 manifests, 16 verified payloads, now and then a liveness
+change, and a commit. No IO, no arrays, no decoding: what is left is the machine itself.
+"""
+
+import cProfile
+import pstats
+import sys
+import time
+from typing import NamedTuple
+
+from aggregator import machine, policy
+from common import names, shards, wire
+from common.config import make_config
+from common.layout import Tensor, make_layout
+
+LEARNERS = 16
+FRAGMENTS = 24
+BLOCK = 64
+ROUNDS = 400
+REPEATS = 5
+FLOOR_EVENTS_PER_S = 50_000
+
+
+class Measured(NamedTuple):
+    """One run of the machine: how many events it took, and the CPU seconds they needed."""
+
+    events: int
+    seconds: float
+
+
+def make_rules(shard_elements: int) -> policy.FragmentRules:
+    """Rules of the first of 24 fragments of a model of 400 M parameters."""
+    document = {
+        "run": {"name": "bench", "steps": 1 << 40},
+        "sync": {"fragments": FRAGMENTS, "interval_steps": 24, "shard_elements": shard_elements},
+        "quorum": {"min_learners": LEARNERS},
+        "store": {"url": "unused"},
+    }
+    tensors = [
+        Tensor(name=f"layer{i}", shape=(4096, 4096), dtype="float32") for i in range(FRAGMENTS)
+    ]
+    layout = make_layout(tensors, fragments=FRAGMENTS, block=BLOCK)
+    settings = make_config(document, source="bench").settings()
+    return policy.fragment_rules(settings, layout, 0)
+
+
+def manifest(rules: policy.FragmentRules, learner: int, seq: int, base: int) -> wire.Manifest:
+    """A manifest as an honest learner sends it; its incarnation is its place in the fleet."""
+    name, incarnation = f"learner-{learner}", learner + 1
+    cuts = shards.shard_ranges(rules.size, rules.block, rules.shard_elements)
+    return wire.Manifest(
+        run=rules.run,
+        learner=name,
+        incarnation=incarnation,
+        seq=seq,
+        fragment=rules.fragment,
+        base_version=base,
+        base_digest=f"{base:032x}",
+        layout=rules.layout,
+        codec="int4",
+        shards=tuple(
+            wire.Shard(
+                name=names.shard(rules.run, name, rules.fragment, incarnation, seq, index),
+                size_bytes=shards.shard_bytes("int4", stop - start, rules.block),
+                crc32c=0,
+                start=start,
+                stop=stop,
+            )
+            for index, (start, stop) in enumerate(cuts)
+        ),
+        tokens=24 * 8192,
+        steps=24,
+        position=seq * 24,
+        local_step=seq * 24,
+        loss=2.0,
+        step_time_s=1.0,
+        encode_s=0.01,
+        upload_s=0.1,
+        attempt=0,
+        final=False,
+    )
+
+
+def play(rules: policy.FragmentRules, manifests: list[list[wire.Manifest]]) -> Measured:
+    """Every round of the run, from joins to the last commit."""
+    state = beginning()
+    events = 0
+    began_s = time.process_time()
+    for learner in range(LEARNERS):
+        state, _ = machine.step(
+            rules, state, machine.Joined(1.0, learner + 1, f"learner-{learner}")
+        )
+        events += 1
+    stream_seq = LEARNERS
+    for number, sent in enumerate(manifests, start=1):
+        now_s = number * 24.0
+        waiting: list[machine.UpdateId] = []
+        for body in sent:
+            stream_seq += 1
+            state, effects = machine.step(rules, state, machine.Announced(now_s, stream_seq, body))
+            waiting += [effect.update for effect in effects if isinstance(effect, machine.Fetch)]
+        for update in waiting:
+            state, _ = machine.step(rules, state, machine.Fetched(now_s + 0.5, update, 3.0))
+        assert state.phase == "closing", "the last of the fleet completes the round"
+        stream_seq += 1
+        committed = machine.Committed(now_s + 0.6, stream_seq, f"{number:032x}")
+        state, _ = machine.step(rules, state, committed)
+        events += len(sent) + len(waiting) + 1
+    assert state.version == len(manifests)
+    return Measured(events, time.process_time() - began_s)
+
+
+def beginning() -> machine.State:
+    """The machine at version 0, before anybody has joined."""
+    return machine.State(
+        version=0,
+        record_seq=1,
+        view_digest=f"{0:032x}",
+        seen_seq=0,
+        members={},
+        marks={},
+        pending={},
+    )
+
+
+def fleet(rules: policy.FragmentRules) -> list[list[wire.Manifest]]:
+    """The manifests of each round."""
+    return [
+        [manifest(rules, learner, number, number - 1) for learner in range(LEARNERS)]
+        for number in range(1, ROUNDS + 1)
+    ]
+
+
+def main() -> None:
+    """Print one table; `--profile` shows where the time goes."""
+    print(f"{'updates of':>12} {'events':>8} {'events/s':>10} {'us/event':>9}  floor")
+    for label, shard_elements in (("1 shard", 1 << 26), ("16 shards", 1 << 20)):
+        rules = make_rules(shard_elements)
+        manifests = fleet(rules)
+        best = min((play(rules, manifests) for _ in range(REPEATS)), key=lambda run: run.seconds)
+        rate = best.events / best.seconds
+        verdict = "ok" if rate >= FLOOR_EVENTS_PER_S else f"below {FLOOR_EVENTS_PER_S:,}"
+        print(f"{label:>12} {best.events:>8} {rate:>10,.0f} {1e6 / rate:>9.1f}  {verdict}")
+    if "--profile" in sys.argv:
+        rules = make_rules(1 << 26)
+        manifests = fleet(rules)
+        profile = cProfile.Profile()
+        profile.runcall(play, rules, manifests)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(20)
+
+
+if __name__ == "__main__":
+    main()
