@@ -16,7 +16,6 @@ Rules of this file:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from aggregator import policy
@@ -91,8 +90,7 @@ class Mark(NamedTuple):
 Phase = Literal["idle", "open", "grace", "closing"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class State(NamedTuple):
     """The machine's state; mappings are replaced, never changed.
 
     `committing` counts the rejections and observations that the record being committed holds;
@@ -103,11 +101,11 @@ class State:
     record_seq: int
     view_digest: str
     seen_seq: int
-    phase: Phase = "idle"
-    final: bool = False
     members: Mapping[str, Member]
     marks: Mapping[tuple[str, int], Mark]
     pending: Mapping[UpdateId, Pending]
+    phase: Phase = "idle"
+    final: bool = False
     admitted: tuple[Admitted, ...] = ()
     rejected: tuple[Refused, ...] = ()
     observations: tuple[wire.Observation, ...] = ()
@@ -413,8 +411,7 @@ def _on_announced(rules: FragmentRules, state: State, event: Announced) -> Resul
             final=member.final or manifest.final,
             heard_at_s=max(member.heard_at_s, event.stored_at_s),
         )
-    state = replace(
-        state,
+    state = state._replace(
         members={**state.members, manifest.learner: member},
         pending={**state.pending, update: Pending(manifest, event.stream_seq, fetching=False)},
     )
@@ -425,7 +422,7 @@ def _on_stopped(rules: FragmentRules, state: State, event: Stopped) -> Result:
     state = _seen(state, event.stream_seq)
     if state.stopping_at_s or state.final:
         return state, ()
-    state = replace(state, stopping_at_s=event.stored_at_s)
+    state = state._replace(stopping_at_s=event.stored_at_s)
     return _go_on(rules, state, event.stored_at_s)
 
 
@@ -456,10 +453,10 @@ def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
     opened: tuple[Effect, ...] = ()
     if state.phase == "idle":
         opened = (OpenRound(state.version + 1),)
-        state = replace(state, phase="open", opened_at_s=event.at_s)
+        state = state._replace(phase="open", opened_at_s=event.at_s)
     remaining = {key: value for key, value in state.pending.items() if key != event.update}
     norms = (*state.norms, clip * event.norm / manifest.steps)[-policy.NORM_WINDOW :]
-    state = replace(state, pending=remaining, admitted=(*state.admitted, admitted), norms=norms)
+    state = state._replace(pending=remaining, admitted=(*state.admitted, admitted), norms=norms)
     state, more = _advance(rules, state, event.at_s)
     return state, (*opened, Merge(admitted), *more)
 
@@ -501,8 +498,7 @@ def _on_committed(rules: FragmentRules, state: State, event: Committed) -> Resul
     published = bool(state.admitted)
     took_s = max(0.0, event.at_s - state.closed_at_s)
     rejections, observations = state.committing
-    state = replace(
-        _after_record(state),
+    state = _after_record(state)._replace(
         version=state.version + published,
         record_seq=event.record_seq,
         view_digest=event.view_digest,
@@ -567,7 +563,10 @@ def _is_known(state: State, update: UpdateId) -> bool:
         return True
     if update in state.pending:
         return True
-    if any(_id(taken.manifest) == update for taken in _taken(state)):
+    if any(
+        taken.manifest.learner == update.learner and _id(taken.manifest) == update
+        for taken in _taken(state)
+    ):
         return True
     if mark is not None:
         return False
@@ -581,10 +580,13 @@ def _overtakes(state: State, update: UpdateId) -> bool:
 
     What is being committed counts as resolved: the learner may read the record before we do.
     """
-    unresolved = [pending.manifest for pending in state.pending.values()]
     still = state.rejected[state.committing[0] :] if state.phase == "closing" else _taken(state)
-    unresolved += [taken.manifest for taken in still]
-    return any(_id(manifest)[:2] == update[:2] for manifest in unresolved)
+    unresolved = (*state.pending.values(), *still)
+    return any(
+        waiting.manifest.learner == update.learner
+        and waiting.manifest.incarnation == update.incarnation
+        for waiting in unresolved
+    )
 
 
 def _go_on(rules: FragmentRules, state: State, now_s: float) -> Result:
@@ -605,7 +607,7 @@ def _pump(rules: FragmentRules, state: State, now_s: float) -> Result:
     if not waiting:
         return state, ()
     fetching = {key: pending._replace(fetching=True) for key, pending in waiting}
-    state = replace(state, pending={**state.pending, **fetching})
+    state = state._replace(pending={**state.pending, **fetching})
     return state, tuple(Fetch(key, pending.manifest) for key, pending in waiting)
 
 
@@ -649,7 +651,7 @@ def _advance(rules: FragmentRules, state: State, now_s: float) -> Result:
         if len(present) < needed:
             return state, ()
         quorum_s = policy.ema(state.quorum_s, max(0.0, now_s - state.opened_at_s))
-        state = replace(state, phase="grace", quorum_at_s=now_s, quorum_s=quorum_s)
+        state = state._replace(phase="grace", quorum_at_s=now_s, quorum_s=quorum_s)
     if present >= live.keys():
         return _close(state, now_s, "complete")
     return state, ()
@@ -672,8 +674,7 @@ def _advance_to_end(state: State, now_s: float) -> Result:
 
 def _close(state: State, now_s: float, reason: str, *, final: bool = False) -> Result:
     merged = bool(state.admitted)
-    state = replace(
-        state,
+    state = state._replace(
         phase="closing",
         final=final,
         committing=(len(state.rejected), len(state.observations)),
@@ -685,7 +686,7 @@ def _close(state: State, now_s: float, reason: str, *, final: bool = False) -> R
 
 def _reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> Result:
     """Note a rejection; with no round open it gets a record of its own, else the round's."""
-    state = replace(state, rejected=(*state.rejected, refused))
+    state = state._replace(rejected=(*state.rejected, refused))
     if state.phase == "idle":
         return _close(state, now_s, "rejections", final=state.final)
     return _advance(rules, state, now_s)
@@ -697,7 +698,7 @@ def _refuse_late(state: State) -> State:
         Refused(pending.manifest, pending.stream_seq, "late", "not here when the run ended")
         for pending in state.pending.values()
     )
-    return replace(state, pending={}, rejected=state.rejected + late)
+    return state._replace(pending={}, rejected=state.rejected + late)
 
 
 # Small changes of state
@@ -722,20 +723,20 @@ def _step_times(state: State) -> list[float]:
 
 
 def _seen(state: State, stream_seq: int) -> State:
-    return replace(state, seen_seq=max(state.seen_seq, stream_seq))
+    return state._replace(seen_seq=max(state.seen_seq, stream_seq))
 
 
 def _with_member(state: State, learner: str, member: Member) -> State:
-    return replace(state, members={**state.members, learner: member})
+    return state._replace(members={**state.members, learner: member})
 
 
 def _with_pending(state: State, update: UpdateId, pending: Pending) -> State:
-    return replace(state, pending={**state.pending, update: pending})
+    return state._replace(pending={**state.pending, update: pending})
 
 
 def _without_pending(state: State, update: UpdateId) -> State:
     remaining = {key: value for key, value in state.pending.items() if key != update}
-    return replace(state, pending=remaining)
+    return state._replace(pending=remaining)
 
 
 def _observe(state: State, what: str, at_s: float, about: UpdateId, value: float) -> State:
@@ -748,7 +749,7 @@ def _observe(state: State, what: str, at_s: float, about: UpdateId, value: float
         seq=about.seq,
         value=value,
     )
-    return replace(state, observations=(*state.observations, observation))
+    return state._replace(observations=(*state.observations, observation))
 
 
 def _after_record(state: State) -> State:
@@ -763,4 +764,4 @@ def _after_record(state: State) -> State:
         lives = sorted(life for name, life in marks if name == learner)
         for life in lives[:-LIVES]:
             del marks[learner, life]
-    return replace(state, marks=marks)
+    return state._replace(marks=marks)

@@ -6,12 +6,14 @@ No IO, clock, randomness or logging here; times are arguments, in seconds.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from common.shards import shard_bytes, shard_ranges
+from functools import lru_cache
+from typing import NamedTuple
 
 from common import names, wire
 from common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
 from common.layout import Layout, last_version, offset_steps
+from common.quantize import Codec
+from common.shards import shard_bytes, shard_ranges
 
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without
 # constants (P §3); a half follows a learner that changed its speed within a few rounds.
@@ -31,7 +33,7 @@ class FragmentRules:
     fragment: int
     size: int
     layout: str
-    codec: str
+    codec: Codec
     block: int
     shard_elements: int
     interval_steps: int
@@ -148,11 +150,28 @@ def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] 
     return _wrong_shards(rules, manifest)
 
 
+class _Cut(NamedTuple):
+    """One shard as the run cuts it: elements `start:stop`, and its object's size."""
+
+    start: int
+    stop: int
+    size_bytes: int
+
+
+@lru_cache
+def _cuts(size: int, block: int, shard_elements: int, codec: Codec) -> tuple[_Cut, ...]:
+    """The shards of every update of a fragment; kept, since each manifest is compared with it."""
+    return tuple(
+        _Cut(start, stop, shard_bytes(codec, stop - start, block))
+        for start, stop in shard_ranges(size, block, shard_elements)
+    )
+
+
 def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
-    expected = shard_ranges(rules.size, rules.block, rules.shard_elements)
-    if [(s.start, s.stop) for s in manifest.shards] != expected:
+    expected = _cuts(rules.size, rules.block, rules.shard_elements, rules.codec)
+    if [(s.start, s.stop) for s in manifest.shards] != [(cut.start, cut.stop) for cut in expected]:
         return "shards", f"shards do not cut the {rules.size} elements as the run does"
-    for index, shard in enumerate(manifest.shards):
+    for index, (shard, cut) in enumerate(zip(manifest.shards, expected, strict=True)):
         own = names.shard(
             rules.run,
             manifest.learner,
@@ -163,9 +182,11 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
         )
         if shard.name != own:
             return "name", f"object {shard.name!r} is not this update's {own!r}"
-        size = shard_bytes(manifest.codec, shard.stop - shard.start, rules.block)
-        if shard.size_bytes != size:
-            return "size", f"shard {index} claims {shard.size_bytes} bytes, its codec needs {size}"
+        if shard.size_bytes != cut.size_bytes:
+            return (
+                "size",
+                f"shard {index} claims {shard.size_bytes} bytes, its codec needs {cut.size_bytes}",
+            )
     return None
 
 
