@@ -31,6 +31,8 @@ _MAX_NAME = 512
 _MAX_TOKEN = 255  # what common file systems allow
 _TEMP = ".tmp"
 _PASSING = {
+    # Whatever asks for an object looks before; else it is the folder itself that is missing.
+    errno.ENOENT: "the store's folder is gone; mount it again, or put it back",
     errno.ENOSPC: "the disk is full; free space, and the call may be repeated",
     errno.EDQUOT: "the disk quota is used up; free space, and the call may be repeated",
     errno.EIO: "the disk reported an error; see the kernel's log",
@@ -208,9 +210,11 @@ class DirectoryStore:
         check_object_name(name)
         with _os_errors("read", name):
             try:
-                return (self.root / name).read_bytes()
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                raise _missing(name) from None
+                return self._read(name)
+            except ObjectMissingError:
+                # The folder may have been away just then, and be back by now.
+                self._check_there()
+                return self._read(name)
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, in order of name.
@@ -223,6 +227,7 @@ class DirectoryStore:
         if folder:
             check_object_name(folder)
         with _os_errors("list", prefix):
+            self._check_there()
             return sorted(info for info in self._walk(folder) if info.name.startswith(prefix))
 
     def delete(self, name: str) -> None:
@@ -234,7 +239,23 @@ class DirectoryStore:
         """
         check_object_name(name)
         with _os_errors("delete", name), contextlib.suppress(NotADirectoryError):
+            self._check_there()
             (self.root / name).unlink(missing_ok=True)
+
+    def _check_there(self) -> None:
+        """Refuse a folder that was unmounted or renamed: its objects are not missing.
+
+        Raises:
+            FileNotFoundError: the folder is not there, or is not the one that was opened.
+        """
+        if not (self.root / _TEMP).is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
+
+    def _read(self, name: str) -> bytes:
+        try:
+            return (self.root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise _missing(name) from None
 
     def _write_temp(self, data: memoryview) -> Path:
         temp = self.root / _TEMP / secrets.token_hex(16)
@@ -251,7 +272,7 @@ class DirectoryStore:
 
     def _make_folder(self, folder: Path) -> None:
         """Make `folder` below the root, durable with every folder above it."""
-        if folder.is_dir():
+        if folder == self.root or folder.is_dir():
             return
         self._make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
