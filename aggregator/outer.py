@@ -20,7 +20,6 @@ Sources: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional avera
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,9 +37,14 @@ from common.quantize import (
     GREATEST_CODE,
     Codec,
     Encoded,
-    block_sums,
+    code_count,
+    code_dtype,
+    decode,
     decode_numpy,
-    encode_difference,
+    encode,
+    fold,
+    reduce_to_lanes,
+    scale_count,
 )
 from common.shards import shard_ranges
 
@@ -55,7 +59,9 @@ GREATEST_COEFFICIENT: Final = 2.0**60
 # Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
 CANCELLING: Final = 1e-6
 # Elements that one thread works on at a time, so that an operation finds them in its cache.
-CHUNK: Final = 1 << 16
+CHUNK: Final = 1 << 17
+# Elements of each half that are quantized at a time.
+SLAB: Final = 1 << 19
 WORKERS: Final = 2
 
 
@@ -80,11 +86,6 @@ class Grid:
     def per_block(self, values_S: npt.NDArray[Any]) -> Vector:
         """Each segment's value for each of its blocks, float32 [B]."""
         return np.repeat(values_S.astype(np.float32), self.lengths)
-
-    def norms(self, squares_B: npt.NDArray[np.float64]) -> Norms:
-        """L2 norm of each segment from the sums of squares of its blocks, float64 [S]."""
-        starts_S = np.cumsum(self.lengths) - self.lengths
-        return np.sqrt(np.add.reduceat(squares_B, starts_S))
 
 
 def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge = "rda") -> Grid:
@@ -129,9 +130,16 @@ class Contribution(NamedTuple):
 def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
     """L2 norm of each segment of an update, float64 [S].
 
-    Sums of squared integer codes are exact, the rest is float64.
+    Sums of squared integer codes are exact, those of values have float32's precision.
     """
-    return grid.norms(np.concatenate([_squares(codec, encoded, grid.block) for encoded in shards]))
+    if codec in GREATEST_CODE:
+        return _code_norms(grid, codec, shards)
+    spans = (
+        (start + offset, np.asarray(encoded.codes[offset : offset + CHUNK]).astype(np.float32))
+        for (start, stop), encoded in zip(grid.ranges, shards, strict=True)
+        for offset in range(0, stop - start, CHUNK)
+    )
+    return _vector_norms(grid, spans)
 
 
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
@@ -152,22 +160,23 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
 
     float32 [S], to be recorded. With A the accumulated sum of a segment:
 
-        average   1 / sum w
+        average   1 / sum w, of the bfloat16 that the coefficients hold: shares sum to one
         RDA       (sum w S c |v| / sum w) / |A|,   0 if the directions cancel
 
     The denominators hold w without its discount, so that a stale update that is alone in its
     round is discounted all the same (DESIGN.md, "A round and its merge").
     """
     weight = sum(update.weight for update in updates)
+    rounded = sum(float(ml_dtypes.bfloat16(update.weight)) for update in updates)
     if not grid.radial.any():
-        return np.full(len(grid.radial), 1 / weight, np.float32)
+        return np.full(len(grid.radial), 1 / rounded, np.float32)
     magnitude_S = np.zeros(len(grid.radial))
     reach_S = np.zeros(len(grid.radial))
     for update in updates:
         share = update.weight * update.discount
         magnitude_S += share * update.clip / weight * update.norms
         reach_S += share * (update.norms > 0)
-    length_S = accumulator.segment_norms(grid, float(reach_S.max()))
+    length_S = _vector_norms(grid, accumulator.spans())
     cancels_S = length_S <= CANCELLING * reach_S
     turned_S = np.where(cancels_S, 0.0, magnitude_S / np.where(cancels_S, 1.0, length_S))
     return np.where(grid.radial, turned_S, 1 / weight).astype(np.float32)
@@ -181,27 +190,54 @@ def participation(learning_rate: float, momentum: float, share: float) -> tuple[
     return learning_rate * share, momentum**share
 
 
-def _squares(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.float64]:
-    """Sum of squares of each block, float64 [B]."""
-    if codec in GREATEST_CODE:
-        sums_B = np.asarray(_code_squares(encoded.codes, codec=codec, block=block))
-        return sums_B * np.asarray(encoded.scales).astype(np.float64) ** 2
-    codes = np.asarray(encoded.codes)
-    sums = []
-    for start in range(0, codes.size, CHUNK):
-        chunk_Bxb = codes[start : start + CHUNK].astype(np.float64).reshape(-1, block)
-        sums.append(np.einsum("ij,ij->i", chunk_Bxb, chunk_Bxb))
-    return np.concatenate(sums)
+def _code_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
+    squares = []
+    for scales_B, codes in shards:
+        rows = _square_lanes(codes, codec=codec, block=grid.block)
+        sums_B = np.asarray(_square_sums(rows, codec=codec))
+        squares.append(sums_B * np.asarray(scales_B).astype(np.float64) ** 2)
+    starts_S = np.cumsum(grid.lengths) - grid.lengths
+    return np.sqrt(np.add.reduceat(np.concatenate(squares), starts_S))
 
 
 @partial(jax.jit, static_argnames=("codec", "block"))
-def _code_squares(codes: jax.Array, *, codec: Codec, block: int) -> jax.Array:
-    """Sum of squared codes of each block, int32 [B]."""
+def _square_lanes(codes: jax.Array, *, codec: Codec, block: int) -> jax.Array:
+    """Sums of squared codes; of both planes of int4 in one integer: int32 [blocks, lanes]."""
     if codec == "int8":
-        return block_sums(jnp.square(codes.astype(jnp.int32)), block)
-    planes = [codes & 15, codes >> 4]
-    squares = [jnp.square(plane.astype(jnp.int32) - 8) for plane in planes]
-    return jnp.concatenate([block_sums(square_H, block) for square_H in squares])
+        return reduce_to_lanes(jnp.square(codes.astype(jnp.int32)), jax.lax.add, block)
+    low_H, high_H = (plane.astype(jnp.int32) - 8 for plane in (codes & 15, codes >> 4))
+    # A block of at most 512 squares of codes -7..7 adds up to less than 2^15.
+    return reduce_to_lanes(jnp.square(low_H) + (jnp.square(high_H) << 16), jax.lax.add, block)
+
+
+@partial(jax.jit, static_argnames="codec")
+def _square_sums(rows: jax.Array, *, codec: Codec) -> jax.Array:
+    """Sum of squared codes of each block, int32 [B]."""
+    sums = fold(rows, jax.lax.add)
+    return sums if codec == "int8" else jnp.stack([sums & 0xFFFF, sums >> 16]).reshape(-1)
+
+
+def _vector_norms(grid: Grid, spans: Iterable[tuple[int, Vector]]) -> Norms:
+    """L2 norm of each segment of a float32 vector that is given in parts."""
+    ends_S = np.cumsum(grid.lengths) * grid.block
+    squares_S = np.zeros(len(ends_S))
+    for start, values in spans:
+        done = 0
+        while done < values.size:
+            segment = int(np.searchsorted(ends_S, start + done, side="right"))
+            stop = min(done + CHUNK, values.size, int(ends_S[segment]) - start)
+            squares_S[segment] += _square(values[done:stop])
+            done = stop
+    return np.sqrt(squares_S)
+
+
+def _square(values: Vector) -> float:
+    """Sum of squares; in float64 where float32 would leave its range."""
+    total = float(np.dot(values, values))
+    if not 1e-20 < total < 1e30:
+        exact = values.astype(np.float64)
+        total = float(np.dot(exact, exact))
+    return total
 
 
 # --- The sum
@@ -264,21 +300,6 @@ class Accumulator:
             yield start, np.asarray(low_H)
             yield (start + stop) // 2, np.asarray(high_H)
 
-    def segment_norms(self, grid: Grid, reach: float) -> Norms:
-        """L2 norm of each segment of the sum, float64 [S].
-
-        Args:
-            grid: the accumulator's.
-            reach: a bound of the norms, about; squares are taken of values divided by it.
-        """
-        unit = 2.0 ** math.frexp(reach or 1.0)[1]
-        squares = [
-            np.asarray(_half_squares(half_H, np.float32(1 / unit), block=grid.block))
-            for halves in self._halves
-            for half_H in halves
-        ]
-        return unit * grid.norms(np.concatenate(squares).astype(np.float64))
-
 
 @partial(jax.jit, static_argnames=("codec", "block"), donate_argnames=("low_H", "high_H"))
 def _add(
@@ -322,11 +343,6 @@ def _products(values_N: jax.Array, coefficient_B: jax.Array) -> jax.Array:
     """Rounded products, in a kernel without additions; float32 [N]."""
     rows = values_N.reshape(coefficient_B.shape[0], -1)
     return (rows * coefficient_B[:, None]).reshape(-1)
-
-
-@partial(jax.jit, static_argnames=("block",))
-def _half_squares(half_H: jax.Array, inverse: jax.Array, *, block: int) -> jax.Array:
-    return block_sums(jnp.square(half_H * inverse), block)
 
 
 # --- Outer optimizers
@@ -430,7 +446,7 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
                 carried=np.float32(applied * momentum),
             )
         vectors = {slot: state[slot] for slot in slots}
-        _in_chunks(partial(_step, rule, constants, theta_N, gradient, vectors), gradient)
+        _share_out(partial(_step, rule, constants, theta_N, gradient, vectors), _chunks(gradient))
 
     return OuterOptimizer(init, update)
 
@@ -489,25 +505,21 @@ _RULES: Final[dict[OuterName, tuple[tuple[str, ...], _Rule]]] = {
 }
 
 
-class _Chunk(NamedTuple):
-    """Elements [start, start + len(values)) of a vector and a span's values there."""
-
-    start: int
-    values: Vector
-
-
-def _in_chunks(work: Callable[[Iterable[_Chunk]], None], gradient: Gradient) -> None:
-    """Give each thread its share of the gradient's chunks."""
-    chunks = [
-        _Chunk(start + offset, values[offset : offset + CHUNK])
+def _chunks(gradient: Gradient) -> list[tuple[int, Vector]]:
+    return [
+        (start + offset, values[offset : offset + CHUNK])
         for start, values in gradient.spans
         for offset in range(0, values.size, CHUNK)
     ]
-    # Several shares for each thread, so that one that is held up does not hold up the end.
-    shares = min(len(chunks), 4 * WORKERS)
-    edges = [len(chunks) * share // shares for share in range(shares + 1)]
+
+
+def _share_out(work: Callable[[Sequence[Any]], None], items: Sequence[Any]) -> None:
+    """Have `work` done on all items by a few threads, in parts of neighbours."""
+    # Several parts for each thread, so that one that is held up does not hold up the end.
+    parts = min(len(items), 4 * WORKERS)
+    edges = [len(items) * part // parts for part in range(parts + 1)]
     with ThreadPoolExecutor(WORKERS) as pool:
-        list(pool.map(work, (chunks[a:b] for a, b in itertools.pairwise(edges))))
+        list(pool.map(work, (items[a:b] for a, b in itertools.pairwise(edges))))
 
 
 def _step(
@@ -516,7 +528,7 @@ def _step(
     theta_N: Vector,
     gradient: Gradient,
     slots: dict[str, Vector],
-    chunks: Iterable[_Chunk],
+    chunks: Sequence[tuple[int, Vector]],
 ) -> None:
     """One outer step of some chunks: each vector is read from memory once."""
     scratch = np.empty((2, CHUNK), np.float32)
@@ -577,12 +589,71 @@ def close_round(
     """
     gradient = Gradient(tuple(accumulator.spans()), grid.per_block(factors_S), grid.block)
     optimizer.update(theta_N, gradient, state, learning_rate=learning_rate, momentum=momentum)
-    encoded = encode_difference(delta_codec, theta_N, view_N, grid.block)
-    delta = Encoded(np.asarray(encoded.scales), np.asarray(encoded.codes))
-    apply_delta(delta_codec, view_N, delta, grid.block)
+    return advance_view(theta_N, view_N, delta_codec, grid.block)
+
+
+def advance_view(theta_N: Vector, view_N: Vector, codec: Codec, block: int) -> Encoded:
+    """Quantize theta - view and add what that gives to the view, in place.
+
+    It is done in slabs of the two halves, which stay in cache and need one compiled shape.
+    """
+    half = view_N.size // 2
+    delta = Encoded(
+        np.empty(scale_count(codec, view_N.size, block), ml_dtypes.bfloat16),
+        np.empty(code_count(codec, view_N.size), code_dtype(codec)),
+    )
+    slab = min(SLAB, half)
+    work = partial(_advance_slabs, theta_N, view_N, delta, codec, block, slab)
+    _share_out(work, range(0, half, slab))
     return delta
+
+
+def _advance_slabs(
+    theta_N: Vector,
+    view_N: Vector,
+    delta: Encoded,
+    codec: Codec,
+    block: int,
+    slab: int,
+    starts: Sequence[int],
+) -> None:
+    half = view_N.size // 2
+    theta_2xH, view_2xH = theta_N.reshape(2, half), view_N.reshape(2, half)
+    difference_2xs = np.zeros((2, slab), np.float32)
+    for start in starts:
+        length = min(slab, half - start)
+        here = slice(start, start + length)
+        np.subtract(theta_2xH[:, here], view_2xH[:, here], out=difference_2xs[:, :length])
+        difference_2xs[:, length:] = 0
+        encoded = encode(codec, difference_2xs.reshape(-1), block)
+        step_2xs = np.asarray(decode(codec, encoded, block)).reshape(2, slab)
+        view_2xH[:, here] += step_2xs[:, :length]
+        for whole, part in zip(_part(delta, here, half, block), encoded, strict=True):
+            whole[:] = np.asarray(part).reshape(len(whole), -1)[:, : whole.shape[1]]
 
 
 def apply_delta(codec: Codec, view_N: Vector, delta: Encoded, block: int) -> None:
     """Add a version delta to a view in place, bit for bit as learners do (`learner/delta.py`)."""
-    view_N += decode_numpy(codec, delta, block)
+    work = partial(_apply_slabs, view_N, delta, codec, block)
+    _share_out(work, range(0, view_N.size // 2, CHUNK))
+
+
+def _apply_slabs(
+    view_N: Vector, delta: Encoded, codec: Codec, block: int, starts: Sequence[int]
+) -> None:
+    half = view_N.size // 2
+    view_2xH = view_N.reshape(2, half)
+    for start in starts:
+        here = slice(start, min(start + CHUNK, half))
+        part = Encoded(*(planes.reshape(-1) for planes in _part(delta, here, half, block)))
+        view_2xH[:, here] += decode_numpy(codec, part, block).reshape(2, -1)
+
+
+def _part(delta: Encoded, here: slice, half: int, block: int) -> Encoded:
+    """Views of what a delta holds of the same elements of both halves.
+
+    Scales [2, part of the blocks]; codes [1, part of the half] for int4 and [2, ...] for others.
+    """
+    blocks = slice(here.start // block, here.stop // block)
+    scales, codes = np.asarray(delta.scales), np.asarray(delta.codes)
+    return Encoded(scales.reshape(2, -1)[:, blocks], codes.reshape(-1, half)[:, here])

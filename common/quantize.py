@@ -27,7 +27,7 @@ Four bits are the least that train well: Decoupled DiLoCo (arXiv 2604.21428), Ta
 """
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import jax
@@ -58,6 +58,7 @@ _INFINITY = 0x7F800000
 _ROUND_INT4 = np.float32(1.5 * 2.0**23 + 8)
 
 Array = jax.Array | npt.NDArray[Any]
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Encoded(NamedTuple):
@@ -93,34 +94,20 @@ def encoded_bytes(codec: Codec, size: int, block: int) -> int:
     return scales_bytes + code_count(codec, size) * code_dtype(codec).itemsize
 
 
-@partial(jax.jit, static_argnames=("codec", "block"))
 def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
-    """Quantize a vector.
+    """Quantize a vector, in three compiled kernels that follow each other on the device.
 
     Args:
-        codec: one of `CODECS`; static.
+        codec: one of `CODECS`.
         values_N: float32 [N], N a multiple of two blocks.
-        block: elements that share one scale, a power of two of at least 16; static.
+        block: elements that share one scale, a power of two of at least 16.
     """
-    values_N = jnp.asarray(values_N)
-    if codec not in GREATEST_CODE:
-        values_N = _in_range(values_N)
-        codes_N = values_N.astype(jnp.bfloat16) if codec == "bfloat16" else values_N
-        return Encoded(jnp.zeros(0, jnp.bfloat16), codes_N)
-    greatest = GREATEST_CODE[codec]
-    bits_B = _scale_bits(_absmax_bits(values_N, block), greatest)
-    scales_B = jax.lax.bitcast_convert_type(bits_B.astype(jnp.uint16), jnp.bfloat16)
-    # The barrier has each reciprocal divided once, not once for each element of its block.
-    inverse_B = _barrier(1 / _float_of(bits_B << 16))
-    pack = _codes_int4 if codec == "int4" else _codes_int8
-    return Encoded(scales_B, pack(values_N, inverse_B, block))
+    return _encode(codec, values_N, None, block)
 
 
-@partial(jax.jit, static_argnames=("codec", "block"))
 def encode_difference(codec: Codec, new_N: Array, old_N: Array, block: int) -> Encoded:
-    """Quantize `new_N - old_N`, without a vector for the difference outside of the kernel."""
-    encoded: Encoded = encode(codec, jnp.asarray(new_N) - jnp.asarray(old_N), block)
-    return encoded
+    """Same as `encode(codec, new_N - old_N, block)`; the difference is never stored."""
+    return _encode(codec, new_N, old_N, block)
 
 
 @partial(jax.jit, static_argnames=("codec", "block"))
@@ -154,10 +141,41 @@ def canonical(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.where(np.abs(values_N) < np.finfo(np.float32).tiny, np.float32(0), values_N)
 
 
-def _barrier(values: jax.Array) -> jax.Array:
-    """The same values, computed before and apart from whatever uses them."""
-    kept: jax.Array = jax.lax.optimization_barrier(values)  # type: ignore[no-untyped-call]
-    return kept
+def lanes_of(block: int) -> int:
+    """Elements that the kernels first reduce a block to; the best measured."""
+    return min(max(block // 8, 4), 16)
+
+
+def fold(rows_BxL: jax.Array, combine: Combine) -> jax.Array:
+    """Reduce the lanes of each block to one value, [B]; traced into the caller's kernel."""
+    lanes = rows_BxL.shape[1]
+    while lanes > 1:
+        lanes //= 2
+        rows_BxL = combine(rows_BxL[:, :lanes], rows_BxL[:, lanes:])
+    return rows_BxL.reshape(-1)
+
+
+def reduce_to_lanes(values_N: jax.Array, combine: Combine, block: int) -> jax.Array:
+    """Reduce each block to a few lanes, [B, lanes]; traced into the caller's kernel.
+
+    `combine` is over integers and leaves zero as it is. XLA on CPU reduces a row of memory one
+    element after the other, but several rows to one, and halves of rows, in vectors. The two must
+    be kernels of their own: fused into one, or into what uses them, they are slow again.
+    """
+    lanes = lanes_of(block)
+    rows_BxRxL = values_N.reshape(-1, block // lanes, lanes)
+    reduced: jax.Array = jax.lax.reduce(rows_BxRxL, np.zeros((), values_N.dtype), combine, (1,))
+    return reduced
+
+
+def _encode(codec: Codec, values_N: Array, less_N: Array | None, block: int) -> Encoded:
+    if codec not in GREATEST_CODE:
+        codes_N = _float_codes(values_N, less_N, codec=codec)
+        return Encoded(jnp.zeros(0, jnp.bfloat16), codes_N)
+    rows_BxL = _magnitudes(values_N, less_N, block=block)
+    scales_B, inverse_B = _scales(rows_BxL, greatest=GREATEST_CODE[codec])
+    pack = _codes_int4 if codec == "int4" else _codes_int8
+    return Encoded(scales_B, pack(values_N, less_N, inverse_B, block=block))
 
 
 def _bits_of(values: jax.Array) -> jax.Array:
@@ -168,58 +186,53 @@ def _float_of(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _in_range(values_N: jax.Array) -> jax.Array:
+def _minus(values_N: jax.Array, less_N: jax.Array | None) -> jax.Array:
+    return values_N if less_N is None else values_N - less_N
+
+
+@partial(jax.jit, static_argnames="codec")
+def _float_codes(values_N: jax.Array, less_N: jax.Array | None, *, codec: Codec) -> jax.Array:
     """Zero for what is too small, the greatest value for what is too large; NaN and inf stay."""
+    values_N = _minus(values_N, less_N)
     limit = np.float32(GREATEST_VALUE)
     clipped_N = jnp.where(jnp.isinf(values_N), values_N, jnp.clip(values_N, -limit, limit))
-    return jnp.where(jnp.abs(values_N) < np.float32(LEAST_SCALE), np.float32(0), clipped_N)
+    small_N = jnp.abs(values_N) < np.float32(LEAST_SCALE)
+    return jnp.where(small_N, np.float32(0), clipped_N).astype(code_dtype(codec))
 
 
-def _absmax_bits(values_N: jax.Array, block: int) -> jax.Array:
-    """Bits of the greatest absolute value of each block, int32 [B].
+@partial(jax.jit, static_argnames="block")
+def _magnitudes(values_N: jax.Array, less_N: jax.Array | None, *, block: int) -> jax.Array:
+    """Bits of the greatest absolute values in each block, int32 [B, lanes].
 
     Bits of non-negative floats order as integers do, with infinity and NaN on top, so nothing
     depends on how a machine compares NaN or denormals.
     """
-    return _reduce_blocks(jnp.maximum, _bits_of(values_N) & _ABS, block)
+    bits_N = _bits_of(_minus(values_N, less_N)) & _ABS
+    return reduce_to_lanes(bits_N, jax.lax.max, block)
 
 
-def block_sums(values_N: jax.Array, block: int) -> jax.Array:
-    """Sum of each block, [B] of the same dtype; traced into the caller's kernel."""
-    return _reduce_blocks(jnp.add, values_N, block)
-
-
-def _reduce_blocks(
-    combine: Callable[[jax.Array, jax.Array], jax.Array], values_N: jax.Array, block: int
-) -> jax.Array:
-    """Reduce each block of a vector to one value.
-
-    XLA reduces a row of memory one element after the other; halving rows of lanes is vectorized.
-    """
-    lanes = 16
-    rows = values_N.reshape(-1, block // lanes, lanes)
-    folded = reduce(combine, [rows[:, row] for row in range(block // lanes)])
-    folded = _barrier(folded)
-    while lanes > 1:
-        lanes //= 2
-        folded = combine(folded[:, :lanes], folded[:, lanes:])
-    return _barrier(folded.reshape(-1))
-
-
-def _scale_bits(absmax_B: jax.Array, greatest: int) -> jax.Array:
-    """Bits of the bfloat16 scale of each block, int32 [B].
+@partial(jax.jit, static_argnames="greatest")
+def _scales(rows_BxL: jax.Array, *, greatest: int) -> tuple[jax.Array, jax.Array]:
+    """Scale of each block, bfloat16 [B], and its reciprocal, float32 [B].
 
     Rounded in integers: XLA may drop a conversion to bfloat16 and back.
     """
+    absmax_B = fold(rows_BxL, jax.lax.max)
     wanted_B = _float_of(absmax_B) * np.float32(1 / greatest)
     bits_B = _bits_of(jnp.clip(wanted_B, np.float32(LEAST_SCALE), np.float32(GREATEST_SCALE)))
     bits_B = (bits_B + 0x7FFF + ((bits_B >> 16) & 1)) >> 16
-    return jnp.where(absmax_B >= _INFINITY, _NAN_SCALE, bits_B)
+    bits_B = jnp.where(absmax_B >= _INFINITY, _NAN_SCALE, bits_B)
+    scales_B = jax.lax.bitcast_convert_type(bits_B.astype(jnp.uint16), jnp.bfloat16)
+    return scales_B, 1 / _float_of(bits_B << 16)
 
 
-def _codes_int4(values_N: jax.Array, inverse_B: jax.Array, block: int) -> jax.Array:
-    half = values_N.shape[0] // 2
-    blocks = half // block
+@partial(jax.jit, static_argnames="block")
+def _codes_int4(
+    values_N: jax.Array, less_N: jax.Array | None, inverse_B: jax.Array, *, block: int
+) -> jax.Array:
+    """Codes of both halves, low nibbles and high; uint8 [H]."""
+    values_N = _minus(values_N, less_N)
+    half, blocks = values_N.shape[0] // 2, inverse_B.shape[0] // 2
 
     def rounded(values_H: jax.Array, inverse: jax.Array) -> jax.Array:
         # The clip also stands between product and sum, so that no machine fuses them.
@@ -231,7 +244,11 @@ def _codes_int4(values_N: jax.Array, inverse_B: jax.Array, block: int) -> jax.Ar
     return (low | (high << 4)).astype(jnp.uint8).reshape(-1)
 
 
-def _codes_int8(values_N: jax.Array, inverse_B: jax.Array, block: int) -> jax.Array:
-    quotients = jnp.clip(values_N.reshape(-1, block) * inverse_B[:, None], -127, 127)
-    finite = jnp.where(jnp.isnan(quotients), np.float32(0), quotients)
+@partial(jax.jit, static_argnames="block")
+def _codes_int8(
+    values_N: jax.Array, less_N: jax.Array | None, inverse_B: jax.Array, *, block: int
+) -> jax.Array:
+    """Codes, int8 [N]; 0 for NaN, whose block has no valid scale anyway."""
+    quotients = _minus(values_N, less_N).reshape(-1, block) * inverse_B[:, None]
+    finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -127, 127))
     return jnp.rint(finite).astype(jnp.int8).reshape(-1)
