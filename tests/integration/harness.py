@@ -69,8 +69,7 @@ class Process:
     def __init__(self, arguments: list[str], log_path: Path, *, cwd: Path) -> None:
         self.arguments = arguments
         self.log_path = log_path
-        with log_path.open("ab") as log:
-            self._began = log.tell()
+        with log_path.open("xb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "diloco", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -107,8 +106,7 @@ class Process:
             raise AssertionError(f"{self.arguments} runs on; its log:\n{self.log()}") from None
 
     def log(self) -> str:
-        """What this process (not an earlier one with the same log) wrote."""
-        return self.log_path.read_bytes()[self._began :].decode(errors="replace")
+        return self.log_path.read_text(errors="replace")
 
     def events(self, action: str | None = None) -> list[dict[str, Any]]:
         """Its JSON lines, all or of one action."""
@@ -177,8 +175,9 @@ class World:
     # Processes
 
     def start(self, name: str, *arguments: str) -> Process:
-        """Start `diloco ARGUMENTS...`; a name's log goes on over restarts."""
-        process = Process([*arguments], self.folder / f"{name}.log", cwd=self.folder)
+        """Start `diloco ARGUMENTS...`, with a log of its own."""
+        log_path = self.folder / f"{name}-{len(self.processes)}.log"
+        process = Process([*arguments], log_path, cwd=self.folder)
         self.processes.append(process)
         return process
 
@@ -252,7 +251,7 @@ def tiny_document(name: str, folder: Path, url: str, **changes: dict[str, Any]) 
         "run": {"name": name, "steps": 96, "seed": 7},
         "task": {
             "build": "tiny_task:build",
-            "options": {"notes": str(folder / "notes"), "sleep_s": 0.01},
+            "options": {"notes": "notes", "sleep_s": 0.01},
         },
         "sync": {
             "interval_steps": 8,

@@ -1,0 +1,152 @@
+"""Processes that die and return, come late, leave, or are told to end twice."""
+
+import itertools
+import random
+import signal
+import time
+
+import pytest
+from audit import Tape, read_tape
+from harness import Process, World, eventually
+
+SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
+
+
+def updates(tape: Tape, learner: str, life: int | None = None) -> int:
+    """How many updates of a learner, or of one life of it, stand in records."""
+    return sum(
+        update.learner == learner and life in (None, update.incarnation) for update in tape.merged()
+    )
+
+
+def until_merged(world: World, learner: str, count: int, life: int | None = None) -> Tape:
+    """The tape once so many updates of a learner are merged."""
+
+    def enough() -> Tape | None:
+        tape = read_tape(world)
+        return tape if updates(tape, learner, life) >= count else None
+
+    return eventually(enough, f"{count} merged updates of {learner}", every_s=0.2)
+
+
+def test_learners_die_return_come_late_and_leave(new_world):
+    world = new_world(run={"steps": 400}, task=SLOWER)
+    aggregator = world.aggregator()
+    first, second = world.learner("learner-0"), world.learner("learner-1")
+    until_merged(world, "learner-1", 3)
+    until_merged(world, "learner-0", 3)
+
+    second.kill()
+    second = world.learner("learner-1")
+    late = world.learner("late")
+    until_merged(world, "late", 3)
+    lives = read_tape(world).lives("learner-1")
+    until_merged(world, "learner-1", 3, eventually(lambda: lives[1:], "a second life")[0])
+
+    first.terminate()
+    assert first.wait() == 0
+    tape = read_tape(world)
+    assert tape.stop is None, "the run went on without the one who left"
+    check_left(world, tape, "learner-0")
+
+    check_second_signal_ends_at_once(world, late)
+
+    assert [second.wait(), aggregator.wait()] == [0, 0]
+    tape = read_tape(world)
+    tape.check()
+    check_returned(world, tape, "learner-1")
+    assert not tape.rejected()
+    for process in (aggregator, first, second, late):
+        process.check_clean_log()
+
+
+def check_returned(world: World, tape: Tape, learner: str) -> None:
+    """A second life trained on from the highest position in the first one's manifests."""
+    before, after = tape.lives(learner)
+    sent = max(m.position for _, m in tape.manifests if m.incarnation == before)
+    notes = world.notes(learner)
+    old, new = (
+        [note.position for note in group]
+        for _, group in itertools.groupby(notes, lambda note: note.pid)
+    )
+    assert old == [*range(len(old))]
+    assert new == [*range(sent, sent + len(new))]
+    # What was trained and not sent is trained again: at most H steps and what was on its way.
+    assert sent <= len(old)
+    assert all(m.position > sent for _, m in tape.manifests if m.incarnation == after)
+
+
+def check_left(world: World, tape: Tape, learner: str) -> None:
+    """A leave with the position behind the last step; what could be sent before it was."""
+    ((_, leave),) = tape.full_leaves(learner)
+    assert leave.position == world.steps(learner)
+    for fragment in tape.records:
+        last = max(
+            (m for _, m in tape.manifests if m.learner == learner and m.fragment == fragment),
+            key=lambda manifest: manifest.position,
+        )
+        # With an update on its way nothing more of the fragment could be sent.
+        assert last.final == (last.position == leave.position)
+
+
+def check_second_signal_ends_at_once(world: World, learner: Process) -> None:
+    """With the store away a clean stop cannot end soon; a second signal ends it."""
+    away = world.folder / "store-away"
+    world.store.rename(away)
+    try:
+        eventually(lambda: learner.events("waiting"), "the learner misses the store")
+        learner.terminate()
+        time.sleep(0.5)
+        assert learner.running
+        learner.signal(signal.SIGINT)
+        assert learner.wait(20) == 128 + signal.SIGINT
+    finally:
+        away.rename(world.store)
+
+
+def test_an_aggregator_dies_at_any_moment(new_world):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    check_aggregator_deaths(new_world(run={"steps": 120}, task=SLOWER), random.Random(seed), 3)
+
+
+@pytest.mark.slow
+def test_an_aggregator_dies_many_times(new_world):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    check_aggregator_deaths(new_world(run={"steps": 480}, task=SLOWER), random.Random(seed), 15)
+
+
+def check_aggregator_deaths(world: World, chance: random.Random, deaths: int) -> None:
+    learners = [world.learner(f"learner-{index}") for index in range(2)]
+    aggregator = world.aggregator()
+    recoveries = []
+    for death in range(deaths):
+        eventually(lambda a=aggregator: a.events("committed"), f"commits after death {death}")
+        time.sleep(chance.uniform(0.0, 1.0))
+        if not aggregator.running:
+            break  # the run was over before
+        if death % 3 == 1:  # two at once: one of them is fenced off
+            successor = world.aggregator()
+            eventually(lambda s=successor: s.events("started"), "a second aggregator starts")
+            time.sleep(chance.uniform(0.0, 1.0))
+            aggregator.kill()
+        elif death % 3 == 2:
+            aggregator.terminate()
+            assert aggregator.wait() == 0
+            successor = world.aggregator()
+        else:
+            aggregator.kill()
+            successor = world.aggregator()
+        recoveries.append(successor)
+        aggregator = successor
+    assert aggregator.wait() == 0
+    assert [learner.wait() for learner in learners] == [0, 0]
+    tape = read_tape(world)
+    tape.check()
+    assert not tape.rejected()
+    recovered = [event for process in recoveries for event in process.events("recovered")]
+    assert any(event["version"] > 0 for event in recovered)
+    assert any(event["merged_again"] for event in recovered)
+    for process in (*recoveries, *learners):
+        process.check_clean_log()
