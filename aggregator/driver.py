@@ -283,7 +283,11 @@ class FragmentOwner:
         delta = await self._store(version, "delta", made.delta)
         fields: dict[str, Any] = {
             "version": version,
-            "global_step": global_step(version, self.rules.offset_steps, self.rules.interval_steps),
+            # The last rounds gather what is left; the clock does not go beyond the run.
+            "global_step": min(
+                settings.run.steps,
+                global_step(version, self.rules.offset_steps, self.rules.interval_steps),
+            ),
             "inputs": made.inputs,
             "factors": made.factors,
             "learning_rate": made.learning_rate,

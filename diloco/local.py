@@ -5,6 +5,7 @@ It only calls what an operator would call: a NATS server, `diloco run create`, `
 """
 
 import asyncio
+import io
 import json as json_module
 import os
 import signal
@@ -176,7 +177,9 @@ class LocalRun:
             await self._wait_for_daemons()
             with self.console.status("evaluating the final version on held-out data ..."):
                 last = await evaluation.loss()
-        self._sum_up(observer, first, last)
+        summary = self._summary(observer, first, last)
+        self._tell(summary)
+        self._save_picture(self._frame(observer), summary)
 
     async def _create(self) -> None:
         creation = self.fleet.start("create", ["run", "create", "--config", str(self.config_path)])
@@ -264,9 +267,9 @@ class LocalRun:
                 return
             await asyncio.sleep(0.1)
 
-    def _sum_up(self, observer: Observer, first: float, last: float) -> None:
+    def _summary(self, observer: Observer, first: float, last: float) -> dict[str, Any]:
         seen = observer.observed
-        summary: dict[str, Any] = {
+        return {
             "run": self.config.run.name,
             "learners": len(self.learners),
             "steps": seen.global_step,
@@ -283,15 +286,20 @@ class LocalRun:
             "wall_s": round(time.monotonic() - self._began_s, 1),
             "restarts": self.fleet.restarts,
         }
-        self.console.print(
-            f"held-out loss [bold]{first:.3f}[/] → [bold]{last:.3f}[/] after "
-            f"{seen.global_step} steps and {seen.tokens:,} tokens in {summary['wall_s']} s; "
-            f"{seen.updates_merged} updates merged, {seen.updates_rejected} rejected, "
-            f"{self.fleet.restarts} restart(s); stalled {seen.stall_fraction:.2%} of the time"
-        )
+
+    def _tell(self, summary: dict[str, Any]) -> None:
+        self.console.print(screen.sentence(summary))
         self.console.print(f"everything of this run is in {self.config_path.parent}")
         if self.options.json:
             print(json_module.dumps(summary), flush=True)  # noqa: T201 - the result itself
+
+    def _save_picture(self, frame: screen.Frame, summary: dict[str, Any]) -> None:
+        """Keep how the run ended as a picture, screen.svg in its folder."""
+        paper = Console(record=True, width=screen.WIDTH, file=io.StringIO(), force_terminal=True)
+        paper.print(screen.picture(frame))
+        paper.print(screen.sentence(summary))
+        path = self.config_path.parent / "screen.svg"
+        paper.save_svg(str(path), title="diloco local")
 
 
 class Evaluation:

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -14,6 +15,7 @@ from diloco.observe import Observed
 
 # A learner that was not heard of for so long is shown as silent.
 SILENT_S = 5.0
+WIDTH = 100
 BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"training": "green", "flushing": "cyan", "done": "dim", "starting": "yellow"}
 
@@ -86,7 +88,18 @@ def picture(frame: Frame) -> RenderableType:
         Group(_progress(frame), _learners(frame), _run(frame)),
         title=f"[bold]diloco[/] · run {frame.run}",
         subtitle=frame.note or None,
-        width=100,
+        width=WIDTH,
+    )
+
+
+def sentence(summary: dict[str, Any]) -> str:
+    """The result in words, for rich."""
+    return (
+        f"held-out loss [bold]{summary['eval_loss_first']:.3f}[/] → "
+        f"[bold]{summary['eval_loss_last']:.3f}[/] after {summary['steps']} steps and "
+        f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s; "
+        f"{summary['updates_merged']} updates merged, {summary['updates_rejected']} rejected, "
+        f"{summary['restarts']} restart(s); stalled {summary['stall_fraction']:.2%} of the time"
     )
 
 

@@ -219,7 +219,9 @@ def clock(rules: SyncRules, state: State) -> int:
 
 def must_wait(rules: SyncRules, state: State) -> bool:
     """Whether a learner in lockstep waits for a version before its next step."""
-    return rules.lockstep and any(f.in_flight is not None for f in state.fragments)
+    if not rules.lockstep or state.ended:
+        return False
+    return any(fragment.in_flight is not None for fragment in state.fragments)
 
 
 def flushed(state: State) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from common import wire
 from learner import sync, tree
@@ -30,18 +31,20 @@ InnerStep = Callable[[Params, Any, Batch, Any], tuple[Params, Any, jax.Array]]
 def make_inner_step(task: Task, constants: Params) -> InnerStep:
     """The jitted inner step; parameters and optimizer state are donated.
 
-    Its last argument is the learning rate, which follows the run's clock, not the learner's.
+    Its last argument is the run's global step, which the learning rate follows: a learner that
+    is slow or joined late is where the run is.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def inner_step(
-        trained: Params, optimizer_state: Any, batch: Batch, learning_rate: jax.Array
+        trained: Params, optimizer_state: Any, batch: Batch, global_step: jax.Array
     ) -> tuple[Params, Any, jax.Array]:
         def loss_of(trained: Params) -> jax.Array:
             return task.loss(tree.join(trained, constants), batch)
 
         loss, gradient = jax.value_and_grad(loss_of)(trained)
         direction, optimizer_state = task.optimizer.update(gradient, optimizer_state, trained)
+        learning_rate = task.schedule(global_step)
         trained = jax.tree.map(
             lambda leaf, step: (leaf - learning_rate * step).astype(leaf.dtype), trained, direction
         )
@@ -117,6 +120,8 @@ class Trainer:
     asked_to_leave: Callable[[], bool]
     speed: float = 1.0
     clock: Callable[[], float] = time.time
+    optimizer_state: Any = None
+    _loss: jax.Array | None = None
     _payloads: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     def compile(self) -> None:
@@ -125,27 +130,31 @@ class Trainer:
         copies = jax.tree.map(jnp.copy, self.replica.trained)
         batch = next(self.task.batches(self.meter.learner, self.position))
         optimizer_state = self.task.optimizer.init(copies)
-        rate = self._learning_rate()
-        jax.block_until_ready(self.inner_step(copies, optimizer_state, batch, rate))
+        step = self._global_step()
+        jax.block_until_ready(self.inner_step(copies, optimizer_state, batch, step))
 
     def train(self) -> None:
         """Train until the run stops or this learner is asked to leave."""
-        optimizer_state = self.task.optimizer.init(self.replica.trained)
-        tokens = self.task.tokens_per_batch
-        previous: jax.Array | None = None
+        self.optimizer_state = self.task.optimizer.init(self.replica.trained)
         self.meter.state = "training"
         while not (self.state.stopping or self.state.leaving):
             began_s = time.perf_counter()
-            batch = next(self.batches)
-            self.replica.trained, optimizer_state, loss = self.inner_step(
-                self.replica.trained, optimizer_state, batch, self._learning_rate()
-            )
-            self.position += 1
-            self._synchronize(sync.Stepped(self.clock(), tokens))
-            read = None if previous is None else float(previous)
-            previous = loss
+            loss = self.step()
+            self.synchronize(sync.Stepped(self.clock(), self.task.tokens_per_batch))
+            read = None if self._loss is None else float(self._loss)
+            self._loss = loss
             self._slow_down(began_s)
-            self.meter.stepped(time.perf_counter() - began_s, tokens, read)
+            took_s = time.perf_counter() - began_s
+            self.meter.stepped(took_s, self.task.tokens_per_batch, read)
+
+    def step(self) -> jax.Array:
+        """Dispatch one inner step on the next batch; its loss, still being computed."""
+        batch = next(self.batches)
+        self.replica.trained, self.optimizer_state, loss = self.inner_step(
+            self.replica.trained, self.optimizer_state, batch, self._global_step()
+        )
+        self.position += 1
+        return loss
 
     def flush(self, within_s: float) -> None:
         """Send what is unsent, after the stop or before leaving.
@@ -158,16 +167,16 @@ class Trainer:
         while not sync.flushed(self.state):
             if not self.state.stopping and time.perf_counter() - began_s > within_s:
                 return
-            self._synchronize(sync.Stepped(self.clock(), 0, steps=0), wait_s=0.05)
+            self.exchange(sync.Stepped(self.clock(), 0, steps=0), wait_s=0.05)
 
-    def _learning_rate(self) -> jax.Array:
+    def _global_step(self) -> np.int32:
         self.meter.global_step = sync.clock(self.rules, self.state)
-        return jnp.asarray(self.task.schedule(self.meter.global_step), jnp.float32)
+        return np.int32(self.meter.global_step)
 
-    def _synchronize(self, stepped: sync.Stepped, wait_s: float = 0.0) -> None:
+    def synchronize(self, stepped: sync.Stepped) -> None:
         """A step boundary: tell the core what came, do what it says."""
         began_s = time.perf_counter()
-        self.exchange(stepped, wait_s)
+        self.exchange(stepped)
         while sync.must_wait(self.rules, self.state) and not self.state.leaving:
             self.exchange(sync.Stepped(self.clock(), 0, steps=0), wait_s=0.05)
         self.meter.stall_s += time.perf_counter() - began_s

@@ -544,6 +544,6 @@ class SimLearner:
             trainer.exchange(sync.Stepped(world.clock(), TOKENS))
             stepped_s = world.clock()
             self.longest_wait_s = max(self.longest_wait_s, stepped_s - began_s - 1.05 * self.step_s)
-            while sync.must_wait(trainer.rules, trainer.state) and not trainer.state.stopping:
+            while sync.must_wait(trainer.rules, trainer.state):
                 await asyncio.sleep(0.01)
                 trainer.exchange(sync.Stepped(world.clock(), 0, steps=0))

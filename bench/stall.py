@@ -1,0 +1,182 @@
+"""How much synchronization slows a learner: steps per second with it on against off.
+
+One learner, alone on one core with all of its threads, trains the demo's model; aggregator and
+NATS server are on the other core. Blocks of steps with synchronization (H = 24, P = 8, int4 both
+ways) alternate with blocks without, in one process, so that both see the same noise.
+
+    python -m bench.stall [--pairs 10] [--preset 1m]
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import tomli_w
+
+from common import bus_nats, log
+from common.config import Config, load_config
+from common.nats_server import NatsServer
+from common.service import Runtime
+from common.store import open_store
+from learner import sync, tree
+from learner.background import Background, run_loop
+from learner.publish import Context
+from learner.replica import Replica
+from learner.task import load_task, params_shapes
+from learner.train import Meter, Trainer, make_inner_step
+
+FLOOR = 0.99
+BLOCK_STEPS = 48  # two intervals: every fragment is sent twice in a block
+
+
+def write_config(folder: Path, url: str, preset: str) -> Path:
+    """The run's file: long enough never to end."""
+    document = {
+        "run": {"name": "stall", "steps": 1_000_000},
+        "task": {"options": {"preset": preset}},
+        "sync": {"interval_steps": 24, "fragments": 8, "codec": "int4", "delta_codec": "int4"},
+        "bus": {"url": url},
+        "store": {"url": str(folder / "store")},
+    }
+    path = folder / "run.toml"
+    path.write_text(tomli_w.dumps(document))
+    return path
+
+
+def make_trainer(config: Config, background: Background, context: Context) -> Trainer:
+    """A learner as `learner.daemon` makes it."""
+    settings = config.settings()
+    task = load_task(
+        settings.task.build, steps=settings.run.steps, seed=0, options=settings.task.options
+    )
+    loaded, position = background.load()
+    trained, constants = tree.split(params_shapes(task))
+    rules = sync.sync_rules(settings.sync)
+    starts = [
+        sync.Start(i.record.version, i.record.view_digest, i.record_seq, i.record.global_step)
+        for i in loaded
+    ]
+    return Trainer(
+        task=task,
+        replica=Replica(settings.sync, context.layout, trained, [i.view for i in loaded]),
+        inner_step=make_inner_step(task, constants),
+        batches=task.batches(context.learner, position),
+        position=position,
+        background=background,
+        rules=rules,
+        state=sync.begin(rules, tuple(starts)),
+        meter=Meter(context.learner, context.traffic),
+        asked_to_leave=lambda: False,
+    )
+
+
+class Took(NamedTuple):
+    """Time of a block: by the clock, and of the processor for all threads of this process."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def block(trainer: Trainer, *, synchronize: bool) -> Took:
+    """Take a block of steps, until the last of them is computed."""
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    previous = None
+    for _ in range(BLOCK_STEPS):
+        loss = trainer.step()
+        if synchronize:
+            trainer.synchronize(sync.Stepped(time.time(), trainer.task.tokens_per_batch))
+        if previous is not None:
+            previous.block_until_ready()
+        previous = loss
+    jax.block_until_ready(trainer.replica.trained)
+    return Took(time.perf_counter() - began_s, time.process_time() - began_cpu_s)
+
+
+def measure(config: Config, pairs: int) -> list[tuple[Took, Took]]:
+    """(with, without) of each pair of blocks."""
+    loop, stop_loop = run_loop()
+    bus = asyncio.run_coroutine_threadsafe(
+        bus_nats.connect(config.bus.url, name="stall"), loop
+    ).result()
+    settings = config.settings()
+    task = load_task(settings.task.build, steps=1, seed=0, options=settings.task.options)
+    context = Context(
+        settings=settings,
+        layout=tree.task_layout(task, settings.sync),
+        bus=bus,
+        store=open_store(config.store.url),
+        runtime=Runtime(),
+        logger=log.get(),
+        learner="alone",
+    )
+    background = Background(context, loop)
+    trainer = make_trainer(config, background, context)
+    trainer.compile()
+    trainer.optimizer_state = trainer.task.optimizer.init(trainer.replica.trained)
+    background.join(trainer.meter.heartbeat, config.learner.heartbeat_s)
+    block(trainer, synchronize=True)
+    timings = []
+    for pair in range(pairs):
+        order = (True, False) if pair % 2 else (False, True)
+        took = {on: block(trainer, synchronize=on) for on in order}
+        timings.append((took[True], took[False]))
+        print(
+            f"pair {pair + 1}/{pairs}: on {took[True].wall_s:.2f} s ({took[True].cpu_s:.2f} of cpu)"
+            f", off {took[False].wall_s:.2f} s ({took[False].cpu_s:.2f})"
+        )
+    print(f"updates sent: {context.traffic.updates_sent}")
+    background.leave(trainer.position, 10.0)
+    background.close()
+    asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
+    stop_loop()
+    return timings
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--preset", default="1m")
+    options = parser.parse_args()
+    log.configure("warning")
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.sched_setaffinity(0, {cores[-1]})
+        with NatsServer(folder / "nats") as server:
+            path = write_config(folder, server.url, options.preset)
+            command = [sys.executable, "-m", "diloco"]
+            subprocess.run([*command, "run", "create", "--config", str(path)], check=True)
+            aggregator = subprocess.Popen(
+                [*command, "aggregator", "--config", str(path), "--log-level", "error"]
+            )
+            os.sched_setaffinity(0, {cores[0]})
+            try:
+                timings = measure(load_config(path), options.pairs)
+            finally:
+                aggregator.kill()
+                aggregator.wait()
+    step_ms = 1000 * statistics.median(off.wall_s for _, off in timings) / BLOCK_STEPS
+    print(f"step without synchronization: {step_ms:.1f} ms")
+    report("steps/s by the clock", [off.wall_s / on.wall_s for on, off in timings])
+    report("steps per second of cpu", [off.cpu_s / on.cpu_s for on, off in timings])
+
+
+def report(what: str, ratios: list[float]) -> None:
+    """One row: with synchronization over without."""
+    print(
+        f"{what}, with / without synchronization: median {statistics.median(ratios):.4f}, "
+        f"min {min(ratios):.4f}, max {max(ratios):.4f} (floor {FLOOR})"
+    )
+
+
+if __name__ == "__main__":
+    main()
