@@ -27,6 +27,7 @@ from common.nats_server import NatsServer
 from common.service import Runtime
 from common.store import open_store
 from learner import sync, tree
+from learner.adopt import starts
 from learner.background import Background, run_loop
 from learner.publish import Context
 from learner.replica import Replica
@@ -60,10 +61,6 @@ def make_trainer(config: Config, background: Background, context: Context) -> Tr
     loaded, position = background.load()
     trained, constants = tree.split(params_shapes(task))
     rules = sync.sync_rules(settings.sync)
-    starts = [
-        sync.Start(i.record.version, i.record.view_digest, i.record_seq, i.record.global_step)
-        for i in loaded
-    ]
     return Trainer(
         task=task,
         replica=Replica(settings.sync, context.layout, trained, [i.view for i in loaded]),
@@ -72,7 +69,7 @@ def make_trainer(config: Config, background: Background, context: Context) -> Tr
         position=position,
         background=background,
         rules=rules,
-        state=sync.begin(rules, tuple(starts)),
+        state=sync.begin(rules, starts(loaded)),
         meter=Meter(context.learner, context.traffic),
         asked_to_leave=lambda: False,
     )

@@ -6,6 +6,7 @@ or whose view is not the one that a record builds on, loads the newest view inst
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,19 @@ class View(NamedTuple):
     """Carried by a `Ready` that jumps: the whole view, float32 [size]."""
 
     values: np.ndarray
+
+
+def starts(loaded: Sequence[Loaded]) -> tuple[sync.Start, ...]:
+    """Where the core begins, for a learner that has loaded these versions."""
+    return tuple(
+        sync.Start(
+            item.record.version,
+            item.record.view_digest,
+            item.record_seq,
+            item.record.global_step,
+        )
+        for item in loaded
+    )
 
 
 class Adopter:

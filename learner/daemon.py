@@ -14,6 +14,7 @@ from common.service import Runtime, on_signals
 from common.store import open_store
 from common.tape import load_specification
 from learner import sync, tree
+from learner.adopt import starts
 from learner.background import Background, run_loop
 from learner.publish import Context
 from learner.replica import Replica
@@ -132,18 +133,7 @@ def _prepare(
         position=position,
         background=background,
         rules=rules,
-        state=sync.begin(
-            rules,
-            tuple(
-                sync.Start(
-                    item.record.version,
-                    item.record.view_digest,
-                    item.record_seq,
-                    item.record.global_step,
-                )
-                for item in loaded
-            ),
-        ),
+        state=sync.begin(rules, starts(loaded)),
         meter=meter,
         asked_to_leave=asked,
         speed=config.learner.speed.get(context.learner, 1.0),

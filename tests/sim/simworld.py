@@ -36,7 +36,7 @@ from common.service import Runtime, cancel
 from common.store import MemoryStore
 from diloco.create import create_run
 from learner import sync
-from learner.adopt import Adopter
+from learner.adopt import Adopter, starts
 from learner.background import Arrived
 from learner.publish import Context as LearnerContext
 from learner.publish import Publisher
@@ -510,13 +510,9 @@ class SimLearner:
         replica = Replica(world.settings.sync, world.layout, like, [i.view for i in loaded])
         meter = Meter(self.name, context.traffic)
         rules = sync.sync_rules(world.settings.sync)
-        starts = tuple(
-            sync.Start(i.record.version, i.record.view_digest, i.record_seq, i.record.global_step)
-            for i in loaded
-        )
         self.trainer = trainer = Trainer(
             task=None, replica=replica, inner_step=None, batches=None, position=position,
-            background=background, rules=rules, state=sync.begin(rules, starts), meter=meter,
+            background=background, rules=rules, state=sync.begin(rules, starts(loaded)), meter=meter,
             asked_to_leave=lambda: self.leave_asked, clock=world.clock,
         )  # fmt: skip
         incarnation = await background.publisher.join("sim")
