@@ -94,7 +94,8 @@ class State(NamedTuple):
     """The machine's state; mappings are replaced, never changed.
 
     `committing` counts the rejections and observations that the record being committed holds;
-    `final`: the fragment's last version is committed, or is being so.
+    `final`: the fragment's last version is committed, or is being so; `known_seq`: what is at or
+    below it on the tape was met before the record that this life began from at `began_at_s`.
     """
 
     version: int
@@ -117,6 +118,8 @@ class State(NamedTuple):
     quorum_s: float = 0.0
     sync_s: float = 0.0
     norms: tuple[float, ...] = ()
+    known_seq: int = 0
+    began_at_s: float = 0.0
 
 
 # Events
@@ -273,7 +276,8 @@ def deadline(rules: FragmentRules, state: State) -> float | None:
     if state.phase == "closing" or state.final:
         return None
     if state.stopping_at_s:
-        return state.stopping_at_s + rules.quorum.deadline_s
+        # Whoever begins after the stop has first to read what came while nobody was there.
+        return max(state.stopping_at_s, state.began_at_s) + rules.quorum.deadline_s
     if state.phase == "idle":
         waits = any(not pending.fetching for pending in state.pending.values())
         return _opens_at_s(rules, state) if waits and _may_open(rules, state) else None
@@ -310,11 +314,20 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         quorum_s=memory.quorum_s,
         sync_s=memory.sync_s,
         norms=memory.norms,
+        known_seq=memory.seen_seq,
+        began_at_s=now_s,
     )
 
 
 EMPTY_POLICY = wire.PolicyState(
-    members=(), marks=(), closed_at_s=0.0, stopping_at_s=0.0, quorum_s=0.0, sync_s=0.0, norms=()
+    members=(),
+    marks=(),
+    seen_seq=0,
+    closed_at_s=0.0,
+    stopping_at_s=0.0,
+    quorum_s=0.0,
+    sync_s=0.0,
+    norms=(),
 )
 
 
@@ -334,6 +347,7 @@ def policy_after(state: State) -> wire.PolicyState:
     return wire.PolicyState(
         members=members,
         marks=marks,
+        seen_seq=max(committed.seen_seq, committed.known_seq),
         closed_at_s=committed.closed_at_s,
         stopping_at_s=committed.stopping_at_s,
         quorum_s=committed.quorum_s,
@@ -404,11 +418,13 @@ def _on_announced(rules: FragmentRules, state: State, event: Announced) -> Resul
         refused = Refused(manifest, event.stream_seq, *verdict)
         return _reject(rules, state, refused, event.stored_at_s)
     member = state.members[manifest.learner]
-    if manifest.incarnation == member.incarnation:
+    current = manifest.incarnation == member.incarnation
+    if current:
+        member = member._replace(final=member.final or manifest.final)
+    if current and event.stream_seq > state.known_seq:
         member = member._replace(
             step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
             weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
-            final=member.final or manifest.final,
             heard_at_s=max(member.heard_at_s, event.stored_at_s),
         )
     state = state._replace(
@@ -430,11 +446,15 @@ def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
     pending = state.pending.get(event.update)
     if pending is None:
         return state, ()
-    if state.phase == "closing":
-        # Too late for this round; its shards are read again when the next one opens.
+    if not _takes_updates(rules, state, event.at_s):
+        # Too late for its round; its shards are read again when the next one opens.
         return _with_pending(state, event.update, pending._replace(fetching=False)), ()
     state = _observe(state, "fetched", event.at_s, event.update, event.norm)
     manifest = pending.manifest
+    wrong = _wrong_base(rules, state, manifest)
+    if wrong is not None:
+        refused = Refused(manifest, pending.stream_seq, *wrong)
+        return _reject(rules, _without_pending(state, event.update), refused, event.at_s)
     clip = policy.judge_norm(rules.bounds, state.norms, event.norm, manifest.steps)
     if clip is None:
         detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
@@ -453,7 +473,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
     opened: tuple[Effect, ...] = ()
     if state.phase == "idle":
         opened = (OpenRound(state.version + 1),)
-        state = state._replace(phase="open", opened_at_s=event.at_s)
+        state = state._replace(phase="open", opened_at_s=event.at_s, quorum_at_s=0.0)
     remaining = {key: value for key, value in state.pending.items() if key != event.update}
     norms = (*state.norms, clip * event.norm / manifest.steps)[-policy.NORM_WINDOW :]
     state = state._replace(pending=remaining, admitted=(*state.admitted, admitted), norms=norms)
@@ -544,6 +564,21 @@ def _judge(rules: FragmentRules, state: State, event: Announced) -> tuple[str, s
     wrong = policy.malformed(rules, manifest)
     if wrong is not None:
         return wrong
+    since_s = event.stored_at_s - member.heard_at_s
+    met_before = event.stream_seq <= state.known_seq
+    if not met_before and policy.too_many_steps(rules.bounds, manifest.steps, since_s):
+        return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
+    # A learner may have read the record that is being committed: judged when it is to be merged.
+    return None if state.phase == "closing" else _wrong_base(rules, state, manifest)
+
+
+def _wrong_base(
+    rules: FragmentRules, state: State, manifest: wire.Manifest
+) -> tuple[str, str] | None:
+    """(reason, detail) if an update's base does not fit the version being built on, else None.
+
+    Judged when it is announced and again when it is merged: an update that waits grows stale.
+    """
     staleness = state.version - manifest.base_version
     if staleness < 0:
         return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
@@ -551,9 +586,6 @@ def _judge(rules: FragmentRules, state: State, event: Announced) -> tuple[str, s
         return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
     if rules.staleness.maximum and staleness > rules.staleness.maximum:
         return "stale", f"{staleness} versions old, at most {rules.staleness.maximum}"
-    since_s = event.stored_at_s - member.heard_at_s
-    if policy.too_many_steps(rules.bounds, manifest.steps, since_s):
-        return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
     return None
 
 
@@ -597,11 +629,7 @@ def _go_on(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 def _pump(rules: FragmentRules, state: State, now_s: float) -> Result:
     """Fetch what waits, if a round is open or may open now."""
-    if state.phase == "closing":
-        return state, ()
-    if state.phase == "idle" and not (
-        _may_open(rules, state) and now_s >= _opens_at_s(rules, state)
-    ):
+    if not _takes_updates(rules, state, now_s):
         return state, ()
     waiting = [(key, pending) for key, pending in state.pending.items() if not pending.fetching]
     if not waiting:
@@ -609,6 +637,13 @@ def _pump(rules: FragmentRules, state: State, now_s: float) -> Result:
     fetching = {key: pending._replace(fetching=True) for key, pending in waiting}
     state = state._replace(pending={**state.pending, **fetching})
     return state, tuple(Fetch(key, pending.manifest) for key, pending in waiting)
+
+
+def _takes_updates(rules: FragmentRules, state: State, now_s: float) -> bool:
+    """Whether an update that is verified now is merged now."""
+    if state.phase == "idle":
+        return _may_open(rules, state) and now_s >= _opens_at_s(rules, state)
+    return state.phase != "closing"
 
 
 def _may_open(rules: FragmentRules, state: State) -> bool:
@@ -642,17 +677,13 @@ def _advance(rules: FragmentRules, state: State, now_s: float) -> Result:
         return state, ()
     present = {admitted.manifest.learner for admitted in state.admitted}
     live = _live(state)
-    if state.phase == "open":
-        needed = (
-            rules.quorum.min_learners
-            if rules.lockstep
-            else policy.effective_quorum(rules.quorum, len(live))
-        )
-        if len(present) < needed:
-            return state, ()
+    least = rules.quorum.min_learners
+    quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, len(live))
+    if state.phase == "open" and len(present) >= quorum:
         quorum_s = policy.ema(state.quorum_s, max(0.0, now_s - state.opened_at_s))
         state = state._replace(phase="grace", quorum_at_s=now_s, quorum_s=quorum_s)
-    if present >= live.keys():
+    answered = _answered(state)
+    if answered >= live.keys() and (len(answered) >= least or not rules.lockstep):
         return _close(state, now_s, "complete")
     return state, ()
 
@@ -660,14 +691,15 @@ def _advance(rules: FragmentRules, state: State, now_s: float) -> Result:
 def _advance_to_end(state: State, now_s: float) -> Result:
     """After the stop: a round closes once nobody can add to it before it has closed.
 
-    A learner that has an update in this round sends its last one only after the record.
+    A learner that has an update in this round sends its last one only after the record. And what
+    was met before this life began must first be met again.
     """
-    if state.pending:
+    if state.pending or state.seen_seq < state.known_seq:
         return state, ()
     awaited = {name for name, member in _live(state).items() if not member.final}
     if not awaited:
         return _close(state, now_s, "final", final=True)
-    if state.admitted and awaited <= {taken.manifest.learner for taken in state.admitted}:
+    if state.admitted and awaited <= _answered(state):
         return _close(state, now_s, "complete")
     return state, ()
 
@@ -712,6 +744,21 @@ def _taken(state: State) -> tuple[Admitted | Refused, ...]:
     """What the next record resolves."""
     merged: tuple[Admitted | Refused, ...] = state.admitted
     return merged + state.rejected
+
+
+def _answered(state: State) -> set[str]:
+    """Learners that send no more before the record: it merges, or rejects, an update of theirs."""
+    rejected = {
+        refused.manifest.learner
+        for refused in state.rejected
+        if _is_current(state, refused.manifest)
+    }
+    return rejected | {admitted.manifest.learner for admitted in state.admitted}
+
+
+def _is_current(state: State, manifest: wire.Manifest) -> bool:
+    member = state.members.get(manifest.learner)
+    return member is not None and member.incarnation == manifest.incarnation
 
 
 def _live(state: State) -> dict[str, Member]:

@@ -217,10 +217,15 @@ class MemberState(Part):
 
 
 class PolicyState(Part):
-    """The machine's memory after a record; see `aggregator/machine.py`."""
+    """The machine's memory after a record; see `aggregator/machine.py`.
+
+    `seen_seq`: highest stream sequence that it comes from; its part from `position` on is met
+    again by whoever recovers, and must not count twice.
+    """
 
     members: tuple[MemberState, ...]
     marks: tuple[Mark, ...]
+    seen_seq: Count
     closed_at_s: float
     stopping_at_s: float
     quorum_s: Seconds

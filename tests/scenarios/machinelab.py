@@ -1,0 +1,220 @@
+"""A fragment's machine on a bench: a tape in a list, joins, manifests and records made for it.
+
+Shared by the scenario scripts and the property tests. The lab does what the driver does around
+`aggregator/machine.py`, less the arrays: it keeps the tape, makes records of what is committed, and
+can crash: `resume` from the last record and meet the tape again from its position.
+"""
+
+from aggregator import machine, policy
+from common import names, shards, wire
+from common.config import make_config
+from common.layout import Tensor, make_layout
+
+BLOCK = 16
+LAYOUT = make_layout([Tensor(name="w", shape=(32, 64), dtype="float32")], fragments=1, block=BLOCK)
+CODEC = "int4"
+REF = wire.ObjectRef(name="o", size_bytes=1, crc32c=0)
+# One fragment; H = 24; two shards an update.
+BASIS = {
+    "sync": {"fragments": 1, "interval_steps": 24, "block": BLOCK, "shard_elements": 1024},
+    "quorum": {"pace": 0.0},
+}
+
+
+def lab_rules(**changes) -> policy.FragmentRules:
+    """Rules of the lab's fragment; `changes` are "section.key": value."""
+    document = {"run": {"name": "lab", "steps": 1 << 30}, "store": {"url": "unused"}}
+    document |= {section: dict(values) for section, values in BASIS.items()}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        document.setdefault(section, {})[name] = value
+    return policy.fragment_rules(make_config(document, source="lab").settings(), LAYOUT, 0)
+
+
+def digest_of(version: int) -> str:
+    """What the lab calls the view of a version."""
+    return f"{version:032x}"
+
+
+def make_manifest(rules, learner, incarnation, seq, base=0, **changes) -> wire.Manifest:
+    """A manifest as an honest learner sends it, with `changes`."""
+    cuts = shards.shard_ranges(rules.size, rules.block, rules.shard_elements)
+    fields = {
+        "run": rules.run,
+        "learner": learner,
+        "incarnation": incarnation,
+        "seq": seq,
+        "fragment": rules.fragment,
+        "base_version": base,
+        "base_digest": digest_of(base),
+        "layout": rules.layout,
+        "codec": rules.codec,
+        "shards": tuple(
+            wire.Shard(
+                name=names.shard(rules.run, learner, rules.fragment, incarnation, seq, index),
+                size_bytes=shards.shard_bytes(rules.codec, stop - start, rules.block),
+                crc32c=0,
+                start=start,
+                stop=stop,
+            )
+            for index, (start, stop) in enumerate(cuts)
+        ),
+        "tokens": 240,
+        "steps": 24,
+        "position": 24 * seq,
+        "local_step": 24 * seq,
+        "loss": 2.0,
+        "step_time_s": 1.0,
+        "encode_s": 0.01,
+        "upload_s": 0.1,
+        "attempt": 0,
+        "final": False,
+    }
+    # The wire's own checks hold here too: what the lab sends, a learner could send.
+    return wire.decode(wire.Manifest, wire.encode(wire.Manifest(**(fields | changes))))
+
+
+def record_of(rules, commit: machine.Commit, base_digest: str) -> wire.Record:
+    """The record that the driver would make of a commit, as far as the machine's part goes."""
+    state = commit.state
+    version = state.version + (commit.what == "version")
+    return wire.Record(
+        what=commit.what,
+        run=rules.run,
+        fragment=rules.fragment,
+        version=version,
+        base_seq=state.record_seq,
+        base_digest=base_digest,
+        layout=rules.layout,
+        global_step=0,
+        inputs=tuple(_input(taken) for taken in state.admitted),
+        rejected=tuple(_rejected(refused) for refused in state.rejected),
+        reason=commit.reason,
+        factors=b"",
+        learning_rate=1.0,
+        momentum=0.0,
+        delta=None,
+        snapshot=REF,
+        snapshot_version=0,
+        deltas=(),
+        outer=REF,
+        outer_version=0,
+        outer_seq=0,
+        view_digest=digest_of(version),
+        outer_digest=digest_of(version),
+        position=machine.position(state),
+        totals=wire.Totals(
+            updates_merged=0, updates_rejected=0, tokens_merged=0, tokens_rejected=0, steps_merged=0
+        ),
+        observations=state.observations,
+        policy=machine.policy_after(state),
+        final=commit.final,
+        opened_at_s=state.opened_at_s,
+        quorum_at_s=state.quorum_at_s,
+        closed_at_s=commit.at_s,
+        aggregator="lab",
+        attempt_id="0",
+    )
+
+
+def _input(taken: machine.Admitted) -> wire.Input:
+    sent = taken.manifest
+    return wire.Input(
+        learner=sent.learner,
+        incarnation=sent.incarnation,
+        seq=sent.seq,
+        stream_seq=taken.stream_seq,
+        codec=sent.codec,
+        shards=sent.shards,
+        weight=taken.weight,
+        staleness=taken.staleness,
+        discount=taken.discount,
+        clip=taken.clip,
+        norm=taken.norm,
+        tokens=sent.tokens,
+        steps=sent.steps,
+        loss=sent.loss,
+        final=sent.final,
+        coefficients=b"",
+    )
+
+
+def _rejected(refused: machine.Refused) -> wire.Rejected:
+    sent = refused.manifest
+    return wire.Rejected(
+        learner=sent.learner,
+        incarnation=sent.incarnation,
+        seq=sent.seq,
+        stream_seq=refused.stream_seq,
+        tokens=sent.tokens,
+        steps=sent.steps,
+        reason=refused.reason,
+        detail=refused.detail,
+    )
+
+
+class Lab:
+    """One fragment's tape, machine and records. `step` is the only way into the machine."""
+
+    def __init__(self, rules: policy.FragmentRules) -> None:
+        self.rules = rules
+        self.tape: list[machine.Event] = []
+        self.stream_seq = 0
+        self.records: list[wire.Record] = []
+        self.open_commit: machine.Commit | None = None
+        genesis = machine.State(
+            version=0,
+            record_seq=0,
+            view_digest=digest_of(0),
+            seen_seq=0,
+            members={},
+            marks={},
+            pending={},
+        )
+        self._store(machine.Commit("verdict", "created", False, 0.0, genesis))
+        self.state = machine.resume(self.records[-1], self.stream_seq, 0.0)
+
+    def step(self, event: machine.Event) -> tuple[machine.Effect, ...]:
+        """Give the machine an event; note the commit it asks for."""
+        self.state, effects = machine.step(self.rules, self.state, event)
+        for effect in effects:
+            if isinstance(effect, machine.Commit):
+                assert self.open_commit is None, "a second commit while one is open"
+                self.open_commit = effect
+        return effects
+
+    def put(self, make, *args) -> machine.Event:
+        """Store a message on the tape: `make(at_s, stream_seq, ...)` is its event."""
+        self.stream_seq += 1
+        at_s, *rest = args
+        self.tape.append(make(at_s, self.stream_seq, *rest))
+        return self.tape[-1]
+
+    def commit(self, at_s: float) -> tuple[machine.Effect, ...]:
+        """The record that is open reaches the tape, and the machine hears of it."""
+        self.store_record()
+        return self.step(machine.Committed(at_s, self.stream_seq, self.records[-1].view_digest))
+
+    def store_record(self) -> None:
+        """The record reaches the tape; whether the machine lives to hear of it is another matter."""
+        assert self.open_commit is not None
+        self._store(self.open_commit)
+        self.open_commit = None
+
+    def crash(self, at_s: float) -> list[machine.Event]:
+        """Lose the machine; resume from the newest record. Gives what is to be read again."""
+        self.open_commit = None
+        newest = self.records[-1]
+        self.state = machine.resume(newest, self._record_seqs[-1], at_s)
+        return [event for event in self.tape if event.stream_seq >= newest.position]
+
+    def deadline(self) -> float | None:
+        """When the machine wants a timer."""
+        return machine.deadline(self.rules, self.state)
+
+    def _store(self, commit: machine.Commit) -> None:
+        self.stream_seq += 1
+        record = record_of(self.rules, commit, digest_of(commit.state.version))
+        # Through the wire, so that whatever the machine remembers survives it.
+        self.records.append(wire.decode(wire.Record, wire.encode(record)))
+        self._record_seqs = [*getattr(self, "_record_seqs", []), self.stream_seq]

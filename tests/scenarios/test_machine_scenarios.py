@@ -1,0 +1,193 @@
+"""The scripts in machine/: what the aggregator's core does, event by event.
+
+    rules quorum.min_learners=4 ...      before anything else
+    AT join NAME                         AT is in seconds
+    AT update NAME SEQ [key=value ...]   NAME@3 speaks for incarnation 3; `again` repeats a manifest
+    AT fetched NAME SEQ [norm=1]         AT failed NAME SEQ [REASON]
+    AT live NAME | dead NAME | leave NAME | finished NAME | stop | timer | committed
+    AT crash                             lose the machine, resume from the newest record
+    AT read [COUNT]                      what is on the tape from that record's position on
+    AT rounds NAME FIRST LAST            whole rounds of one learner's updates, effects not shown
+    AT stored                            the open record is on the tape, but nobody hears of it
+
+`=` shows phase, version and the deadline whenever one of them has changed.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machinelab import Lab, lab_rules, make_manifest
+from scripts import check, files, split
+
+from aggregator import machine
+
+FIELDS = {"step": "step_time_s"}
+
+
+class Player:
+    """Performs the events of one script."""
+
+    def __init__(self) -> None:
+        self.lab: Lab | None = None
+        self.lives: dict[str, int] = {}
+        self.shown = ""
+        self.unread: list[machine.Event] = []
+
+    def perform(self, line: str) -> Iterator[str]:
+        words, values = split(line)
+        if words[0] == "rules":
+            self.lab = Lab(lab_rules(**{key: _value(value) for key, value in values.items()}))
+            return
+        self.lab = self.lab or Lab(lab_rules())
+        at_s, verb, *rest = words
+        shown = list(self._happen(float(at_s), verb, rest, values))
+        yield from shown
+        yield from self._status()
+
+    def _happen(self, at_s: float, verb: str, rest: list[str], values: dict) -> Iterator[str]:
+        lab = self.lab
+        match verb, *rest:
+            case ["committed"]:
+                effects = lab.commit(at_s)
+            case "rounds", who, first, last:
+                for seq in range(int(first), int(last) + 1):
+                    base = {"base": lab.state.version}
+                    lab.step(self._event(at_s, "update", [who, str(seq)], base))
+                    lab.step(self._event(at_s, "fetched", [who, str(seq)], values))
+                    lab.commit(at_s)
+                return
+            case ["stored"]:
+                lab.store_record()
+                return
+            case ["crash"]:
+                self.unread = lab.crash(at_s)
+                return
+            case "read", *count:
+                for _ in range(int(count[0]) if count else len(self.unread)):
+                    event = self.unread.pop(0)
+                    yield f"| {self._told(event)}"
+                    yield from (f"|   {self._show(effect)}" for effect in lab.step(event))
+                return
+            case _:
+                effects = lab.step(self._event(at_s, verb, rest, values))
+        yield from (self._show(effect) for effect in effects)
+
+    def _event(self, at_s: float, verb: str, rest: list[str], values: dict) -> machine.Event:
+        lab = self.lab
+        match verb, *rest:
+            case "join", name:
+                event = lab.put(machine.Joined, at_s, name)
+                self.lives[name] = event.stream_seq
+                return event
+            case "update", who, seq:
+                name, life = self._who(who)
+                changes = {FIELDS.get(k, k): _value(v) for k, v in values.items()}
+                honest = make_manifest(lab.rules, name, life, int(seq)).shards
+                sent = make_manifest(lab.rules, name, life, int(seq), **_spoilt(honest, changes))
+                return lab.put(machine.Announced, at_s, sent)
+            case "again", who, seq:
+                update = machine.UpdateId(*self._who(who), int(seq))
+                manifests = [e.manifest for e in lab.tape if isinstance(e, machine.Announced)]
+                sent = next(m for m in manifests if (m.learner, m.incarnation, m.seq) == update)
+                again = sent.model_copy(update={"attempt": sent.attempt + 1})
+                return lab.put(machine.Announced, at_s, again)
+            case "fetched", who, seq:
+                update = machine.UpdateId(*self._who(who), int(seq))
+                return machine.Fetched(at_s, update, float(values.get("norm", 1)))
+            case "failed", who, seq, *reason:
+                update = machine.UpdateId(*self._who(who), int(seq))
+                return machine.Failed(at_s, update, *(reason or ["crc32c"]), "wrong bytes")
+            case ("live" | "dead") as how, who:
+                return machine.Liveness(at_s, *self._who(who), how == "live")
+            case "leave", who:
+                return lab.put(machine.Departed, at_s, *self._who(who))
+            case "finished", who:
+                return lab.put(machine.Finished, at_s, *self._who(who))
+            case ["stop"]:
+                return lab.put(machine.Stopped, at_s)
+            case ["timer"]:
+                return machine.Timer(at_s)
+        raise AssertionError(f"no such event: {verb} {rest}")
+
+    def _who(self, who: str) -> tuple[str, int]:
+        name, at, life = who.partition("@")
+        return name, int(life) if at else self.lives[name]
+
+    def _name(self, manifest) -> str:
+        current = self.lives.get(manifest.learner) == manifest.incarnation
+        life = "" if current else f"@{manifest.incarnation}"
+        return f"{manifest.learner}{life}/{manifest.seq}"
+
+    def _told(self, event: machine.Event) -> str:
+        match event:
+            case machine.Announced(_, stream_seq, manifest):
+                return f"{stream_seq}: update {self._name(manifest)}"
+            case _:
+                learner = getattr(event, "learner", "")
+                return f"{event.stream_seq}: {type(event).__name__.lower()} {learner}".rstrip()
+
+    def _show(self, effect: machine.Effect) -> str:
+        match effect:
+            case machine.Fetch(_, manifest):
+                return f"fetch {self._name(manifest)}"
+            case machine.OpenRound(version):
+                return f"open the round of version {version}"
+            case machine.Merge(taken):
+                extra = ""
+                if taken.staleness:
+                    extra += f", {taken.staleness} stale x {taken.discount:.3g}"
+                if taken.clip != 1:
+                    extra += f", clipped x {taken.clip:.3g}"
+                return f"merge {self._name(taken.manifest)}, weight {taken.weight:g}{extra}"
+            case machine.Commit(what, reason, final, _, state):
+                parts = [f"merged {' '.join(self._name(t.manifest) for t in state.admitted)}"]
+                parts = parts if state.admitted else []
+                parts += [
+                    f"rejected {self._name(r.manifest)} ({r.reason}: {r.detail})"
+                    for r in state.rejected
+                ]
+                parts.append(f"position {machine.position(state)}")
+                version = f" {state.version + 1}" if what == "version" else ""
+                last = ", the last record" if final else ""
+                return f"commit {what}{version}, {reason}{last}: {', '.join(parts)}"
+            case machine.Ignored(manifest, reason):
+                return f"ignore {self._name(manifest)}: {reason}"
+
+    def _status(self) -> Iterator[str]:
+        state, due_s = self.lab.state, self.lab.deadline()
+        timer = "" if due_s is None else f", timer at {due_s:g}"
+        final = ", final" if state.final else ""
+        shown = f"= {state.phase} at version {state.version}{final}{timer}"
+        if shown != self.shown:
+            self.shown = shown
+            yield shown
+
+
+def _value(text):
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False}.get(text, text)
+
+
+def _spoilt(honest: tuple, changes: dict) -> dict:
+    """`shard=name`, `size` or `cut` spoils the first shard; `layout=other` is a digest."""
+    spoil = changes.pop("shard", None)
+    if spoil:
+        change = {
+            "name": {"name": "lab/learner/b/update/0/1-1.0"},
+            "size": {"size_bytes": honest[0].size_bytes + 1},
+            "cut": {"stop": honest[0].stop - 32},
+        }[spoil]
+        changes["shards"] = (honest[0].model_copy(update=change), *honest[1:])
+    for key in ("base_digest", "layout"):
+        if changes.get(key) == "other":
+            changes[key] = "f" * 32
+    return changes
+
+
+@pytest.mark.parametrize("path", files("machine"), ids=lambda path: path.stem)
+def test_machine(path: Path) -> None:
+    check(path, Player().perform)
