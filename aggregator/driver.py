@@ -43,6 +43,7 @@ class FragmentOwner:
         self._fetching = asyncio.Semaphore(FETCHES)
         self._fetches: set[asyncio.Task[None]] = set()
         self._sampled_at_s: dict[str, float] = {}
+        self._broken: asyncio.Future[None]
         self._arrays: FragmentArrays
         self._newest: wire.Record
 
@@ -57,7 +58,8 @@ class FragmentOwner:
         while True:
             try:
                 await self._recover()
-                await first_of(self._read_tape(), self._serve())
+                self._broken = asyncio.get_running_loop().create_future()
+                await first_of(self._read_tape(), self._serve(), self._break_with_fetches())
             except SwapLostError as lost:
                 self._logger.warning("fenced", subject=lost.subject, expected=lost.expected)
             else:
@@ -179,7 +181,7 @@ class FragmentOwner:
             case Fetch():
                 task = asyncio.ensure_future(self._fetch(effect))
                 self._fetches.add(task)
-                task.add_done_callback(self._fetches.discard)
+                task.add_done_callback(self._fetched)
             case OpenRound():
                 await self._open_round(effect.version)
             case Merge():
@@ -221,6 +223,15 @@ class FragmentOwner:
         if payload is None:
             self._fetching.release()
         await self._queue.put((event, payload))
+
+    def _fetched(self, task: asyncio.Task[None]) -> None:
+        self._fetches.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _break_with_fetches(self) -> None:
+        """Raise what a fetch raised that is neither a passing fault nor the sender's."""
+        await self._broken
 
     # The commit
 

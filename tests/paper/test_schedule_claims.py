@@ -1,5 +1,6 @@
 """Claims of Decoupled DiLoCo (arXiv 2604.21428) about schedule, weights and fragments."""
 
+import itertools
 import math
 
 import pytest
@@ -32,7 +33,7 @@ def test_with_p_equal_to_h_one_fragment_is_sent_at_every_step():
         state, effects = sync.step(rules, state, sync.Stepped(float(step), 100))
         sends = [effect for effect in effects if isinstance(effect, sync.Send)]
         assert len(sends) == 1
-        assert sends[0].steps == (24 if step > 24 else step)
+        assert sends[0].steps == (min(step, 24))
         sent_at.append(sends[0].fragment)
         travelling.append((step + 2, sends[0]))
         in_flight = sum(f.in_flight is not None for f in state.fragments)
@@ -49,7 +50,7 @@ def test_offsets_are_distinct_and_spread_evenly():
     for fragments, interval in ((24, 24), (8, 24), (5, 24), (1, 24)):
         offsets = [offset_steps(f, fragments, interval) for f in range(fragments)]
         assert len(set(offsets)) == fragments
-        gaps = [b - a for a, b in zip(offsets, offsets[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(offsets)]
         assert not gaps or max(gaps) - min(gaps) <= 1
         assert offsets[-1] == interval
 
@@ -84,5 +85,5 @@ def test_balanced_fragments_are_within_four_thirds_of_the_optimum():
     for fragments in (2, 4, 8, 16):
         layout = make_layout(tensors, fragments=fragments, block=16)
         largest = max(fragment.elements for fragment in layout.fragments)
-        optimum = max(sum(sizes) / fragments, max(sizes))
+        optimum = max(sum(sizes) / fragments, *sizes)
         assert largest <= 4 / 3 * optimum

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import structlog
 
-from aggregator.daemon import aggregate
 from aggregator.context import Context as AggregatorContext
+from aggregator.daemon import aggregate
 from aggregator.fragment import FragmentArrays, make_grid
 from common import names, shards, wire
 from common.bus import MemoryBroker, MemoryBus, Message
@@ -47,7 +47,7 @@ EPOCH_S = 1_000_000.0
 TOKENS = 100
 
 
-class Stuck(Exception):
+class StuckError(Exception):
     """Nothing is scheduled, and what was awaited has not come."""
 
 
@@ -65,7 +65,7 @@ class _Jump(selectors.BaseSelector):
 
     def select(self, timeout=None):
         if timeout is None:
-            raise Stuck
+            raise StuckError
         self.now_s += max(0.0, timeout)
         return []
 
@@ -191,7 +191,7 @@ class ActorBus:
 
     async def read(self, stream, subjects, start_seq) -> AsyncIterator[Message]:
         async for message in self._inner.read(stream, subjects, start_seq):
-            while self._actor.cut():
+            while self._actor.cut():  # noqa: ASYNC110 - virtual time
                 await asyncio.sleep(0.1)
             await self._actor.wait()
             yield message

@@ -115,7 +115,7 @@ def one_seed(seed):
 
     async def keep_learning(learner):
         await asyncio.sleep(chance.choice([0.0, 0.0, 10.0]))
-        while not await learner.live():
+        while not await learner.live():  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(chance.uniform(0.1, 5.0))
 
     def next_aggregator():
