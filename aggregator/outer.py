@@ -271,18 +271,18 @@ class Accumulator:
         """
         block = self._grid.block
         coefficient_B = self._grid.per_block(coefficients_S)
-        for index, (start, stop) in enumerate(self._grid.ranges):
+        parts = zip(self._grid.ranges, shards, strict=True)
+        for index, ((start, stop), (scales, codes)) in enumerate(parts):
             middle = (start + stop) // 2
             low_B = coefficient_B[start // block : middle // block]
             high_B = coefficient_B[middle // block : stop // block]
-            scales, codes = shards[index]
             if codec == "float32":
-                codes = _products(codes, coefficient_B[start // block : stop // block])
+                addends = _products(codes, coefficient_B[start // block : stop // block])
             self._halves[index] = _add(
                 *self._halves[index],
                 self.inputs > 0,
                 scales,
-                codes,
+                addends if codec == "float32" else codes,
                 low_B,
                 high_B,
                 codec=codec,

@@ -1,0 +1,79 @@
+"""Digests of rounds on a made-up fragment: run by `test_outer.py` under several instruction sets.
+
+The vector is long enough for vectorized loops, their remainders and several chunks; weights,
+discounts and norms are such that products of float32s would be rounded.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from aggregator.outer import (
+    Accumulator,
+    Contribution,
+    close_round,
+    coefficients,
+    make_grid,
+    make_outer,
+)
+from common.layout import Tensor, TensorHint, make_layout
+from common.quantize import CODECS, encode
+from common.shards import digest
+from learner.delta import make_kernels
+
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
+SIZE = 200_000
+
+
+def digests() -> list[str]:
+    """One line for each codec."""
+    tensors = [
+        Tensor(name="layers", shape=(4, SIZE // 5), dtype="float32"),
+        Tensor(name="embedding", shape=(SIZE // 5,), dtype="float32"),
+    ]
+    layout = make_layout(tensors, fragments=1, block=64, hint=_hint)
+    return [_rounds(layout, codec) for codec in CODECS]
+
+
+def _hint(name, _shape) -> TensorHint:
+    return TensorHint(norm_axes=1) if name == "layers" else TensorHint(merge="average")
+
+
+def _rounds(layout, codec) -> str:
+    grid = make_grid(layout.fragments[0], layout.block, 1 << 17)
+    kernels = make_kernels(layout, 0, codec=codec, delta_codec=codec, shard_elements=1 << 17)
+    rng = np.random.default_rng(0)
+    theta = rng.standard_normal(grid.size).astype(np.float32)
+    view, theirs = theta.copy(), jnp.asarray(theta)
+    optimizer = make_outer(OPTIMIZERS[CODECS.index(codec)], delay=2)
+    state = optimizer.init(grid.size)
+    accumulator = Accumulator(grid)
+    for _ in range(3):
+        accumulator.reset()
+        for _ in range(3):
+            values = rng.standard_normal(grid.size).astype(np.float32)
+            shards = [encode(codec, values[a:b], grid.block) for a, b in grid.ranges]
+            # Made up, as a record would give them: norms may differ between processors.
+            norms = rng.uniform(1, 1000, 5)
+            update = Contribution(norms, rng.uniform(1, 9), rng.uniform(0.3, 1))
+            accumulator.add(codec, shards, coefficients(grid, update))
+        factor_S = rng.uniform(0.1, 1, 5).astype(np.float32)
+        delta = close_round(
+            grid,
+            accumulator,
+            factor_S,
+            theta_N=theta,
+            view_N=view,
+            state=state,
+            optimizer=optimizer,
+            learning_rate=0.7,
+            momentum=0.9,
+            delta_codec=codec,
+        )
+        theirs = kernels.advance(theirs, delta)
+    assert digest(np.asarray(theirs)) == digest(view)
+    results = [digest(array) for array in (theta, view, *state.values())]
+    return f"{codec} {' '.join(results)}"
+
+
+if __name__ == "__main__":
+    print("\n".join(digests()))

@@ -1,0 +1,428 @@
+"""Merging and the outer step: against plain formulas, and to the bit against other machines."""
+
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aggregator import outer
+from aggregator.outer import (
+    Accumulator,
+    Contribution,
+    Gradient,
+    Grid,
+    apply_delta,
+    close_round,
+    coefficients,
+    factors,
+    make_grid,
+    make_outer,
+    participation,
+    segment_norms,
+)
+from common.layout import Tensor, TensorHint, make_layout
+from common.quantize import CODECS, Encoded, decode_numpy, encode
+from common.shards import shard_ranges
+
+BLOCK = 16
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
+codecs = st.sampled_from(CODECS)
+
+
+def small_grid(shard_elements: int = 128, merge: str = "rda") -> Grid:
+    """Segments: a matrix by RDA, three stacked layers by RDA, an embedding by average, a scalar."""
+    hints = {
+        "layers": TensorHint(norm_axes=1),
+        "embedding": TensorHint(merge="average"),
+    }
+    layout = make_layout(
+        [
+            Tensor(name="matrix", shape=(7, 9), dtype="float32"),
+            Tensor(name="layers", shape=(3, 5, 5), dtype="float32"),
+            Tensor(name="embedding", shape=(11, 4), dtype="float32"),
+            Tensor(name="scalar", shape=(), dtype="float32"),
+        ],
+        fragments=1,
+        block=BLOCK,
+        hint=lambda name, _shape: hints.get(name, TensorHint()),
+    )
+    return make_grid(layout.fragments[0], BLOCK, shard_elements, merge)
+
+
+GRID = small_grid()
+RADIAL = GRID.radial
+
+
+def update_of(codec: str, values: np.ndarray, grid: Grid = GRID) -> list[Encoded]:
+    return [encode(codec, values[start:stop], grid.block) for start, stop in grid.ranges]
+
+
+def decoded(codec: str, shards: list[Encoded]) -> np.ndarray:
+    return np.concatenate([decode_numpy(codec, shard, BLOCK) for shard in shards])
+
+
+def by_segment(values: np.ndarray, grid: Grid = GRID) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(grid.lengths[:-1]) * grid.block)
+
+
+def sum_of(accumulator: Accumulator, grid: Grid = GRID) -> np.ndarray:
+    total = np.full(grid.size, np.nan, np.float32)
+    for start, values in accumulator.spans():
+        total[start : start + values.size] = values
+    return total
+
+
+def random_updates(codec: str, count: int, seed: int) -> list[tuple[list[Encoded], Contribution]]:
+    rng = np.random.default_rng(seed)
+    updates = []
+    for _ in range(count):
+        shards = update_of(codec, rng.standard_normal(GRID.size).astype(np.float32))
+        contribution = Contribution(
+            segment_norms(GRID, codec, shards),
+            weight=rng.uniform(1, 1e6),
+            discount=rng.uniform(0.1, 1),
+            clip=rng.uniform(0.5, 1),
+        )
+        updates.append((shards, contribution))
+    return updates
+
+
+def accumulated(codec: str, updates: list[tuple[list[Encoded], Contribution]]) -> Accumulator:
+    accumulator = Accumulator(GRID)
+    for shards, contribution in updates:
+        accumulator.add(codec, shards, coefficients(GRID, contribution))
+    return accumulator
+
+
+# --- Grid
+
+
+def test_a_grid_divides_the_whole_vector():
+    assert GRID.lengths.tolist() == [4, 2, 2, 2, 3, 1]
+    assert GRID.lengths.sum() * BLOCK == GRID.size
+    assert RADIAL.tolist() == [True, True, True, True, False, True]
+    assert not small_grid(merge="average").radial.any()
+    assert GRID.ranges == tuple(shard_ranges(GRID.size, BLOCK, 128))
+    assert len(GRID.ranges) == 2
+
+
+# --- Norms, coefficients, factors
+
+
+@settings(max_examples=30, deadline=None)
+@given(codecs, st.integers(0, 2**32 - 1), st.integers(-55, 35))
+def test_segment_norms_are_those_of_the_decoded_update(codec, seed, exponent):
+    values = np.random.default_rng(seed).standard_normal(GRID.size) * 2.0**exponent
+    values[: 4 * BLOCK] *= seed % 2  # Half of the time a zero segment.
+    shards = update_of(codec, values.astype(np.float32))
+    exact = [np.linalg.norm(part.astype(np.float64)) for part in by_segment(decoded(codec, shards))]
+    np.testing.assert_allclose(segment_norms(GRID, codec, shards), exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8"])
+@pytest.mark.parametrize("block", [16, 64, 512])
+def test_norms_of_the_greatest_codes_do_not_overflow(codec, block):
+    layout = make_layout(
+        [Tensor(name="x", shape=(4 * block,), dtype="float32")], fragments=1, block=block
+    )
+    grid = make_grid(layout.fragments[0], block, 1 << 20)
+    for sign in (1, -1):
+        ones = encode(codec, np.full(4 * block, sign, np.float32), block)
+        value = float(decode_numpy(codec, ones, block)[0])
+        norm = segment_norms(grid, codec, [ones])
+        np.testing.assert_allclose(norm, [abs(value) * np.sqrt(4 * block)], rtol=1e-12)
+
+
+def test_coefficients_are_bfloat16_of_the_rule():
+    norms = np.array([2.0, 4.0, 8.0, 0.0, 3.0, 5.0])
+    got = coefficients(GRID, Contribution(norms, weight=96.0, discount=0.5, clip=0.25))
+    assert got.dtype == ml_dtypes.bfloat16
+    expected = [48 / 2, 48 / 4, 48 / 8, 0, 48 * 0.25, 48 / 5]
+    assert got.tolist() == np.array(expected).astype(ml_dtypes.bfloat16).tolist()
+
+
+@pytest.mark.parametrize(("norm", "expected"), [(1e-30, 2.0**60), (1e30, 2.0**-60)])
+def test_coefficients_stay_where_products_are_exact(norm, expected):
+    got = coefficients(GRID, Contribution(np.full(6, norm), weight=1.0))
+    assert set(got[RADIAL].astype(float)) == {expected}
+
+
+@settings(max_examples=40, deadline=None)
+@given(codecs, st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_merge_is_the_formula_of_the_paper(codec, count, seed):
+    """PAPER.md §1, with w S in the numerators and w in the denominators."""
+    updates = random_updates(codec, count, seed)
+    accumulator = accumulated(codec, updates)
+    factor_S = factors(GRID, accumulator, [contribution for _, contribution in updates])
+    merged = sum_of(accumulator) * GRID.per_block(factor_S).repeat(BLOCK)
+    weight = sum(c.weight for _, c in updates)
+    for segment, part in enumerate(by_segment(merged)):
+        vectors = [
+            (c, by_segment(decoded(codec, shards))[segment].astype(np.float64))
+            for shards, c in updates
+        ]
+        shares = [c.weight * c.discount for c, _ in vectors]
+        if RADIAL[segment]:
+            norms = [c.clip * np.linalg.norm(v) for c, v in vectors]
+            length = sum(s * n for s, n in zip(shares, norms, strict=True)) / weight
+            turn = sum(s * v / np.linalg.norm(v) for s, (_, v) in zip(shares, vectors, strict=True))
+            expected = length * turn / np.linalg.norm(turn)
+        else:
+            expected = sum(s * c.clip * v for s, (c, v) in zip(shares, vectors, strict=True))
+            expected = expected / weight
+        # Coefficients carry 8 bits, so directions are right to about 2^-8.
+        tolerance = 2.0**-7 * np.abs(expected).max()
+        np.testing.assert_allclose(part, expected, atol=tolerance, rtol=0)
+        if RADIAL[segment]:
+            np.testing.assert_allclose(np.linalg.norm(part), np.linalg.norm(expected), rtol=1e-5)
+
+
+def test_a_round_of_average_segments_alone_needs_no_norm():
+    grid = small_grid(merge="average")
+    shards = update_of("int4", np.ones(grid.size, np.float32), grid)
+    contribution = Contribution(segment_norms(grid, "int4", shards), weight=8.0)
+    assert set(factors(grid, Accumulator(grid), [contribution, contribution])) == {1 / 16}
+
+
+def test_cancelling_directions_and_zero_updates_give_no_step():
+    ones = np.ones(GRID.size, np.float32)
+    updates = []
+    for sign in (1, -1, 0):
+        shards = update_of("int4", sign * ones)
+        updates.append((shards, Contribution(segment_norms(GRID, "int4", shards), 4.0)))
+    accumulator = accumulated("int4", updates)
+    factor_S = factors(GRID, accumulator, [contribution for _, contribution in updates])
+    assert not factor_S[RADIAL].any()
+    assert not (sum_of(accumulator) * GRID.per_block(factor_S).repeat(BLOCK)).any()
+
+
+def test_participation_scales_rate_and_momentum():
+    assert participation(0.8, 0.81, 0.5) == (0.4, 0.9)
+    assert participation(0.8, 0.9, 1.0) == (0.8, 0.9)
+
+
+# --- The sum
+
+
+@settings(max_examples=30, deadline=None)
+@given(codecs, st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_the_sum_is_that_of_rounded_products_in_order(codec, count, seed):
+    updates = random_updates(codec, count, seed)
+    expected = np.zeros(GRID.size, np.float32)
+    for shards, contribution in updates:
+        coefficient_N = GRID.per_block(coefficients(GRID, contribution)).repeat(BLOCK)
+        expected += decoded(codec, shards) * coefficient_N
+    assert sum_of(accumulated(codec, updates)).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_shards_change_nothing_for_the_sum(codec):
+    values = np.random.default_rng(3).standard_normal(GRID.size).astype(np.float32)
+    sums = []
+    for shard_elements in (32, 96, 128, 1 << 20):
+        grid = small_grid(shard_elements)
+        shards = update_of(codec, values, grid)
+        contribution = Contribution(segment_norms(grid, codec, shards), 3.0)
+        accumulator = Accumulator(grid)
+        accumulator.add(codec, shards, coefficients(grid, contribution))
+        sums.append(sum_of(accumulator, grid).tobytes())
+    assert len(set(sums)) == 1
+
+
+def test_a_reset_sum_starts_from_zero_in_the_same_memory():
+    updates = random_updates("int4", 2, seed=5)
+    accumulator = accumulated("int4", updates)
+    places = [values.ctypes.data for _, values in accumulator.spans()]
+    accumulator.reset()
+    for shards, contribution in updates[1:]:
+        accumulator.add("int4", shards, coefficients(GRID, contribution))
+    assert sum_of(accumulator).tobytes() == sum_of(accumulated("int4", updates[1:])).tobytes()
+    assert [values.ctypes.data for _, values in accumulator.spans()] == places
+
+
+def test_an_update_of_the_wrong_number_of_shards_is_an_error():
+    shards = update_of("int4", np.ones(GRID.size, np.float32))
+    with pytest.raises(ValueError, match="zip"):
+        Accumulator(GRID).add("int4", shards[:1], np.ones(6, ml_dtypes.bfloat16))
+
+
+# --- Outer optimizers
+
+
+def reference_step(
+    name: str,
+    theta: np.ndarray,
+    g: np.ndarray,
+    state: dict,
+    rate: float,
+    mu: float,
+    delay: int,
+    c: float,
+) -> np.ndarray:
+    """PAPER.md §3 word for word, whole vectors at a time, one float32 rounding per operation."""
+    f = np.float32
+    rate, mu_ = f(rate), f(mu)
+    if name == "sgd":
+        return theta - g * rate
+    state["m"] = state.get("m", np.zeros_like(theta))
+    if name == "delayed_nesterov":
+        state["t"] = state.get("t", 0) + 1
+        state["D"] = state.get("D", np.zeros_like(theta)) + g
+        nth = state["t"] % delay == 0
+        if nth:
+            state["m"] = state["m"] * mu_ + state["D"] * f(1 / delay)
+            state["D"] = np.zeros_like(theta)
+        carried = f(((1 - c * delay + c) if nth else c) * mu)
+        return theta - (g * f(1 / delay) + state["m"] * carried) * rate
+    state["m"] = state["m"] * mu_ + g
+    step = state["m"] if name == "momentum" else g + state["m"] * mu_
+    return theta - step * rate
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("chunk", [48, 1 << 17])
+def test_outer_steps_are_their_formulas_to_the_bit(name, chunk, monkeypatch):
+    monkeypatch.setattr(outer, "CHUNK", chunk)
+    rng = np.random.default_rng(1)
+    size, block = 32 * 24, 16
+    theta = rng.standard_normal(size).astype(np.float32)
+    optimizer = make_outer(name, delay=3, delay_fraction=0.2)
+    state, expected, expected_state = optimizer.init(size), theta.copy(), {}
+    for step in range(7):
+        raw = rng.standard_normal(size).astype(np.float32)
+        factor_B = rng.choice([0.5, 0.75, 1.25], size // block).astype(np.float32)
+        halves = ((0, raw[: size // 2]), (size // 2, raw[size // 2 :]))
+        rate, mu = 0.7 - 0.1 * step, 0.9 - 0.05 * step
+        optimizer.update(
+            theta, Gradient(halves, factor_B, block), state, learning_rate=rate, momentum=mu
+        )
+        g = raw * factor_B.repeat(block)
+        expected = reference_step(name, expected, g, expected_state, rate, mu, 3, 0.2)
+        assert theta.tobytes() == expected.tobytes()
+    assert (
+        sum(array.size for array in state.values())
+        == ({"sgd": 0, "momentum": size, "nesterov": size, "delayed_nesterov": 2 * size + 1}[name])
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(OPTIMIZERS), st.integers(0, 2**32 - 1), st.sampled_from([32, 80, 4096]))
+def test_chunks_change_nothing(name, seed, chunk):
+    results = []
+    default = outer.CHUNK
+    for size_of_chunk in (chunk, default):
+        rng = np.random.default_rng(seed)
+        theta = rng.standard_normal(480).astype(np.float32)
+        optimizer = make_outer(name, delay=2)
+        state = optimizer.init(theta.size)
+        outer.CHUNK = size_of_chunk
+        try:
+            for _ in range(3):
+                spans = ((0, rng.standard_normal(480).astype(np.float32)),)
+                optimizer.update(theta, Gradient(spans), state, learning_rate=0.7, momentum=0.9)
+        finally:
+            outer.CHUNK = default
+        results.append([theta.tobytes(), *(array.tobytes() for array in state.values())])
+    assert results[0] == results[1]
+
+
+def test_the_merged_sum_is_not_changed_by_a_step():
+    accumulator = accumulated("int4", random_updates("int4", 2, seed=1))
+    before = sum_of(accumulator).tobytes()
+    theta = np.zeros(GRID.size, np.float32)
+    gradient = Gradient(tuple(accumulator.spans()))
+    make_outer("sgd").update(theta, gradient, {}, learning_rate=0.5, momentum=0.0)
+    assert sum_of(accumulator).tobytes() == before
+
+
+# --- Closing and merging again
+
+
+@settings(max_examples=40, deadline=None)
+@given(codecs, codecs, st.sampled_from(OPTIMIZERS), st.integers(0, 2**32 - 1))
+def test_merging_again_from_the_record_gives_the_same_bits(codec, delta_codec, name, seed):
+    optimizer = make_outer(name, delay=2)
+    start = np.random.default_rng(seed).standard_normal(GRID.size).astype(np.float32)
+    first = _Fragment(start, optimizer)
+    again = _Fragment(start, optimizer)
+    for round_ in range(3):
+        updates = random_updates(codec, 1 + round_, seed + round_)
+        accumulator = accumulated(codec, updates)
+        factor_S = factors(GRID, accumulator, [c for _, c in updates])
+        recorded = factor_S.tobytes(), [coefficients(GRID, c).tobytes() for _, c in updates]
+        first.close(accumulator, factor_S, delta_codec)
+        accumulator.reset()
+        for (shards, _), coefficient in zip(updates, recorded[1], strict=True):
+            read = np.frombuffer(coefficient, ml_dtypes.bfloat16)
+            accumulator.add(codec, shards, read)
+        again.close(accumulator, np.frombuffer(recorded[0], np.float32), delta_codec)
+        assert first.bits() == again.bits()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("slab", [16, 48, 1 << 19])
+def test_the_view_follows_theta_and_readers_follow_the_view(codec, slab, monkeypatch):
+    """What quantization loses is carried: view + what is left = theta, and the rest goes out."""
+    monkeypatch.setattr(outer, "SLAB", slab)
+    rng = np.random.default_rng(2)
+    theta = rng.standard_normal(GRID.size).astype(np.float32)
+    view = np.zeros(GRID.size, np.float32)
+    reader = view.copy()
+    for _ in range(12):
+        whole = encode(codec, theta - view, BLOCK)
+        delta = outer.advance_view(theta, view, codec, BLOCK)
+        assert delta.codes.tobytes() == np.asarray(whole.codes).tobytes()
+        assert delta.scales.tobytes() == np.asarray(whole.scales).tobytes()
+        apply_delta(codec, reader, delta, BLOCK)
+        assert reader.tobytes() == view.tobytes()
+    np.testing.assert_allclose(view, theta, rtol=1e-6, atol=1e-9)
+
+
+class _Fragment:
+    def __init__(self, start: np.ndarray, optimizer: outer.OuterOptimizer) -> None:
+        self.theta, self.view = start.copy(), start.copy()
+        self.optimizer, self.state = optimizer, optimizer.init(start.size)
+
+    def close(self, accumulator: Accumulator, factor_S: np.ndarray, codec: str) -> Encoded:
+        return close_round(
+            GRID,
+            accumulator,
+            factor_S,
+            theta_N=self.theta,
+            view_N=self.view,
+            state=self.state,
+            optimizer=self.optimizer,
+            learning_rate=0.7,
+            momentum=0.9,
+            delta_codec=codec,
+        )
+
+    def bits(self) -> list[bytes]:
+        return [array.tobytes() for array in (self.theta, self.view, *self.state.values())]
+
+
+# --- Same bits everywhere
+
+
+def test_every_instruction_set_gives_the_same_bits():
+    """Encode, merge by both rules, outer step, version delta, a learner's apply; every codec."""
+    others = [
+        subprocess.Popen(
+            [sys.executable, same_bits.__file__],
+            env={**os.environ, "XLA_FLAGS": f"--xla_cpu_max_isa={isa}"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for isa in ("SSE4_2", "AVX2")
+    ]
+    expected = same_bits.digests()
+    assert len(set(expected)) == len(CODECS)
+    for other in others:
+        printed, _ = other.communicate(timeout=120)
+        assert printed.splitlines() == expected

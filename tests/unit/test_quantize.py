@@ -1,0 +1,190 @@
+"""Codecs: error bounds, exact bits, and what happens to values that no code can hold."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.quantize import (
+    CODECS,
+    GREATEST_CODE,
+    GREATEST_SCALE,
+    GREATEST_VALUE,
+    LEAST_SCALE,
+    Encoded,
+    canonical,
+    code_count,
+    code_dtype,
+    decode,
+    decode_numpy,
+    encode,
+    encode_difference,
+    encoded_bytes,
+    scale_count,
+)
+
+BLOCKS = (16, 64, 512)
+INTEGER = tuple(GREATEST_CODE)
+codecs = st.sampled_from(CODECS)
+blocks = st.sampled_from(BLOCKS)
+
+
+@st.composite
+def vectors(draw, block: int) -> np.ndarray:
+    """Six blocks of values whose sizes differ wildly, some blocks and values zero, some tied."""
+    seed, kind = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from(["normal", "tied", "flat"]))
+    exponents = draw(st.lists(st.integers(-70, 42), min_size=6, max_size=6))
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((6, block))
+    if kind == "tied":  # Multiples of half a code, so that many quotients are exact ties.
+        values = rng.integers(-14, 15, (6, block)) / 2.0
+        values[:, 0] = 7.0
+    if kind == "flat":
+        values = np.ones((6, block))
+    values *= 2.0 ** np.array(exponents)[:, None]
+    values[rng.integers(6)] = 0
+    values[:, rng.integers(block)] = 0
+    return values.astype(np.float32).reshape(-1)
+
+
+def reference(codec: str, values: np.ndarray, block: int) -> Encoded:
+    """The definition, in plain NumPy: what every machine must give, bit for bit."""
+    if codec not in GREATEST_CODE:
+        clipped = np.clip(values, -GREATEST_VALUE, GREATEST_VALUE)
+        clipped = np.where(np.abs(values) < LEAST_SCALE, 0, clipped).astype(np.float32)
+        return Encoded(np.zeros(0, ml_dtypes.bfloat16), clipped.astype(code_dtype(codec)))
+    greatest = GREATEST_CODE[codec]
+    rows = values.reshape(-1, block)
+    wanted = np.abs(rows).max(axis=1) * np.float32(1 / greatest)
+    scales = np.clip(wanted, np.float32(LEAST_SCALE), np.float32(GREATEST_SCALE))
+    scales = scales.astype(ml_dtypes.bfloat16)
+    inverse = np.float32(1) / scales.astype(np.float32)
+    codes = np.rint(np.clip(rows * inverse[:, None], -greatest, greatest)).astype(np.int8)
+    codes = codes.reshape(-1)
+    if codec == "int4":
+        biased = (codes + 8).astype(np.uint8)
+        half = biased.size // 2
+        codes = biased[:half] | (biased[half:] << 4)
+    return Encoded(scales, codes)
+
+
+def bits(encoded: Encoded) -> tuple[bytes, bytes]:
+    return np.asarray(encoded.scales).tobytes(), np.asarray(encoded.codes).tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), codecs, blocks)
+def test_encode_gives_the_bits_of_its_definition(data, codec, block):
+    values = data.draw(vectors(block))
+    assert bits(encode(codec, values, block)) == bits(reference(codec, values, block))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_encode_inside_another_kernel_gives_the_same_bits(codec):
+    values = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    inside = jax.jit(lambda v: encode(codec, v, 64))(values)
+    assert bits(inside) == bits(encode(codec, values, 64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), codecs, blocks)
+def test_decode_gives_the_same_bits_with_and_without_jax(data, codec, block):
+    encoded = encode(codec, data.draw(vectors(block)), block)
+    assert np.asarray(decode(codec, encoded, block)).tobytes() == (
+        decode_numpy(codec, encoded, block).tobytes()
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), blocks, st.sampled_from(INTEGER))
+def test_error_is_at_most_half_a_scale(data, block, codec):
+    values = data.draw(vectors(block))
+    encoded = encode(codec, values, block)
+    scales = np.asarray(encoded.scales).astype(np.float64)
+    error = np.abs(decode_numpy(codec, encoded, block).astype(np.float64) - values)
+    clipped = scales == GREATEST_SCALE
+    assert (error.reshape(-1, block).max(axis=1) <= 0.5000002 * scales)[~clipped].all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), codecs, blocks)
+def test_a_decoded_vector_encodes_to_the_same_codes(data, codec, block):
+    first = encode(codec, data.draw(vectors(block)), block)
+    second = encode(codec, decode(codec, first, block), block)
+    assert bits(first) == bits(second)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), codecs, blocks)
+def test_the_difference_is_encoded_as_if_it_had_been_stored(data, codec, block):
+    new, old = data.draw(vectors(block)), data.draw(vectors(block))
+    assert bits(encode_difference(codec, new, old, block)) == bits(encode(codec, new - old, block))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_sizes(codec, block):
+    size = 6 * block
+    encoded = encode(codec, np.ones(size, np.float32), block)
+    scales, codes = np.asarray(encoded.scales), np.asarray(encoded.codes)
+    assert scales.dtype == ml_dtypes.bfloat16
+    assert scales.shape == (scale_count(codec, size, block),)
+    assert codes.dtype == code_dtype(codec)
+    assert codes.shape == (code_count(codec, size),)
+    assert encoded_bytes(codec, size, block) == scales.nbytes + codes.nbytes
+
+
+def test_int4_keeps_the_halves_of_a_vector_in_two_planes():
+    values = np.zeros(64, np.float32)
+    values[3], values[32 + 3] = 7, -7
+    codes = np.asarray(encode("int4", values, 16).codes)
+    assert codes[3] == (7 + 8) | (-7 + 8) << 4
+    assert set(np.delete(codes, 3)) == {8 | 8 << 4}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("tiny", [0.0, 1e-45, 2.0**-66, -(2.0**-66)])
+def test_zeros_and_values_too_small_are_sent_as_zero(codec, tiny):
+    encoded = encode(codec, np.full(32, tiny, np.float32), 16)
+    assert not decode_numpy(codec, encoded, 16).any()
+    assert (np.asarray(encoded.scales).astype(np.float64) == LEAST_SCALE).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_values_too_large_are_sent_as_the_greatest(codec):
+    sent = decode_numpy(codec, encode(codec, np.full(32, -3e38, np.float32), 16), 16)
+    greatest = {"int4": 7 * GREATEST_SCALE, "int8": 127 * GREATEST_SCALE}
+    assert (sent == -np.float32(greatest.get(codec, GREATEST_VALUE))).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("position", [0, 17, 31])
+def test_what_is_not_finite_shows_in_what_is_sent(codec, bad, position):
+    values = np.ones(32, np.float32)
+    values[position] = bad
+    encoded = encode(codec, values, 16)
+    shown = np.asarray(encoded.scales if codec in INTEGER else encoded.codes).astype(np.float32)
+    assert np.isfinite(shown).sum() == shown.size - 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), codecs)
+def test_a_canonical_view_stays_the_same_in_jax_and_numpy(data, codec):
+    """Denormals are the one thing on which they differ; no sum of these has any."""
+    start = data.draw(vectors(64)) * np.float32(2.0**-60)
+    view = canonical(start)
+    in_jax = jnp.asarray(view)
+    for _ in range(3):
+        encoded = encode(codec, data.draw(vectors(64)), 64)
+        view = view + decode_numpy(codec, encoded, 64)
+        in_jax = in_jax + decode(codec, encoded, 64)
+        assert np.asarray(in_jax).tobytes() == view.tobytes()
+
+
+def test_canonical_sets_denormals_to_zero_and_nothing_else():
+    values = np.array([1e-40, -1e-40, 2.0**-126, -(2.0**-126), 1, 0], np.float32)
+    assert canonical(values).tolist() == [0, 0, 2.0**-126, -(2.0**-126), 1, 0]
