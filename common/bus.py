@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, Protocol
 
-from common.errors import BusError, SwapLostError
+from common.errors import BusError, StreamMissingError, SwapLostError
 
 # Broadcasts that one listener may leave unread; then the oldest are dropped.
 LISTEN_BACKLOG = 1024
@@ -70,10 +70,18 @@ class Bus(Protocol):
         """
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None."""
+        """The last message of `subject` (no wildcards), or None.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
 
     async def last_sequence(self, stream: str) -> int:
-        """Sequence of the stream's last message; 0 if it is empty."""
+        """Sequence of the stream's last message; 0 if it is empty.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
 
     def read(self, stream: str, subjects: list[str], start_seq: int) -> AsyncIterator[Message]:
         """Messages of `subjects` from `start_seq` (1 is the first) on, then new ones, for ever."""
@@ -270,10 +278,10 @@ class MemoryBroker:
         return seq
 
     def stream(self, name: str) -> _Stream:
-        """The stream of that name, rid of what has expired; BusError if there is none."""
+        """The stream of that name, rid of what has expired; StreamMissingError if there is none."""
         found = self._streams.get(name)
         if found is None:
-            raise BusError(f"no stream {name!r}", hint="create the run first")
+            raise StreamMissingError(f"no stream {name!r}", hint="create the run first")
         found.expire(self._clock())
         return found
 

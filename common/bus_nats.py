@@ -49,7 +49,13 @@ from common.bus import (
     stream_settings,
     stream_went_back,
 )
-from common.errors import BusError, BusUnavailableError, ConfigError, SwapLostError
+from common.errors import (
+    BusError,
+    BusUnavailableError,
+    ConfigError,
+    StreamMissingError,
+    SwapLostError,
+)
 
 CALL_TIMEOUT_S = 5.0
 _DIAL_TIMEOUT_S = 10.0
@@ -63,6 +69,7 @@ _CONSUMER_IDLE_S = 30.0  # after so long without a pull the server drops a consu
 _BROADCAST_BACKLOG_BYTES = 1 << 20
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _STREAM_EXISTS = 10058
+_STREAM_NOT_FOUND = 10059
 _PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 
 T = TypeVar("T")
@@ -639,6 +646,10 @@ class _RefusedError(BusError):
     no_message = False
 
 
+class _NoStreamError(_RefusedError, StreamMissingError):
+    """The server has no stream of that name."""
+
+
 async def _listen_on(link: _Link, subject: str) -> AsyncGenerator[tuple[str, bytes], None]:
     """Broadcasts heard on `link`; BusUnavailableError once it is lost."""
     queue: asyncio.Queue[Msg | None] = asyncio.Queue()
@@ -687,6 +698,8 @@ def _ours(error: nats.errors.Error, subject: str) -> BusError:
             hint="no stream takes this subject, or its leader is being elected; create the run",
         )
     if isinstance(error, APIError) and error.code != 503:
+        if error.err_code == _STREAM_NOT_FOUND:
+            return _NoStreamError(text, hint="create the run first, or use the server it is on")
         refused = _RefusedError(text)
         refused.err_code = error.err_code or 0
         # A direct get says only 404; from the leader it is 10037, where 10059 is 'no stream'.

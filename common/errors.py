@@ -81,6 +81,10 @@ class BusUnavailableError(BusError):
     retry = True
 
 
+class StreamMissingError(BusError):
+    """There is no stream of that name: the run was not created, or on another server."""
+
+
 class SwapLostError(BusError):
     """The subject's last message is not the expected one: somebody else committed first.
 

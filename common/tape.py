@@ -1,5 +1,6 @@
 """A run as its tape and store hold it: the specification, records, and the objects they name."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy.typing as npt
 from common import log, names, shards, wire
 from common.bus import Bus
 from common.config import RunSettings
-from common.errors import IntegrityError, RunMismatchError
+from common.errors import IntegrityError, RunMismatchError, StreamMissingError
 from common.layout import Layout
 from common.quantize import decode_numpy
 from common.service import Runtime
@@ -44,7 +45,9 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
     Raises:
         RunMismatchError: there is no such run.
     """
-    message = await bus.last(names.tape_stream(run), names.spec(run))
+    message = None
+    with contextlib.suppress(StreamMissingError):
+        message = await bus.last(names.tape_stream(run), names.spec(run))
     if message is None:
         raise RunMismatchError(
             f"there is no run {run!r} on this bus",

@@ -162,10 +162,11 @@ def main() -> None:
     try:
         app()
     except DilocoError as error:
-        console = Console(stderr=True)
-        console.print(f"error: {error.message}", style="red", markup=False, highlight=False)
+        # Not wrapped: a path cut in two cannot be found again.
+        console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        console.print(f"error: {error.message}", style="red")
         if error.hint:
-            console.print(f"hint: {error.hint}", markup=False, highlight=False)
+            console.print(f"hint: {error.hint}")
         sys.exit(1)
 
 

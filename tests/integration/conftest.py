@@ -24,8 +24,12 @@ def new_world(
     """Makes and creates a run on the session's server, or on one given as `server`."""
     with contextlib.ExitStack() as stack:
 
-        def make(*, server: NatsServer | None = None, **changes: dict[str, Any]) -> World:
-            chosen = server or request.getfixturevalue("nats_server")
-            return stack.enter_context(open_world(unique, tmp_path / "run", chosen.url, **changes))
+        def make(
+            *, server: NatsServer | None = None, create: bool = True, **changes: dict[str, Any]
+        ) -> World:
+            url = (server or request.getfixturevalue("nats_server")).url
+            return stack.enter_context(
+                open_world(unique, tmp_path / "run", url, create=create, **changes)
+            )
 
         yield make

@@ -17,11 +17,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import tomli_w
 
-from common import bus_nats
+from aggregator.daemon import load_run
+from common import bus_nats, log
 from common.bus_nats import NatsBus
 from common.config import Config, load_config
+from common.service import Runtime
+from common.store import open_store
+from common.tape import RunContext
+from diloco.create import create
+from diloco.view import load_params
+from learner import tree
+from learner.task import load_task
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -183,14 +192,7 @@ class World:
 
     def create(self) -> None:
         """`diloco run create`, by its function: a process of its own would only cost time."""
-        from diloco.create import create
-
-        before = [*sys.path]
-        sys.path.insert(0, str(HERE))
-        try:
-            create(self.config, None)
-        finally:
-            sys.path[:] = before
+        create(self.config, None)
 
     def aggregator(self) -> Process:
         return self.start("aggregator", "aggregator", "--config", str(self.config_path))
@@ -230,7 +232,30 @@ class World:
         """How many batches a learner has drawn."""
         return len(self.notes(learner))
 
-    # The bus
+    # The bus and the store
+
+    def params(self) -> dict[str, np.ndarray]:
+        """The newest global view as the task's parameters, by name."""
+        settings = self.config.settings()
+        task = load_task(
+            settings.task.build, steps=settings.run.steps, seed=settings.run.seed,
+            options=settings.task.options,
+        )  # fmt: skip
+
+        async def load(bus: NatsBus) -> dict[str, np.ndarray]:
+            store, runtime = open_store(str(self.store)), Runtime()
+            context = RunContext(
+                settings=settings,
+                layout=await load_run(self.config, bus, store, runtime),
+                bus=bus,
+                store=store,
+                runtime=runtime,
+                logger=log.get(),
+            )
+            params, _ = await load_params(context, task)
+            return {name: np.asarray(leaf) for name, leaf in tree.by_name(params).items()}
+
+        return self.ask(load)
 
     def ask(self, work: Callable[[NatsBus], Coroutine[Any, Any, T]]) -> T:
         """Run `work` with a connection of its own."""
@@ -281,11 +306,14 @@ def make_world(name: str, folder: Path, url: str, **changes: dict[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def open_world(name: str, folder: Path, url: str, **changes: dict[str, Any]) -> Iterator[World]:
-    """A created run, of which no process outlives the block."""
+def open_world(
+    name: str, folder: Path, url: str, *, create: bool = True, **changes: dict[str, Any]
+) -> Iterator[World]:
+    """A run, created unless told not to; no process of it outlives the block."""
     world = make_world(name, folder, url, **changes)
     try:
-        world.create()
+        if create:
+            world.create()
         yield world
     finally:
         world.end()
