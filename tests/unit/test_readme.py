@@ -1,0 +1,59 @@
+"""README and docs: the example is the file, links lead somewhere, dependencies are explained."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from common.config import make_config
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("runbooks/*.md")])
+# Made from a finished run, and not by the tests.
+PICTURES = {"docs/demo.png"}
+
+
+def blocks(language: str) -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_example_is_the_file() -> None:
+    assert blocks("python") == [(ROOT / "examples" / "digits.py").read_text()]
+
+
+def test_the_example_is_short() -> None:
+    assert len(blocks("python")[0].splitlines()) < 40
+
+
+def test_the_configuration_loads() -> None:
+    for text in blocks("toml"):
+        make_config(tomllib.loads(text), source="README.md")
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in a link to it."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://") or target in PICTURES:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_every_dependency_is_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    rows = re.findall(
+        r"^\| ([\w, -]+) \|", (ROOT / "docs/dependencies.md").read_text(), re.MULTILINE
+    )
+    named = {name.strip() for row in rows for name in row.split(",")} - {"package", "setuptools"}
+    assert named - {"---"} == {re.split(r"[<>=]", requirement)[0] for requirement in wanted}
