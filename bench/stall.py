@@ -31,7 +31,7 @@ from learner.adopt import starts
 from learner.background import Background, run_loop
 from learner.publish import Context
 from learner.replica import Replica
-from learner.task import load_task, params_shapes
+from learner.task import params_shapes, run_task
 from learner.train import Meter, Trainer, make_inner_step
 
 FLOOR = 0.99
@@ -55,9 +55,7 @@ def write_config(folder: Path, url: str, preset: str) -> Path:
 def make_trainer(config: Config, background: Background, context: Context) -> Trainer:
     """A learner as `learner.daemon` makes it."""
     settings = config.settings()
-    task = load_task(
-        settings.task.build, steps=settings.run.steps, seed=0, options=settings.task.options
-    )
+    task = run_task(settings)
     loaded, position = background.load()
     trained, constants = tree.split(params_shapes(task))
     rules = sync.sync_rules(settings.sync)
@@ -104,7 +102,7 @@ def measure(config: Config, pairs: int) -> list[tuple[Took, Took]]:
         bus_nats.connect(config.bus.url, name="stall"), loop
     ).result()
     settings = config.settings()
-    task = load_task(settings.task.build, steps=1, seed=0, options=settings.task.options)
+    task = run_task(settings)
     context = Context(
         settings=settings,
         layout=tree.task_layout(task, settings.sync),

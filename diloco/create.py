@@ -20,7 +20,7 @@ from common.store import ObjectStore, open_store
 from common.tape import load_specification
 from learner import tree
 from learner.delta import make_kernels
-from learner.task import Params, load_task
+from learner.task import Params, run_task
 
 
 def create(config: Config, source: Path | None) -> Layout:
@@ -34,12 +34,7 @@ def create(config: Config, source: Path | None) -> Layout:
         DilocoError: what is wrong, with what to do.
     """
     settings = config.settings()
-    task = load_task(
-        settings.task.build,
-        steps=settings.run.steps,
-        seed=settings.run.seed,
-        options=settings.task.options,
-    )
+    task = run_task(settings)
     layout = tree.task_layout(task, settings.sync)
     params = jax.jit(task.init)(jax.random.key(settings.run.seed))
     if source is not None:

@@ -306,16 +306,10 @@ class Evaluation:
     """Scores the run's global view on the task's held-out data."""
 
     def __init__(self, context: RunContext) -> None:
-        from learner.task import load_task
+        from learner.task import run_task
 
-        settings = context.settings
         self._context = context
-        self._task = load_task(
-            settings.task.build,
-            steps=settings.run.steps,
-            seed=settings.run.seed,
-            options=settings.task.options,
-        )
+        self._task = run_task(context.settings)
 
     async def loss(self) -> float:
         """Held-out loss of the newest view."""

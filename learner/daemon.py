@@ -18,7 +18,7 @@ from learner.adopt import starts
 from learner.background import Background, run_loop
 from learner.publish import Context
 from learner.replica import Replica
-from learner.task import Params, Task, load_task, params_shapes
+from learner.task import Params, Task, params_shapes, run_task
 from learner.train import Meter, Trainer, make_inner_step
 
 CONNECT_S = 60.0
@@ -51,12 +51,7 @@ def _serve(
     config: Config, learner: str, asked: Callable[[], bool], loop: asyncio.AbstractEventLoop
 ) -> None:
     settings = config.settings()
-    task = load_task(
-        settings.task.build,
-        steps=settings.run.steps,
-        seed=settings.run.seed,
-        options=settings.task.options,
-    )
+    task = run_task(settings)
     layout = tree.task_layout(task, settings.sync)
     bus: Bus = asyncio.run_coroutine_threadsafe(
         bus_nats.connect(

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from common.config import RunSettings
 from common.errors import TaskError
 from common.layout import FLOATING, Hint, TensorHint, default_hint
 
@@ -114,6 +115,16 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
         )
     check_task(task, steps=steps)
     return task
+
+
+def run_task(settings: RunSettings) -> Task:
+    """The task of a run; errors as `load_task`."""
+    return load_task(
+        settings.task.build,
+        steps=settings.run.steps,
+        seed=settings.run.seed,
+        options=settings.task.options,
+    )
 
 
 def check_task(task: Task, *, steps: int) -> None:
