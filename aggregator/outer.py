@@ -37,6 +37,7 @@ from common.quantize import (
     GREATEST_CODE,
     Codec,
     Encoded,
+    aligned_zeros,
     code_count,
     code_dtype,
     decode,
@@ -59,7 +60,7 @@ GREATEST_COEFFICIENT: Final = 2.0**60
 # Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
 CANCELLING: Final = 1e-6
 # Elements that one thread works on at a time, so that an operation finds them in its cache.
-CHUNK: Final = 1 << 17
+CHUNK: Final = 1 << 16
 # Elements of each half that are quantized at a time.
 SLAB: Final = 1 << 19
 WORKERS: Final = 2
@@ -194,10 +195,12 @@ def _code_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
     squares = []
     for scales_B, codes in shards:
         rows = _square_lanes(codes, codec=codec, block=grid.block)
-        sums_B = np.asarray(_square_sums(rows, codec=codec))
-        squares.append(sums_B * np.asarray(scales_B).astype(np.float64) ** 2)
+        squares_B = np.square(np.asarray(scales_B).astype(np.float64))
+        squares_B *= np.asarray(_square_sums(rows, codec=codec))
+        squares.append(squares_B)
     starts_S = np.cumsum(grid.lengths) - grid.lengths
-    return np.sqrt(np.add.reduceat(np.concatenate(squares), starts_S))
+    whole_B = squares[0] if len(squares) == 1 else np.concatenate(squares)
+    return np.sqrt(np.add.reduceat(whole_B, starts_S))
 
 
 @partial(jax.jit, static_argnames=("codec", "block"))
@@ -288,6 +291,8 @@ class Accumulator:
                 codec=codec,
                 block=block,
             )
+        # Not before the codes have been read may the caller let go of the update, or fetch more.
+        jax.block_until_ready(self._halves)
         self.inputs += 1
 
     def reset(self) -> None:
@@ -619,7 +624,7 @@ def _advance_slabs(
 ) -> None:
     half = view_N.size // 2
     theta_2xH, view_2xH = theta_N.reshape(2, half), view_N.reshape(2, half)
-    difference_2xs = np.zeros((2, slab), np.float32)
+    difference_2xs = aligned_zeros(2 * slab).reshape(2, slab)
     for start in starts:
         length = min(slab, half - start)
         here = slice(start, start + length)

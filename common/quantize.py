@@ -136,6 +136,13 @@ def decode_numpy(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.f
     return values_Bxb.reshape(-1)
 
 
+def aligned_zeros(size: int) -> npt.NDArray[np.float32]:
+    """A vector at a 64-byte boundary, which JAX on CPU reads in place; NumPy's own are copied."""
+    raw = np.zeros(size + 16, np.float32)
+    start = -raw.ctypes.data % 64 // 4
+    return raw[start : start + size]
+
+
 def canonical(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """A copy with denormal numbers set to zero, as views must be: machines differ on them."""
     return np.where(np.abs(values_N) < np.finfo(np.float32).tiny, np.float32(0), values_N)
