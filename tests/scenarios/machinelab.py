@@ -161,7 +161,9 @@ class Lab:
         self.tape: list[machine.Event] = []
         self.stream_seq = 0
         self.records: list[wire.Record] = []
+        self.record_seqs: list[int] = []
         self.open_commit: machine.Commit | None = None
+        self.unheard = False
         genesis = machine.State(
             version=0,
             record_seq=0,
@@ -176,10 +178,13 @@ class Lab:
 
     def step(self, event: machine.Event) -> tuple[machine.Effect, ...]:
         """Give the machine an event; note the commit it asks for."""
+        if isinstance(event, machine.Committed):
+            self.unheard = False
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
             if isinstance(effect, machine.Commit):
-                assert self.open_commit is None, "a second commit while one is open"
+                assert not self.open_commit, "a second commit while one is open"
+                assert not self.unheard, "a commit before the last one is known to be done"
                 self.open_commit = effect
         return effects
 
@@ -193,19 +198,26 @@ class Lab:
     def commit(self, at_s: float) -> tuple[machine.Effect, ...]:
         """The record that is open reaches the tape, and the machine hears of it."""
         self.store_record()
-        return self.step(machine.Committed(at_s, self.stream_seq, self.records[-1].view_digest))
+        return self.hear_of_record(at_s)
 
     def store_record(self) -> None:
-        """The record reaches the tape; whether the machine lives to hear of it is another matter."""
+        """The record that is open reaches the tape; learners may read it from now on."""
         assert self.open_commit is not None
         self._store(self.open_commit)
         self.open_commit = None
+        self.unheard = True
+
+    def hear_of_record(self, at_s: float) -> tuple[machine.Effect, ...]:
+        """The machine hears that its record is on the tape."""
+        return self.step(
+            machine.Committed(at_s, self.record_seqs[-1], self.records[-1].view_digest)
+        )
 
     def crash(self, at_s: float) -> list[machine.Event]:
         """Lose the machine; resume from the newest record. Gives what is to be read again."""
-        self.open_commit = None
+        self.open_commit, self.unheard = None, False
         newest = self.records[-1]
-        self.state = machine.resume(newest, self._record_seqs[-1], at_s)
+        self.state = machine.resume(newest, self.record_seqs[-1], at_s)
         return [event for event in self.tape if event.stream_seq >= newest.position]
 
     def deadline(self) -> float | None:
@@ -217,4 +229,4 @@ class Lab:
         record = record_of(self.rules, commit, digest_of(commit.state.version))
         # Through the wire, so that whatever the machine remembers survives it.
         self.records.append(wire.decode(wire.Record, wire.encode(record)))
-        self._record_seqs = [*getattr(self, "_record_seqs", []), self.stream_seq]
+        self.record_seqs.append(self.stream_seq)

@@ -1,0 +1,279 @@
+"""What holds of the aggregator's core whatever happens, in any order.
+
+A history plays the tape, the shards, the clock, the fleet and the crashes, drawn from a seed; a
+failure names the seed that repeats it. The history knows what was announced; the records say what
+became of it.
+"""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+from machinelab import Lab, digest_of, lab_rules, make_manifest
+
+from aggregator import machine
+
+LEARNERS = ("a", "b", "c")
+LIVES = 4
+EVENTS = 150
+HISTORIES = 400
+
+SPOILT = {
+    "layout": {"layout": "f" * 32},
+    "codec": {"codec": "int8"},
+    "tokens": {"tokens": 1 << 62},
+    "steps": {"steps": 1 << 62},
+    "base_digest": {"base_digest": "f" * 32},
+}
+
+
+class History:
+    """One fragment's machine, its tape, and a ledger of every update on the tape."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        pick = self.chance.choice
+        self.lab = Lab(
+            lab_rules(
+                **{
+                    "run.steps": pick([24, 96, 1 << 30]),
+                    "sync.mode": pick(["async", "async", "lockstep"]),
+                    "quorum.min_learners": pick([1, 2, 3, 4]),
+                    "quorum.pace": pick([0.0, 0.1, 0.9]),
+                    "quorum.grace_fraction": pick([0.0, 0.9]),
+                    "staleness.maximum": pick([0, 0, 1]),
+                    "bounds.max_steps_per_s": 10,
+                }
+            )
+        )
+        self.now_s = 1000.0
+        self.lives: dict[str, list[int]] = {name: [] for name in LEARNERS}
+        self.sent: dict[tuple[str, int], int] = {}
+        self.updates: dict[machine.UpdateId, int] = {}
+        self.fetching: list[machine.UpdateId] = []
+        self.unread: list[machine.Event] = []
+        self.checked = 0
+        self.fates: Counter[machine.UpdateId] = Counter()
+        # How often each thing happens; some histories have many crashes, some have none.
+        self.odds = {
+            self.announce: 30,
+            self.fetched: pick([10, 30]),
+            self.commit: pick([10, 60]),
+            self.timer: 15,
+            self.wait: 10,
+            self.read_again: 10,
+            self.announce_again: 5,
+            self.hear: 4,
+            self.join: pick([1, 6]),
+            self.crash: pick([0, 2, 8]),
+            self.leave_or_finish: 1,
+            self.stop: pick([0, 1]),
+        }
+
+    def play(self) -> None:
+        """Everything in random order; then let it come to an end."""
+        for name in LEARNERS[: self.chance.randint(1, 3)]:
+            self.join(name)
+        for action in self.chance.choices(list(self.odds), self.odds.values(), k=EVENTS):
+            action()
+            self.check_state()
+        self.come_to_an_end()
+
+    # What the outside does
+
+    def join(self, name: str = "") -> None:
+        name = name or self.chance.choice(LEARNERS)
+        if len(self.lives[name]) < LIVES:
+            event = self.lab.put(machine.Joined, self.now_s, name)
+            self.lives[name].append(event.stream_seq)
+            self.read(event)
+
+    def announce(self) -> None:
+        """An honest or spoilt update, one in flight at a time, on a version the learner may know."""
+        pick, name = self.chance.choice, self.chance.choice(LEARNERS)
+        if not self.lives[name]:
+            return
+        # Mostly this life's, but the one before may still have had something on its way.
+        life = pick(self.lives[name][-2:] + self.lives[name][-1:] * 3)
+        if self.in_flight(name, life):
+            return
+        # Learners read a record as soon as it is on the tape.
+        newest = self.lab.records[-1].version
+        spoil = pick([None] * 10 + list(SPOILT))
+        seq = self.sent.get((name, life), 0) + 1
+        self.sent[name, life] = seq
+        sent = make_manifest(
+            self.lab.rules,
+            name,
+            life,
+            seq,
+            pick([newest, newest, max(0, newest - 1), max(0, newest - 2)]),
+            step_time_s=pick([0.0, 0.5, 2.0]),
+            final=self.chance.random() < 0.05,
+            **SPOILT.get(spoil, {}),
+        )
+        self.put_update(sent)
+
+    def announce_again(self) -> None:
+        if not self.updates:
+            return
+        update = self.chance.choice(list(self.updates))
+        sent = next(
+            event.manifest
+            for event in self.lab.tape
+            if isinstance(event, machine.Announced) and update == name_of(event.manifest)
+        )
+        self.put_update(sent.model_copy(update={"attempt": sent.attempt + 1}))
+
+    def leave_or_finish(self) -> None:
+        name = self.chance.choice(LEARNERS)
+        if self.lives[name]:
+            verb = self.chance.choice([machine.Departed, machine.Finished])
+            self.read(self.lab.put(verb, self.now_s, name, self.lives[name][-1]))
+
+    def stop(self) -> None:
+        if not any(isinstance(event, machine.Stopped) for event in self.lab.tape):
+            self.read(self.lab.put(machine.Stopped, self.now_s))
+
+    def hear(self) -> None:
+        name = self.chance.choice(LEARNERS)
+        if self.lives[name]:
+            live = self.chance.random() < 0.5
+            self.step(machine.Liveness(self.now_s, name, self.lives[name][-1], live))
+
+    def fetched(self, odds_of_failure: float = 0.1) -> None:
+        if not self.fetching:
+            return
+        update = self.fetching.pop(self.chance.randrange(len(self.fetching)))
+        if self.chance.random() < odds_of_failure:
+            self.step(machine.Failed(self.now_s, update, "crc32c", "wrong bytes"))
+        else:
+            norm = self.chance.choice([0.0, 1.0, 1.0, 1.0, 1e9])
+            self.step(machine.Fetched(self.now_s, update, norm))
+
+    def wait(self) -> None:
+        self.now_s += self.chance.choice([0.1, 1.0, 10.0, 100.0])
+
+    def timer(self) -> None:
+        """A timer at the deadline makes progress: else the driver would spin."""
+        due_s = self.lab.deadline()
+        if due_s is None:
+            self.step(machine.Timer(self.now_s))
+            return
+        self.now_s = max(self.now_s, due_s)
+        effects = self.step(machine.Timer(self.now_s))
+        after_s = self.lab.deadline()
+        assert effects or after_s is None or after_s > due_s
+
+    # What the driver does
+
+    def commit(self) -> None:
+        """The record reaches the tape, or the machine hears that it did."""
+        if self.lab.unheard:
+            self.note(self.lab.hear_of_record(self.now_s))
+        elif self.lab.open_commit:
+            self.lab.store_record()
+            self.check_records()
+
+    def crash(self) -> None:
+        """Die with or without the open record on the tape; read it again from its position."""
+        if self.lab.open_commit and self.chance.random() < 0.5:
+            self.lab.store_record()
+            self.check_records()
+        self.fetching = []
+        self.unread = self.lab.crash(self.now_s - self.chance.choice([0.0, 0.0, 500.0]))
+
+    def read_again(self, count: int = 0) -> None:
+        for _ in range(min(len(self.unread), count or self.chance.randint(1, 9))):
+            self.step(self.unread.pop(0))
+
+    # Helpers
+
+    def put_update(self, sent):
+        event = self.lab.put(machine.Announced, self.now_s, sent)
+        self.updates.setdefault(name_of(sent), event.stream_seq)
+        self.read(event)
+
+    def read(self, event):
+        """The tape is read in order: what is new waits for what is being read again."""
+        if self.unread:
+            self.unread.append(event)
+        else:
+            self.step(event)
+
+    def step(self, event):
+        effects = self.lab.step(event)
+        self.note(effects)
+        return effects
+
+    def note(self, effects):
+        for effect in effects:
+            if isinstance(effect, machine.Fetch):
+                self.fetching.append(effect.update)
+            assert not isinstance(effect, machine.Ignored), "honest learners are never ignored"
+
+    def in_flight(self, name, life):
+        return any(update[:2] == (name, life) and not self.fates[update] for update in self.updates)
+
+    def check_records(self):
+        """Versions without gap; each update in one record; the position passes none unresolved."""
+        for before, record in zip(
+            self.lab.records[self.checked :], self.lab.records[self.checked + 1 :], strict=False
+        ):
+            assert record.version == before.version + (record.what == "version")
+            assert (record.what == "version") == bool(record.inputs)
+            assert record.view_digest == digest_of(record.version)
+            assert record.position >= before.position
+            for fate in (*record.inputs, *record.rejected):
+                update = machine.UpdateId(fate.learner, fate.incarnation, fate.seq)
+                assert update in self.updates
+                self.fates[update] += 1
+                assert self.fates[update] == 1, f"{update} is resolved twice"
+            assert not before.final or not record.inputs, "a version after the last"
+            in_time = record.version <= self.lab.rules.last_version
+            assert in_time or record.policy.stopping_at_s, "a version beyond the run's length"
+        self.checked = len(self.lab.records) - 1
+        unresolved = [seq for update, seq in self.updates.items() if not self.fates[update]]
+        assert self.lab.records[-1].position <= min(unresolved, default=math.inf)
+
+    def check_state(self) -> None:
+        due_s, state = self.lab.deadline(), self.lab.state
+        assert due_s is None or math.isfinite(due_s)
+        # An idle machine with something to do has asked for shards, or for a timer.
+        if state.pending and state.phase == "idle" and not state.final and not self.unread:
+            asked = any(pending.fetching for pending in state.pending.values())
+            beyond = not state.stopping_at_s and state.version >= self.lab.rules.last_version
+            assert asked or beyond or due_s is not None
+
+    def come_to_an_end(self) -> None:
+        """Stop, read all, answer every fetch, commit: then nothing is unresolved."""
+        self.stop()
+        self.read_again(len(self.unread))
+        lab = self.lab
+        while lab.open_commit or lab.unheard or self.fetching or lab.deadline() is not None:
+            if lab.open_commit or lab.unheard:
+                self.commit()
+            elif self.fetching:
+                self.fetched(odds_of_failure=0)
+            else:
+                self.timer()
+        assert self.lab.state.final
+        assert not self.lab.state.pending
+        unresolved = [update for update in self.updates if not self.fates[update]]
+        assert not unresolved, f"never resolved: {unresolved}"
+
+
+def name_of(manifest):
+    return machine.UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_history(part: int) -> None:
+    for seed in range(part, HISTORIES, 4):
+        history = History(seed)
+        try:
+            history.play()
+        except BaseException as error:
+            error.add_note(f"seed {seed}: History({seed}).play() repeats it")
+            raise

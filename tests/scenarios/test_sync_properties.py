@@ -1,0 +1,184 @@
+"""What holds of the learner's core whatever arrives, in any order."""
+
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import SyncSection
+from learner import sync
+
+FRAGMENTS = 3
+fragment = st.integers(0, FRAGMENTS - 1)
+event = st.one_of(
+    st.tuples(st.just("step"), st.integers(1, 5)),
+    st.tuples(st.just("step"), st.integers(1, 5)),
+    st.tuples(st.just("wait")),
+    st.tuples(st.just("publish"), fragment),
+    # A record: of a new version or a verdict; it resolves what is in flight, or not; old or new.
+    st.tuples(st.just("record"), fragment, st.booleans(), st.booleans(), st.booleans()),
+    st.tuples(st.just("round"), st.integers(-1, FRAGMENTS), st.integers(0, 9)),
+    st.tuples(st.just("pass"), st.sampled_from([0.5, 5.0, 40.0])),
+)
+ending = st.sampled_from([sync.Stop, sync.Leave])
+
+
+class Sent(NamedTuple):
+    """An update that the core has sent."""
+
+    seq: int
+    steps: int
+    tokens: int
+
+
+class Learner:
+    """Plays events on the core and keeps a ledger of what was stepped, sent and adopted."""
+
+    def __init__(self, **section) -> None:
+        self.rules = sync.sync_rules(
+            SyncSection(interval_steps=6, fragments=FRAGMENTS, min_steps=2, **section)
+        )
+        self.state = sync.begin(self.rules, (sync.Start(0, "0", 1, 0),) * FRAGMENTS)
+        self.now_s = 1000.0
+        self.record_seq = 1
+        self.stepped = [0, 0]
+        self.sent: list[list[Sent]] = [[] for _ in range(FRAGMENTS)]
+        self.versions = [0] * FRAGMENTS
+        self.resolved = [0] * FRAGMENTS  # highest seq that a record on the tape has resolved
+        self.adopted = [1] * FRAGMENTS  # record sequence
+
+    def play(self, event) -> None:
+        match event:
+            case "step", tokens:
+                self.stepped[0] += 1
+                self.stepped[1] += tokens
+                self.now_s += 1
+                self.step(sync.Stepped(self.now_s, tokens))
+            case ("wait",):
+                self.step(sync.Stepped(self.now_s, 0, steps=0))
+            case "publish", index:
+                seq = len(self.sent[index])
+                self.step(sync.Published(self.now_s, index, seq))
+            case "record", index, version, resolves, stale:
+                self.record(index, version, resolves, stale)
+            case "round", index, version:
+                self.step(sync.RoundOpened(index, version))
+            case "pass", seconds:
+                self.now_s += seconds
+
+    def record(self, index, version, resolves, stale) -> None:
+        if stale:
+            seq = max(1, self.record_seq - 1)
+        else:
+            self.record_seq += 1
+            seq = self.record_seq
+            self.versions[index] += version
+            if resolves:
+                self.resolved[index] = len(self.sent[index])
+        self.step(
+            sync.Ready(
+                index,
+                seq,
+                self.versions[index],
+                str(self.versions[index]),
+                6 * self.versions[index],
+                self.resolved[index],
+            )
+        )
+
+    def step(self, event) -> None:
+        before = self.state
+        self.state, effects = sync.step(self.rules, before, event)
+        assert isinstance(event, sync.Stepped) or not effects, "tensors change at boundaries alone"
+        for effect in effects:
+            match effect:
+                case sync.Send(index, seq, version, digest, steps, tokens, _):
+                    # 1, 2, 3 ..., each only once the one before is resolved, on what is adopted.
+                    assert seq == len(self.sent[index]) + 1
+                    assert self.resolved[index] >= len(self.sent[index])
+                    assert (version, digest) == (self.state.fragments[index].version, str(version))
+                    assert steps > 0
+                    assert tokens > 0
+                    self.sent[index].append(Sent(seq, steps, tokens))
+                case sync.Adopt(ready, resolved):
+                    assert ready.record_seq > self.adopted[ready.fragment], "each record once"
+                    self.adopted[ready.fragment] = ready.record_seq
+                    assert not resolved or ready.resolved_seq >= len(self.sent[ready.fragment])
+                case sync.Republish(index, seq, attempt):
+                    assert seq == len(self.sent[index])
+                    assert attempt > 0
+                    assert before.fragments[index].in_flight.announced_at_s > 0
+
+    def check_accounts(self) -> None:
+        """Per fragment: stepped = sent + unsent, in steps and in tokens."""
+        for index, state in enumerate(self.state.fragments):
+            steps = sum(sent.steps for sent in self.sent[index]) + state.steps
+            tokens = sum(sent.tokens for sent in self.sent[index]) + state.tokens
+            assert [steps, tokens] == self.stepped
+
+    def finish(self, end) -> None:
+        """Whatever has happened, stopping or leaving comes to its end."""
+        self.step(end())
+        for _ in range(4):
+            if sync.flushed(self.state) and end is sync.Leave:
+                break
+            self.step(sync.Stepped(self.now_s, 0, steps=0))
+            for index in range(FRAGMENTS):
+                self.step(sync.Published(self.now_s, index, len(self.sent[index])))
+                self.record(index, version=True, resolves=True, stale=False)
+        assert sync.flushed(self.state)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(event, max_size=80), ending)
+def test_every_step_is_sent_once(events, end):
+    learner = Learner()
+    for one in events:
+        learner.play(one)
+        learner.check_accounts()
+    learner.finish(end)
+    learner.check_accounts()
+    if end is sync.Stop:
+        assert all(state.steps == 0 and state.final for state in learner.state.fragments)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(event, max_size=80), ending)
+def test_overwriting_sends_no_step_twice(events, end):
+    """What views overwrite is lost; what is left is never more than was stepped."""
+    learner = Learner(adopt="overwrite")
+    for one in events:
+        learner.play(one)
+        for index, state in enumerate(learner.state.fragments):
+            sent = sum(sent.tokens for sent in learner.sent[index])
+            assert sent + state.tokens <= learner.stepped[1]
+    learner.finish(end)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(event, max_size=80))
+def test_lockstep_waits_exactly_while_its_own_update_is_unresolved(events):
+    learner = Learner(mode="lockstep")
+    for one in events:
+        if one[0] == "step" and sync.must_wait(learner.rules, learner.state):
+            continue
+        learner.play(one)
+        flying = [state.in_flight is not None for state in learner.state.fragments]
+        assert sync.must_wait(learner.rules, learner.state) == any(flying)
+        # Open rounds hurry nobody: what is sent was due, by its offset or after H steps.
+        assert all(sent.steps == 6 for updates in learner.sent for sent in updates[1:])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(event, max_size=80))
+def test_between_records_the_clock_goes_on_for_at_most_h_steps(events):
+    learner = Learner()
+    before = 0
+    for one in events:
+        learner.play(one)
+        now = sync.clock(learner.rules, learner.state)
+        newest = learner.state.clock_step
+        assert newest <= now <= newest + 6
+        if one[0] != "record":
+            assert now >= before
+        before = now
