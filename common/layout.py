@@ -189,7 +189,18 @@ def make_layout(
             "the model has no floating-point parameter to train",
             hint="let the task's init return at least one float array",
         )
-    bins = _assign(_cuts(floating, fragments, hint), fragments)
+    cuts = _cuts(floating, fragments, hint)
+    if _fillable(cuts, fragments) < fragments:
+        most = next(
+            count
+            for count in range(fragments - 1, 0, -1)
+            if _fillable(_cuts(floating, count, hint), count) == count
+        )
+        raise ConfigError(
+            f"sync.fragments is {fragments}, but the model has tensors for only {most}",
+            hint=f"set sync.fragments to {most}",
+        )
+    bins = _assign(cuts, fragments)
     placed = tuple(_place(index, cuts, block) for index, cuts in enumerate(bins))
     layout = Layout(tensors=floating, constants=constants, fragments=placed, block=block, digest="")
     return replace(layout, digest=xxhash.xxh3_128_hexdigest(layout_bytes(layout)))
@@ -260,20 +271,24 @@ def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]
     return cuts
 
 
+def _fillable(cuts: list[_Cut], fragments: int) -> int:
+    """How many of `fragments` fragments there is something for."""
+    own = _own_fragments(cuts, fragments)
+    shared = len(cuts) if fragments == 1 else sum(not cut.hint.alone for cut in cuts)
+    return own + min(shared, fragments - own)
+
+
+def _own_fragments(cuts: list[_Cut], fragments: int) -> int:
+    """Fragments for lone tensors: one for each part, as long as one is left for the others."""
+    lone = sum(cut.hint.alone for cut in cuts)
+    return 0 if fragments == 1 else min(lone, fragments - (1 if lone < len(cuts) else 0))
+
+
 def _assign(cuts: list[_Cut], fragments: int) -> list[list[_Cut]]:
     """Largest first, each into the smallest fragment; what is alone gets fragments of its own."""
-    alone = [cut for cut in cuts if cut.hint.alone]
-    shared = [cut for cut in cuts if not cut.hint.alone]
-    if fragments == 1:
-        alone, shared = [], cuts
-    # A lone tensor in as many fragments as its parts would need leaves the others their share.
-    own = min(len(alone), fragments - (1 if shared else 0))
-    available = own + (min(len(shared), fragments - own))
-    if available < fragments:
-        raise ConfigError(
-            f"sync.fragments is {fragments}, but the model has tensors for only {available}",
-            hint=f"set sync.fragments to {available} or less",
-        )
+    own = _own_fragments(cuts, fragments)
+    alone = [cut for cut in cuts if cut.hint.alone and own]
+    shared = [cut for cut in cuts if not (cut.hint.alone and own)]
     lone_bins: list[list[_Cut]] = [[] for _ in range(own)]
     shared_bins: list[list[_Cut]] = [[] for _ in range(fragments - own)]
     _fill(lone_bins, alone)

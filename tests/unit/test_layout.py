@@ -1,0 +1,343 @@
+"""Fragments: every element in one place, balanced, aligned, and the same for all who compute it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ConfigError, IntegrityError
+from common.layout import (
+    OVERSIZE,
+    Fragment,
+    Layout,
+    Tensor,
+    TensorHint,
+    global_step,
+    last_version,
+    layout_bytes,
+    make_layout,
+    offset_steps,
+    parse_layout,
+)
+
+shapes = st.lists(st.integers(1, 12), min_size=0, max_size=3).map(tuple)
+dtypes = st.sampled_from(["float32", "bfloat16", "float16", "int32", "bool"])
+models = st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=12).map(
+    lambda leaves: [
+        Tensor(name=f"t{i}", shape=shape, dtype=dtype) for i, (shape, dtype) in enumerate(leaves)
+    ]
+)
+hints = st.dictionaries(
+    st.integers(0, 11).map(lambda i: f"t{i}"),
+    st.builds(
+        TensorHint,
+        merge=st.sampled_from(["rda", "average"]),
+        norm_axes=st.integers(0, 3),
+        alone=st.booleans(),
+    ),
+    max_size=3,
+)
+blocks = st.sampled_from([16, 32, 64])
+
+
+def laid_out(model, count, block, given_hints) -> Layout | None:
+    """The layout, or None where the model is too small for so many fragments."""
+    try:
+        return make_layout(
+            model,
+            fragments=count,
+            block=block,
+            hint=lambda name, _: given_hints.get(name, TensorHint()),
+        )
+    except ConfigError:
+        return None
+
+
+def elements(fragment: Fragment) -> list[tuple[str, int, int]]:
+    """(tensor, its element, place in the vector) of all that a fragment holds."""
+    found = []
+    for piece in fragment.pieces:
+        row = math.prod(piece.shape[1:]) if piece.shape else 1
+        assert piece.groups * piece.group_size == math.prod(piece.shape)
+        for group, place in itertools.product(range(piece.groups), range(piece.group_size)):
+            element = piece.start * row + group * piece.group_size + place
+            found.append((piece.tensor, element, piece.offset + group * piece.group_stride + place))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(models, st.integers(1, 6), blocks, hints)
+def test_every_element_of_every_floating_tensor_has_one_place(model, count, block, given_hints):
+    layout = laid_out(model, count, block, given_hints)
+    if layout is None:
+        return
+    assert len(layout.fragments) == count
+    homes = [place for fragment in layout.fragments for place in elements(fragment)]
+    expected = {
+        (tensor.name, element)
+        for tensor in model
+        if tensor.dtype.startswith(("float", "bfloat"))
+        for element in range(tensor.size)
+    }
+    assert len(homes) == len(expected), "no element twice"
+    assert {(name, element) for name, element, _ in homes} == expected
+    for fragment in layout.fragments:
+        places = [place for _, _, place in elements(fragment)]
+        assert len(set(places)) == len(places) == fragment.elements > 0
+        assert max(places) < fragment.size
+
+
+@settings(max_examples=150, deadline=None)
+@given(models, st.integers(1, 6), blocks, hints)
+def test_segments_share_no_block(model, count, block, given_hints):
+    layout = laid_out(model, count, block, given_hints)
+    if layout is None:
+        return
+    for fragment in layout.fragments:
+        assert fragment.size % (2 * block) == 0
+        segments = fragment.segment_of_block(block)
+        assert segments.shape == (fragment.size // block,)
+        starts = fragment.segment_blocks(block)
+        assert starts.dtype == np.int64
+        assert (np.diff(starts) > 0).all()
+        assert starts[0] == 0
+        assert len(starts) == len(fragment.segment_rules())
+        expected = 0
+        for piece in fragment.pieces:
+            assert piece.offset % block == piece.group_stride % block == 0
+            assert piece.group_size <= piece.group_stride < piece.group_size + block
+            for group in range(piece.groups):
+                first = (piece.offset + group * piece.group_stride) // block
+                own = segments[first : first + piece.group_stride // block]
+                assert (own == expected).all()
+                expected += 1
+
+
+def test_a_segment_is_a_layer_where_the_task_says_so():
+    stacked = [Tensor(name="layers", shape=(3, 4, 10), dtype="float32")]
+    layout = make_layout(
+        stacked, fragments=1, block=16, hint=lambda *_: TensorHint(merge="average", norm_axes=1)
+    )
+    (piece,) = layout.fragments[0].pieces
+    assert (piece.groups, piece.group_size, piece.group_stride) == (3, 40, 48)
+    assert layout.fragments[0].segment_rules() == ("average",) * 3
+    assert layout.fragments[0].size == 160  # 144 made a multiple of two blocks
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(2, 3))
+def test_the_largest_fragment_is_within_four_thirds_of_the_optimum(sizes, count):
+    """App. C. Vectors of one row cannot be split: what is assigned are whole tensors."""
+    if len(sizes) < count:
+        return
+    model = [Tensor(name=f"t{i}", shape=(1, size), dtype="float32") for i, size in enumerate(sizes)]
+    layout = make_layout(model, fragments=count, block=16)
+    largest = max(fragment.elements for fragment in layout.fragments)
+    optimum = min(
+        max(
+            sum(size for size, bin_ in zip(sizes, choice, strict=True) if bin_ == b)
+            for b in range(count)
+        )
+        for choice in itertools.product(range(count), repeat=len(sizes))
+    )
+    assert largest <= 4 / 3 * optimum
+
+
+@settings(max_examples=150, deadline=None)
+@given(models, st.integers(2, 6))
+def test_what_is_much_larger_than_the_mean_is_split_by_rows(model, count):
+    layout = laid_out(model, count, 16, {})
+    if layout is None:
+        return
+    floating = {tensor.name: tensor for tensor in layout.tensors}
+    mean = sum(tensor.size for tensor in floating.values()) / count
+    cuts = sorted(
+        (piece.tensor, piece.start, piece.stop) for f in layout.fragments for piece in f.pieces
+    )
+    for name, tensor in floating.items():
+        own = [(start, stop) for tensor_name, start, stop in cuts if tensor_name == name]
+        rows = tensor.shape[0] if tensor.shape else 1
+        if tensor.size > OVERSIZE * mean and rows > 1:
+            assert len(own) == min(rows, math.ceil(tensor.size / mean))
+            lengths = [stop - start for start, stop in own]
+            assert max(lengths) - min(lengths) <= 1
+        else:
+            assert own == [(0, rows)]
+
+
+def test_one_large_tensor_still_gives_balanced_fragments():
+    model = [
+        Tensor(name="embedding", shape=(1000, 64), dtype="float32"),
+        *(Tensor(name=f"layer{i}", shape=(64, 64), dtype="float32") for i in range(6)),
+    ]
+    sizes = [fragment.elements for fragment in make_layout(model, fragments=8, block=64).fragments]
+    assert max(sizes) <= OVERSIZE * sum(sizes) / 8
+
+
+def lone(name: str, _shape: tuple[int, ...]) -> TensorHint:
+    return TensorHint(alone=name.startswith("lone"), merge="average")
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+def test_a_lone_tensor_shares_its_fragments_with_no_other(count):
+    model = [
+        Tensor(name="lone", shape=(512, 8), dtype="float32"),
+        *(Tensor(name=f"layer{i}", shape=(16, 16), dtype="float32") for i in range(12)),
+    ]
+    layout = make_layout(model, fragments=count, block=16, hint=lone)
+    for fragment in layout.fragments:
+        assert len({piece.tensor.startswith("lone") for piece in fragment.pieces}) == 1
+    assert any(fragment.pieces[0].tensor == "lone" for fragment in layout.fragments)
+
+
+def test_a_single_fragment_holds_even_what_is_lone():
+    model = [Tensor(name=name, shape=(4,), dtype="float32") for name in ("lone", "b")]
+    (fragment,) = make_layout(model, fragments=1, block=16, hint=lone).fragments
+    assert [piece.tensor for piece in fragment.pieces] == ["lone", "b"]
+
+
+def test_scalars_ints_and_bools_survive():
+    model = [
+        Tensor(name="scale", shape=(), dtype="float32"),
+        Tensor(name="step", shape=(), dtype="int32"),
+        Tensor(name="mask", shape=(3,), dtype="bool"),
+        Tensor(name="w", shape=(5,), dtype="bfloat16"),
+    ]
+    layout = make_layout(model, fragments=2, block=16)
+    assert layout.constants == (model[1], model[2])
+    assert layout.tensors == (model[0], model[3])
+    pieces = {piece.tensor: piece for f in layout.fragments for piece in f.pieces}
+    assert (pieces["scale"].shape, pieces["scale"].start, pieces["scale"].stop) == ((), 0, 1)
+
+
+# The digest
+
+BASE = [
+    Tensor(name="a", shape=(8, 4), dtype="float32"),
+    Tensor(name="b", shape=(6,), dtype="float32"),
+    Tensor(name="n", shape=(), dtype="int32"),
+]
+
+
+def test_the_digest_is_the_same_for_ever():
+    """It is in every message of every run that exists: a change here is a change of protocol."""
+    assert make_layout(BASE, fragments=2, block=16).digest == DIGEST
+
+
+DIGEST = "4216c2687f31d5592f89f116f2369194"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": [Tensor(name="A", shape=(8, 4), dtype="float32"), *BASE[1:]]},
+        {"model": [Tensor(name="a", shape=(4, 8), dtype="float32"), *BASE[1:]]},
+        {"model": [Tensor(name="a", shape=(8, 4), dtype="bfloat16"), *BASE[1:]]},
+        {"model": BASE[:2]},
+        {"model": [*BASE[:2], Tensor(name="n", shape=(), dtype="int64")]},
+        {"model": [BASE[1], BASE[0], BASE[2]]},
+        {"fragments": 1},
+        {"block": 32},
+        {"hint": lambda name, _: TensorHint(merge="average" if name == "a" else "rda")},
+        {"hint": lambda name, _: TensorHint(norm_axes=int(name == "a"))},
+    ],
+)
+def test_whatever_matters_changes_the_digest(changed):
+    asked = {"model": BASE, "fragments": 2, "block": 16} | changed
+    model = asked.pop("model")
+    assert make_layout(model, **asked).digest != make_layout(BASE, fragments=2, block=16).digest
+
+
+@settings(max_examples=60, deadline=None)
+@given(models, st.integers(1, 5), blocks, hints)
+def test_what_is_stored_is_read_back(model, count, block, given_hints):
+    layout = laid_out(model, count, block, given_hints)
+    if layout is not None:
+        assert parse_layout(layout_bytes(layout), layout.digest) == layout
+
+
+def test_a_layout_object_that_is_another_is_refused():
+    layout = make_layout(BASE, fragments=2, block=16)
+    data = bytearray(layout_bytes(layout))
+    data[10] ^= 1
+    with pytest.raises(IntegrityError, match=layout.digest):
+        parse_layout(bytes(data), layout.digest)
+
+
+# What cannot be laid out
+
+
+def test_more_fragments_than_tensors_are_refused_with_a_number_that_works():
+    with pytest.raises(ConfigError, match="fragments is 20") as caught:
+        make_layout([Tensor(name="a", shape=(3, 4), dtype="float32")], fragments=20, block=16)
+    assert "set sync.fragments to 3" in str(caught.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(models, st.integers(1, 40), hints)
+def test_the_number_in_the_hint_works(model, count, given_hints):
+    def hint(name, _shape):
+        return given_hints.get(name, TensorHint())
+
+    try:
+        make_layout(model, fragments=count, block=16, hint=hint)
+    except ConfigError as error:
+        if "sync.fragments" in error.message:
+            number = int(error.hint.split("set sync.fragments to ")[1].split()[0])
+            assert 1 <= number < count
+            make_layout(model, fragments=number, block=16, hint=hint)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ([Tensor(name="n", shape=(2,), dtype="int32")], "no floating-point parameter"),
+        ([], "no floating-point parameter"),
+        ([BASE[0], BASE[0]], "twice: a"),
+        ([BASE[0], Tensor(name="empty", shape=(0, 3), dtype="float32")], "empty"),
+    ],
+)
+def test_models_without_a_layout(model, named):
+    with pytest.raises(ConfigError, match=named):
+        make_layout(model, fragments=1, block=16)
+
+
+# The run's clock
+
+schedules = st.integers(1, 64).flatmap(
+    lambda interval: st.tuples(st.just(interval), st.integers(1, interval))
+)
+
+
+@given(schedules)
+def test_offsets_are_distinct_and_spread_over_the_interval(schedule):
+    interval, count = schedule
+    offsets = [offset_steps(fragment, count, interval) for fragment in range(count)]
+    assert len(set(offsets)) == count
+    assert offsets == sorted(offsets)
+    assert offsets[0] >= 1
+    assert offsets[-1] == interval
+    gaps = np.diff([0, *offsets])
+    assert max(gaps) - min(gaps) <= 1, "traffic is flat"
+
+
+@given(schedules, st.integers(0, 5000), st.data())
+def test_the_last_version_is_the_last_that_falls_within_the_run(schedule, steps, data):
+    interval, count = schedule
+    offset = offset_steps(data.draw(st.integers(0, count - 1)), count, interval)
+    last = last_version(steps, offset, interval)
+    assert global_step(last, offset, interval) <= steps
+    assert global_step(last + 1, offset, interval) > steps
+
+
+@given(schedules, st.integers(1, 100))
+def test_versions_of_a_fragment_are_an_interval_apart(schedule, version):
+    interval, count = schedule
+    offset = offset_steps(0, count, interval)
+    assert global_step(0, offset, interval) == 0
+    assert global_step(1, offset, interval) == offset
+    after = global_step(version + 1, offset, interval) - global_step(version, offset, interval)
+    assert after == interval
