@@ -398,13 +398,15 @@ def _rejection(fragment: int, rejected: wire.Rejected) -> wire.Rejection:
 def _totals(
     before: wire.Totals, inputs: tuple[wire.Input, ...], rejected: tuple[wire.Rejected, ...]
 ) -> wire.Totals:
-    return wire.Totals(
-        updates_merged=before.updates_merged + len(inputs),
-        updates_rejected=before.updates_rejected + len(rejected),
-        tokens_merged=before.tokens_merged + sum(taken.tokens for taken in inputs),
-        tokens_rejected=before.tokens_rejected + sum(taken.tokens for taken in rejected),
-        steps_merged=before.steps_merged + sum(taken.steps for taken in inputs),
-    )
+    """The sums with one more record; claims that add up to nonsense stop at the greatest count."""
+    sums = {
+        "updates_merged": before.updates_merged + len(inputs),
+        "updates_rejected": before.updates_rejected + len(rejected),
+        "tokens_merged": before.tokens_merged + sum(taken.tokens for taken in inputs),
+        "tokens_rejected": before.tokens_rejected + sum(taken.tokens for taken in rejected),
+        "steps_merged": before.steps_merged + sum(taken.steps for taken in inputs),
+    }
+    return wire.Totals(**{name: min(count, wire.GREATEST) for name, count in sums.items()})
 
 
 class LivenessWatch:

@@ -603,8 +603,13 @@ def _is_known(state: State, update: UpdateId) -> bool:
     if mark is not None:
         return False
     # A life so old that its mark is gone was answered long ago.
-    lives = sorted(life for learner, life in state.marks if learner == update.learner)
-    return len(lives) >= LIVES and update.incarnation < lives[0]
+    joined = _joined(state, update.learner)
+    lives = [
+        life
+        for learner, life in state.marks
+        if learner == update.learner and (life > joined) == (update.incarnation > joined)
+    ]
+    return len(lives) >= LIVES and update.incarnation < min(lives)
 
 
 def _overtakes(state: State, update: UpdateId) -> bool:
@@ -808,7 +813,16 @@ def _after_record(state: State) -> State:
         update = _id(taken.manifest)
         marks[update[:2]] = Mark(update.seq, taken.stream_seq)
     for learner in {learner for learner, _ in marks}:
+        joined = _joined(state, learner)
         lives = sorted(life for name, life in marks if name == learner)
-        for life in lives[:-LIVES]:
-            del marks[learner, life]
+        # Lives that somebody made up must not take the place of those that were.
+        for some in ([n for n in lives if n <= joined], [n for n in lives if n > joined]):
+            for life in some[:-LIVES]:
+                del marks[learner, life]
     return state._replace(marks=marks)
+
+
+def _joined(state: State, learner: str) -> int:
+    """Newest incarnation that a learner's join gave it; 0 if it never joined."""
+    member = state.members.get(learner)
+    return member.incarnation if member else 0

@@ -21,12 +21,13 @@ MESSAGE_BYTES = 1 << 20
 # A record larger than this keeps its body in an object, so that streams stay small.
 RECORD_BYTES = 256 << 10
 MAX_ITEMS = 1 << 16
+GREATEST = (1 << 63) - 1
 
 Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Positive = Annotated[int, Field(ge=1, lt=1 << 63)]
+Count = Annotated[int, Field(ge=0, le=GREATEST)]
+Positive = Annotated[int, Field(ge=1, le=GREATEST)]
 Seconds = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(max_length=2000)]
 
@@ -426,7 +427,7 @@ def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise WireError("undecodable", f"expected a map, got {type(fields).__name__}")
     schema = fields.pop("schema", None)
-    if not isinstance(schema, int) or schema not in READABLE:
+    if type(schema) is not int or schema not in READABLE:
         raise WireError(
             "schema",
             f"message of schema {str(schema)[:40]}; this program reads {sorted(READABLE)}",

@@ -139,7 +139,10 @@ class Observer:
         context = self._context
         subjects = [names.heartbeat(context.run, "*")]
         async for message in context.bus.read(names.ops_stream(context.run), subjects, 1):
-            beat = wire.decode(wire.Heartbeat, message.payload)
+            try:
+                beat = wire.decode(wire.Heartbeat, message.payload)
+            except WireError:
+                continue
             self.observed.heartbeats[beat.learner, beat.incarnation] = beat
             self.observed.learners[beat.learner] = LearnerView(beat, message.time_s)
             self.changed.set()

@@ -6,6 +6,7 @@ or whose view is not the one that a record builds on, loads the newest view inst
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from common import names, shards, wire
 from common.bus import Message
-from common.errors import ObjectMissingError
+from common.errors import ObjectMissingError, WireError
 from common.quantize import Encoded
 from common.service import cancel
 from common.tape import Loaded, get_object, load_view, read_record
@@ -63,16 +64,29 @@ class Adopter:
 
     async def position(self) -> int:
         """Where this learner's data goes on: behind all that any of its manifests covers."""
-        context = self._context
-        positions = [0]
-        for fragment in range(len(context.layout.fragments)):
-            last = await self._last(names.update(context.run, context.learner, fragment))
-            if last is not None:
-                positions.append(wire.decode(wire.Manifest, last.payload).position)
-        last = await self._last(names.leave(context.run, context.learner))
-        if last is not None:
-            positions.append(wire.decode(wire.Leave, last.payload).position)
+        run, learner = self._context.run, self._context.learner
+        positions = [await self._position_on(names.leave(run, learner), wire.Leave)]
+        for fragment in range(len(self._context.layout.fragments)):
+            subject = names.update(run, learner, fragment)
+            positions.append(await self._position_on(subject, wire.Manifest))
         return max(positions)
+
+    async def _position_on(self, subject: str, kind: type[wire.Manifest | wire.Leave]) -> int:
+        """Position in the last message of a subject; in all of them, if that is not readable."""
+        last = await self._last(subject)
+        if last is None:
+            return 0
+        try:
+            return wire.decode(kind, last.payload).position
+        except WireError as error:
+            self._context.logger.warning("unreadable", subject=subject, reason=error.reason)
+        position = 0
+        async for message in self._context.bus.read(self._context.tape, [subject], 1):
+            with contextlib.suppress(WireError):
+                position = max(position, wire.decode(kind, message.payload).position)
+            if message.seq >= last.seq:
+                break
+        return position
 
     async def follow(self) -> None:
         """Hand over records and the run's stop as they come; never returns."""
@@ -108,8 +122,12 @@ class Adopter:
 
     async def _listen(self) -> None:
         subject = names.round_open(self._context.run, "*")
-        async for _, payload in self._context.bus.listen(subject):
-            opened = wire.decode(wire.RoundOpen, payload)
+        async for heard, payload in self._context.bus.listen(subject):
+            try:
+                opened = wire.decode(wire.RoundOpen, payload)
+            except WireError as error:
+                self._context.logger.warning("unreadable", subject=heard, reason=error.reason)
+                continue
             self._post(sync.RoundOpened(opened.fragment, opened.version))
 
     async def _follow_fragment(self, fragment: int) -> None:

@@ -114,6 +114,11 @@ class Process:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.arguments} runs on; its log:\n{self.log()}") from None
 
+    def check_not_failed(self) -> None:
+        """It runs, ended as it should, or was killed by the test."""
+        status = self._process.poll()
+        assert status is None or status <= 0, f"{self.arguments}: {status}\n{self.log()}"
+
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
@@ -207,6 +212,16 @@ class World:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGCONT)
                 process.kill()
+
+    def until(self, condition: Callable[[], T], what: str, *, every_s: float = 0.3) -> T:
+        """As `eventually`, but a process that failed meanwhile is the news."""
+
+        def asked() -> T:
+            for process in self.processes:
+                process.check_not_failed()
+            return condition()
+
+        return eventually(asked, what, every_s=every_s)
 
     # What learners did
 

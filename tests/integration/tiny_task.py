@@ -1,4 +1,4 @@
-"""A task of a few hundred parameters whose steps take as long as a test likes.
+"""A task of some thousand parameters whose steps take as long as a test likes.
 
 Every batch that a learner draws is noted in `notes/{learner}`: process, iterator, time, position.
 So a test reads from outside what the learner trained on and how fast.
@@ -18,7 +18,7 @@ import optax
 from learner.task import Task
 
 FEATURES = 12
-HIDDEN = 24
+HIDDEN = 384  # three fragments of several shards each
 BATCH = 8
 
 
@@ -31,7 +31,7 @@ def build(*, steps, seed, notes="", sleep_s=0.0, odd=False):
         params = {
             "first": jax.random.normal(first, (FEATURES, HIDDEN)) / 4,
             "bias": jnp.zeros(HIDDEN),
-            "second": jax.random.normal(second, (HIDDEN, 3)) / 4,
+            "second": jax.random.normal(second, (HIDDEN, 3)) / 16,
         }
         if odd:
             params["gain"] = jnp.float32(1.5)

@@ -1,0 +1,399 @@
+"""What a learner with good credentials and bad intentions can publish and store.
+
+Every well-formed update gets its verdict with the reason in a record and a copy on the rejected
+subject; what is no update is sampled there; honest learners do not notice.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+from audit import Sent, Tape, read_stream, read_tape
+from harness import World
+
+from common import names, shards, wire
+from common.bus import Bus
+from common.errors import WireError
+from common.quantize import encode
+from common.shards import HEADER, shard_ranges
+from common.store import open_store
+
+TOKENS_PER_STEP = 1000
+
+
+@dataclass
+class Mallory:
+    """Hand-made messages of as many learners as it takes: each trick has a name of its own."""
+
+    world: World
+    tape: Tape
+    expected: dict[Sent, str] = field(default_factory=dict)
+    lives: dict[str, int] = field(default_factory=dict)
+    undecodable: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.lives]
+
+    async def join(self, bus: Bus, learner: str) -> int:
+        join = wire.Join(
+            run=self.world.name, learner=learner, layout=self.tape.layout.digest, host="mallory"
+        )
+        self.lives[learner] = await bus.publish(
+            names.join(self.world.name, learner), wire.encode(join)
+        )
+        return self.lives[learner]
+
+    async def leave(self, bus: Bus) -> None:
+        for learner, incarnation in self.lives.items():
+            leave = wire.Leave(
+                run=self.world.name,
+                learner=learner,
+                incarnation=incarnation,
+                position=0,
+                fragments=(),
+            )
+            await bus.publish(names.leave(self.world.name, learner), wire.encode(leave))
+
+    def payloads(self, fragment: int, value: float = 1e-3) -> list[bytes]:
+        """An update's shards as an honest learner would store them."""
+        sync, size = self.tape.settings.sync, self.tape.layout.fragments[fragment].size
+        return [
+            shards.pack(
+                sync.codec,
+                encode(sync.codec, np.full(stop - start, value, np.float32), sync.block),
+                sync.block,
+            )
+            for start, stop in shard_ranges(size, sync.block, sync.shard_elements)
+        ]
+
+    def manifest(
+        self, learner: str, payloads: list[bytes] | None = None, **changes: Any
+    ) -> wire.Manifest:
+        """A manifest that is right but for `changes`; its shards are stored if given."""
+        fragment, incarnation = changes.get("fragment", 0), self.lives[learner]
+        seq, sync = changes.get("seq", 1), self.tape.settings.sync
+        claimed = payloads or self.payloads(fragment)
+        ranges = shard_ranges(
+            self.tape.layout.fragments[fragment].size, sync.block, sync.shard_elements
+        )
+        entries = []
+        for index, ((start, stop), data) in enumerate(zip(ranges, claimed, strict=True)):
+            name = names.shard(self.world.name, learner, fragment, incarnation, seq, index)
+            if payloads is not None:
+                open_store(str(self.world.store)).put(name, data)
+            entries.append(
+                wire.Shard.model_construct(
+                    name=name,
+                    size_bytes=len(data),
+                    crc32c=shards.crc32c(data),
+                    start=start,
+                    stop=stop,
+                )
+            )
+        newest = self.tape.records[fragment][-1][1]
+        fields: dict[str, Any] = {
+            "run": self.world.name,
+            "learner": learner,
+            "incarnation": incarnation,
+            "seq": seq,
+            "fragment": fragment,
+            "base_version": newest.version,
+            "base_digest": newest.view_digest,
+            "layout": self.tape.layout.digest,
+            "codec": sync.codec,
+            "shards": tuple(entries),
+            "tokens": 80,
+            "steps": 10,
+            "position": 10,
+            "local_step": 10,
+            "loss": 1.0,
+            "step_time_s": 0.02,
+            "encode_s": 0.0,
+            "upload_s": 0.0,
+            "attempt": 0,
+            "final": False,
+        }
+        return wire.Manifest.model_construct(**{**fields, **changes})
+
+    async def publish(self, bus: Bus, manifest: wire.Manifest) -> None:
+        subject = names.update(self.world.name, manifest.learner, manifest.fragment)
+        await bus.publish(subject, wire.encode(manifest), msg_id=secrets.token_hex(16))
+
+    async def refused_for(self, bus: Bus, reason: str, manifest: wire.Manifest) -> None:
+        """Publish what is to be rejected for `reason`."""
+        key = Sent(manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
+        self.expected[key] = reason
+        await self.publish(bus, manifest)
+
+    async def raw(self, bus: Bus, payload: bytes, learner: str, fragment: object = 0) -> None:
+        self.undecodable += 1
+        await bus.publish(names.update(self.world.name, learner, str(fragment)), payload)
+
+
+async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:
+    """Manifests that show by themselves that they cannot be merged."""
+    digest = "0" * 32
+
+    def first_shard(**changes: Any) -> Callable[[wire.Manifest], dict[str, Any]]:
+        def change(own: wire.Manifest) -> dict[str, Any]:
+            first, *more = own.shards
+            return {"shards": (first.model_copy(update=changes), *more)}
+
+        return change
+
+    tricks: list[tuple[str, Callable[[wire.Manifest], dict[str, Any]]]] = [
+        ("layout", lambda _: {"layout": digest}),
+        ("codec", lambda _: {"codec": "int8"}),
+        ("future", lambda _: {"base_version": 10**6}),
+        ("base_digest", lambda _: {"base_digest": digest}),
+        ("tokens", lambda _: {"tokens": 10 * TOKENS_PER_STEP + 1}),
+        ("tokens", lambda _: {"tokens": (1 << 63) - 1}),
+        ("steps", lambda _: {"steps": 10**9, "tokens": 1}),
+        ("shards", lambda own: {"shards": own.shards * 3}),
+        ("shards", lambda own: {"shards": own.shards[:1]}),
+        ("shards", first_shard(stop=1)),
+        ("name", first_shard(name=f"{mallory.world.name}/learner/honest/update/0/1-1.0")),
+        ("name", first_shard(name="../../../etc/passwd")),
+        ("name", lambda own: {"shards": swapped_names(own.shards)}),
+        ("size", first_shard(size_bytes=1 << 40)),
+        ("size", first_shard(size_bytes=1)),
+    ]
+    for number, (reason, changes) in enumerate(tricks):
+        learner = f"lies-{number}"
+        await mallory.join(bus, learner)
+        own = mallory.manifest(learner)
+        await mallory.refused_for(bus, reason, own.model_copy(update=changes(own)))
+
+
+def swapped_names(entries: tuple[wire.Shard, ...]) -> tuple[wire.Shard, ...]:
+    """The same objects, each for the other's part of the fragment."""
+    first, second, *more = entries
+    return (
+        first.model_copy(update={"name": second.name}),
+        second.model_copy(update={"name": first.name}),
+        *more,
+    )
+
+
+async def lie_in_shards(mallory: Mallory, bus: Bus) -> None:
+    """Manifests that are right, with objects that are not."""
+    good, *rest = mallory.payloads(0)
+    block = mallory.tape.settings.sync.block
+    infinite = bytearray(good)
+    infinite[HEADER.size : HEADER.size + 2] = b"\x80\x7f"
+    negative = bytearray(good)
+    negative[HEADER.size : HEADER.size + 2] = b"\x80\xbf"
+    no_code = bytearray(good)
+    no_code[-1] = 0
+    flipped = bytearray(good)
+    flipped[-1] ^= 0x11
+    magic = b"EVIL" + good[4:]
+    # What is stored, and whether the manifest's checksum is of it or of the honest bytes.
+    tricks: dict[str, tuple[bytes, bool]] = {
+        "truncated": (good[: len(good) // 2], True),
+        "truncated-2": (b"", True),
+        "oversize": (good + b"\0" * 4096, True),
+        "checksum": (bytes(flipped), False),
+        "bad_scale": (bytes(infinite), True),
+        "bad_scale-2": (bytes(negative), True),
+        "bad_code": (bytes(no_code), True),
+        "bad_magic": (magic, True),
+        "codec_mismatch": (HEADER.pack(b"DLS1", 3, 0, block, 7) + good[HEADER.size :], True),
+    }
+    for number, (name, (data, own_checksum)) in enumerate(tricks.items()):
+        learner = f"shards-{number}"
+        await mallory.join(bus, learner)
+        manifest = mallory.manifest(learner, [data, *rest])
+        entry = manifest.shards[0].model_copy(update={"size_bytes": len(good)})
+        if not own_checksum:
+            entry = entry.model_copy(update={"crc32c": shards.crc32c(good)})
+        manifest = manifest.model_copy(update={"shards": (entry, *manifest.shards[1:])})
+        await mallory.refused_for(bus, name.split("-")[0], manifest)
+    await mallory.join(bus, "shards-missing")
+    await mallory.refused_for(bus, "missing", mallory.manifest("shards-missing"))
+
+
+async def lie_about_lives(mallory: Mallory, bus: Bus) -> None:
+    """Incarnations that never were, or are over."""
+    mallory.lives["ghost"] = 1
+    await mallory.refused_for(bus, "unknown_incarnation", mallory.manifest("ghost"))
+    first = await mallory.join(bus, "twice")
+    early = mallory.manifest("twice")
+    await mallory.join(bus, "twice")
+    assert early.incarnation == first
+    await mallory.refused_for(bus, "superseded", early)
+    # More lives that never were than the machine keeps marks of.
+    await mallory.join(bus, "cat")
+    for life in range(9):
+        manifest = mallory.manifest("cat").model_copy(update={"incarnation": 10**6 + life})
+        await mallory.refused_for(bus, "unknown_incarnation", manifest)
+    await mallory.refused_for(bus, "missing", mallory.manifest("cat"))
+
+
+async def repeat(mallory: Mallory, bus: Bus) -> None:
+    """One update, announced again and again."""
+    await mallory.join(bus, "parrot")
+    manifest = mallory.manifest("parrot", layout="0" * 32)
+    for attempt in range(5):
+        await mallory.refused_for(
+            bus, "layout", manifest.model_copy(update={"attempt": attempt // 2})
+        )
+
+
+async def send_garbage(mallory: Mallory, bus: Bus, learner: str) -> None:
+    """What is no manifest, on the subjects of one."""
+    await mallory.join(bus, learner)
+    good = mallory.manifest(learner).model_dump()
+    fields = {**good, "schema": wire.SCHEMA, "kind": "update"}
+    nested: Any = ()
+    for _ in range(400):
+        nested = (nested,)
+
+    def packed(**changes: Any) -> bytes:
+        changed = {**fields, **changes}
+        return msgpack.packb({k: v for k, v in changed.items() if v is not None})
+
+    for payload in (
+        b"",
+        b"\xc1",
+        b"not a message",
+        secrets.token_bytes(4096),
+        msgpack.packb([1, 2, 3]),
+        msgpack.packb(7),
+        msgpack.packb(nested),
+        msgpack.packb({1: 2}),
+        msgpack.packb({"kind": "update"}),
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        msgpack.packb(msgpack.ExtType(5, b"x" * 100)),
+        packed()[:-1],
+        packed() + b"\0",
+        packed(schema=99),
+        packed(schema="1"),
+        packed(schema=True),
+        packed(schema=None),
+        packed(kind="record"),
+        packed(extra=1),
+        packed(tokens=None),
+        packed(tokens=-1),
+        packed(tokens=0),
+        packed(tokens=1.0),
+        packed(tokens="80"),
+        packed(steps=0),
+        packed(steps=1 << 63),
+        packed(loss=float("nan")),
+        packed(step_time_s=float("inf")),
+        packed(step_time_s=-1.0),
+        packed(codec="int2"),
+        packed(shards=()),
+        packed(shards=[{"name": "x"}]),
+        packed(shards=fields["shards"][:1] * 4097),
+        packed(base_digest="x"),
+        packed(learner="Honest"),
+        packed(learner="lies-0"),
+        packed(run="other"),
+        packed(fragment=1),
+        b"\x81\xa1x\xc6\x00\x0f\x00\x00" + b"\0" * 0xF0000,
+    ):
+        await mallory.raw(bus, payload, learner)
+    for fragment in ("77", "x", "-1", "0x0"):
+        await mallory.raw(bus, packed(), learner, fragment)
+    run = mallory.world.name
+    for subject in (
+        names.join(run, learner),
+        names.leave(run, learner),
+        names.heartbeat(run, learner),
+        names.rejected(run, learner),
+    ):
+        for payload in (b"", b"\xc1", packed()):
+            await bus.publish(subject, payload)
+    for payload in (b"", b"\xc1" * 100, packed()):
+        await bus.broadcast(names.round_open(run, 0), payload)
+
+
+def verdicts(world: World) -> dict[Sent, str]:
+    return {sent: taken.reason for sent, taken in read_tape(world).rejected().items()}
+
+
+def shown(world: World) -> list[wire.Rejection]:
+    """Every copy on the rejected subjects."""
+    subject = names.rejected(world.name, "*")
+    stream = names.ops_stream(world.name)
+    found = []
+    for message in world.ask(
+        lambda bus: read_stream(bus, stream, [names.heartbeat(world.name, "*"), subject])
+    ):
+        if ".rejected." in message.subject:
+            try:
+                found.append(wire.decode(wire.Rejection, message.payload))
+            except WireError:
+                continue  # Mallory writes there too
+    return found
+
+
+def test_lies_are_answered_and_honest_work_goes_on(new_world):
+    world = new_world(
+        run={"steps": 160},
+        task={"options": {"notes": "notes", "sleep_s": 0.02}},
+        bounds={"max_tokens_per_step": TOKENS_PER_STEP},
+    )
+    aggregator = world.aggregator()
+    mallory = Mallory(world, read_tape(world))
+    for part in (lie_about_lives, repeat, lie_in_manifests, lie_in_shards):
+        world.ask(lambda bus, part=part: part(mallory, bus))
+    # Version 0 stands still: every verdict is what one expects of it.
+    world.until(lambda: mallory.expected.keys() <= verdicts(world).keys(), "all verdicts")
+    assert verdicts(world) == mallory.expected
+    world.ask(lambda bus: send_garbage(mallory, bus, "garbage"))
+    # The honest learner finds garbage under its own name when it begins.
+    world.ask(lambda bus: send_garbage(mallory, bus, "honest"))
+    honest = world.learner("honest")
+    world.until(lambda: min(read_tape(world).versions()) >= 4, "versions")
+    assert aggregator.running
+    world.ask(lambda bus: send_garbage(mallory, bus, "honest-2"))
+    world.ask(lambda bus: overwhelm(mallory, bus))
+    world.ask(mallory.leave)
+    assert [honest.wait(), aggregator.wait()] == [0, 0]
+    honest.check_clean_log()
+    aggregator.check_clean_log()
+
+    tape = read_tape(world)
+    tape.check(hostile=[*mallory.names])
+    assert {sent: taken.reason for sent, taken in tape.rejected().items()} == mallory.expected
+    assert {sent.learner for sent in tape.merged()} <= {"honest", "feather"}
+    assert min(tape.versions()) >= 20
+    assert all(np.isfinite(leaf).all() for leaf in world.params().values())
+    copies = {
+        Sent(copy.learner, copy.incarnation, copy.fragment, copy.seq): copy.reason
+        for copy in shown(world)
+        if copy.seq
+    }
+    assert copies == mallory.expected
+    samples = {copy.reason for copy in shown(world) if not copy.seq}
+    assert {"undecodable", "schema", "kind", "malformed", "sender"} <= samples
+
+
+async def overwhelm(mallory: Mallory, bus: Bus) -> None:
+    """Updates that are well-formed and far too large, or far too small for their claims."""
+    mallory.tape = await asyncio.to_thread(read_tape, mallory.world)
+    await mallory.join(bus, "giant")
+    for fragment in range(3):
+        giant = mallory.manifest("giant", mallory.payloads(fragment, 1e9), fragment=fragment)
+        await mallory.refused_for(bus, "norm", giant)
+    await mallory.join(bus, "feather")
+    for fragment, steps in itertools.product(range(3), [10_000]):
+        feather = mallory.manifest(
+            "feather",
+            mallory.payloads(fragment, 2.0**-63),
+            fragment=fragment,
+            steps=steps,
+            tokens=steps * TOKENS_PER_STEP,
+        )
+        await mallory.publish(bus, feather)
