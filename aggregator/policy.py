@@ -135,7 +135,7 @@ def judge_norm(
     multiple = norm / steps / median
     if multiple > bounds.norm_refuse:
         return None
-    return min(1.0, bounds.norm_clip / multiple)
+    return 1.0 if multiple <= bounds.norm_clip else bounds.norm_clip / multiple
 
 
 def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:

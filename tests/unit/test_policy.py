@@ -1,0 +1,259 @@
+"""The aggregator's rules: PAPER.md's formulas, and what is believed of a manifest."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aggregator import policy
+from common import names, shards, wire
+from common.config import BoundsSection, QuorumSection, StalenessSection, make_config
+from common.layout import Tensor, make_layout
+
+LAYOUT = make_layout([Tensor(name="w", shape=(48, 64), dtype="float32")], fragments=1, block=32)
+
+
+def make_rules(**sections) -> policy.FragmentRules:
+    document = {
+        "run": {"name": "rules", "steps": 480},
+        "store": {"url": "unused"},
+        "sync": {"fragments": 1, "interval_steps": 24, "block": 32, "shard_elements": 1024},
+    }
+    for name, section in sections.items():
+        document[name] = {**document.get(name, {}), **section}
+    return policy.fragment_rules(make_config(document, source="test").settings(), LAYOUT, 0)
+
+
+def test_rules_of_a_fragment_come_from_settings_and_layout():
+    rules = make_rules(sync={"mode": "lockstep"})
+    assert (rules.run, rules.fragment, rules.size) == ("rules", 0, 3072)
+    assert (rules.layout, rules.codec, rules.block) == (LAYOUT.digest, "int4", 32)
+    # The only fragment is due at every 24th step: 20 versions in 480 steps.
+    assert (rules.offset_steps, rules.last_version, rules.lockstep) == (24, 20, True)
+
+
+# Weight and discounts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "expected"), [(240, 24, 2400.0), (240, 12, 4800.0), (1, 1, 1.0)]
+)
+def test_the_weight_is_quantity_times_quality(tokens, steps, expected):
+    """P §3: w = c_tokens x (c_tokens / c_steps)."""
+    assert policy.weight(tokens, steps) == expected
+
+
+# PAPER.md, section 4, worked out by hand.
+DISCOUNTS = [
+    ("constant", {}, {0: 1, 1: 1, 100: 1}),
+    ("polynomial", {"power": 0.5}, {0: 1, 3: 0.5, 8: 1 / 3, 99: 0.1}),
+    ("polynomial", {"power": 1}, {0: 1, 1: 0.5, 3: 0.25}),
+    ("hinge", {"rate": 10, "knee": 4}, {0: 1, 4: 1, 5: 1 / 11, 6: 1 / 21}),
+    ("exponential", {"rate": 0.5}, {0: 1, 1: 0.6065306597, 2: 0.3678794412}),
+    ("inverse", {"rate": 0.25}, {0: 1, 1: 0.8, 4: 0.5, 12: 0.25}),
+]
+
+
+@pytest.mark.parametrize(("rule", "constants", "table"), DISCOUNTS)
+def test_discounts_of_the_table(rule, constants, table):
+    section = StalenessSection(rule=rule, **constants)
+    for staleness, expected in table.items():
+        assert policy.discount(section, staleness) == pytest.approx(expected, rel=1e-9)
+
+
+sections = st.builds(
+    StalenessSection,
+    rule=st.sampled_from(["constant", "polynomial", "hinge", "exponential", "inverse"]),
+    power=st.floats(0, 4),
+    rate=st.floats(0, 20),
+    knee=st.integers(0, 20),
+)
+
+
+@given(sections, st.integers(0, 10_000))
+def test_a_discount_only_shrinks_and_does_so_with_staleness(section, staleness):
+    now, later = policy.discount(section, staleness), policy.discount(section, staleness + 1)
+    assert 0 <= later <= now <= 1
+    assert policy.discount(section, 0) == 1
+
+
+# Time
+
+
+def test_the_moving_average_begins_with_its_first_value():
+    assert policy.ema(0.0, 8.0) == 8.0
+    assert policy.ema(8.0, 4.0) == 6.0
+    assert policy.ema(6.0, 6.0) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("least", "live", "expected"), [(1, 0, 1), (3, 0, 1), (3, 2, 2), (3, 3, 3), (3, 9, 3)]
+)
+def test_the_effective_quorum_is_what_the_live_can_reach(least, live, expected):
+    assert policy.effective_quorum(QuorumSection(min_learners=least), live) == expected
+
+
+def test_the_fastest_sets_the_pace():
+    rules = make_rules(quorum={"pace": 0.5})
+    assert policy.pace_s(rules, [2.0, 1.0, 4.0]) == 12.0
+    # One that has not said how fast it is does not count; nobody has: no pace.
+    assert policy.pace_s(rules, [0.0, 2.0]) == 24.0
+    assert policy.pace_s(rules, [0.0]) == 0.0
+    assert policy.pace_s(rules, []) == 0.0
+    assert policy.pace_s(make_rules(quorum={"pace": 0}), [1.0]) == 0.0
+    assert policy.pace_s(make_rules(sync={"mode": "lockstep"}), [1.0]) == 0.0
+
+
+def test_grace_is_a_share_of_the_slack():
+    """P Eq. 3: gamma x (tau x step - (quorum + sync)), with the fastest step."""
+    rules = make_rules(
+        sync={"overlap_steps": 2}, quorum={"grace_fraction": 0.5, "grace_cap_s": 3.0}
+    )
+    assert policy.grace_s(rules, [2.0, 9.0], 1.0, 0.5) == 0.5 * (2 * 2.0 - 1.5)
+    assert policy.grace_s(rules, [2.0], 3.0, 1.0) == 0.0
+    assert policy.grace_s(rules, [2.0], 9.0, 9.0) == 0.0, "never less than nothing"
+    assert policy.grace_s(rules, [100.0], 1.0, 1.0) == 3.0, "never more than the cap"
+    assert policy.grace_s(rules, [0.0], 1.0, 1.0) == 0.0
+    assert policy.grace_s(rules, [], 1.0, 1.0) == 0.0
+
+
+# Norms
+
+
+BOUNDS = BoundsSection(norm_clip=10, norm_refuse=100)
+MEDIAN_TWO = [2.0] * policy.NORM_LEAST
+
+
+@pytest.mark.parametrize(
+    ("norm", "steps", "expected"),
+    [
+        (0.0, 24, 1.0),
+        (24 * 2.0, 24, 1.0),
+        (24 * 20.0, 24, 1.0),
+        (24 * 40.0, 24, 0.5),
+        (24 * 200.0, 24, 0.1),
+        (24 * 200.1, 24, None),
+        # An outage's update: ten times the norm, ten times the steps.
+        (240 * 2.0, 240, 1.0),
+        (math.inf, 24, None),
+    ],
+)
+def test_norms_are_judged_per_step_against_the_median(norm, steps, expected):
+    assert policy.judge_norm(BOUNDS, MEDIAN_TWO, norm, steps) == expected
+
+
+def test_nobody_is_judged_before_there_is_a_median():
+    assert policy.judge_norm(BOUNDS, MEDIAN_TWO[1:], 1e30, 1) == 1.0
+    assert policy.judge_norm(BOUNDS, [0.0] * 20, 1e30, 1) == 1.0
+
+
+def test_a_few_liars_do_not_move_the_median():
+    norms = [1.0] * 20 + [1e9] * 12
+    assert policy.judge_norm(BOUNDS, norms, 1e6, 1) is None
+
+
+@given(st.floats(0, 1e30), st.integers(1, 10_000))
+def test_what_is_merged_is_never_larger_than_the_clip_allows(norm, steps):
+    clip = policy.judge_norm(BOUNDS, MEDIAN_TWO, norm, steps)
+    if clip is not None:
+        assert 0 < clip <= 1
+        assert clip * norm / steps <= 10 * 2.0 * (1 + 1e-9)
+
+
+# What a manifest alone shows
+
+
+def make_manifest(rules, **changes) -> wire.Manifest:
+    fields = {
+        "run": "rules",
+        "learner": "a",
+        "incarnation": 7,
+        "seq": 3,
+        "fragment": 0,
+        "base_version": 0,
+        "base_digest": "0" * 32,
+        "layout": rules.layout,
+        "codec": "int4",
+        "shards": make_shards(rules),
+        "tokens": 240,
+        "steps": 24,
+        "position": 0,
+        "local_step": 24,
+        "loss": 1.0,
+        "step_time_s": 1.0,
+        "encode_s": 0.0,
+        "upload_s": 0.0,
+        "attempt": 0,
+        "final": False,
+    }
+    return wire.Manifest(**(fields | changes))
+
+
+def make_shards(rules) -> tuple[wire.Shard, ...]:
+    return tuple(
+        wire.Shard(
+            name=names.shard("rules", "a", 0, 7, 3, index),
+            size_bytes=shards.shard_bytes("int4", stop - start, rules.block),
+            crc32c=1,
+            start=start,
+            stop=stop,
+        )
+        for index, (start, stop) in enumerate(
+            shards.shard_ranges(rules.size, rules.block, rules.shard_elements)
+        )
+    )
+
+
+def test_an_honest_manifest_is_well_formed():
+    rules = make_rules()
+    assert len(make_shards(rules)) == 3
+    assert policy.malformed(rules, make_manifest(rules)) is None
+    again = make_rules()
+    assert policy.malformed(again, make_manifest(again)) is None
+
+
+def spoil(index, **changes):
+    def change(honest):
+        return tuple(
+            shard.model_copy(update=changes) if i == index else shard
+            for i, shard in enumerate(honest)
+        )
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("reason", "named", "changes"),
+    [
+        ("layout", "f" * 32, {"layout": "f" * 32}),
+        ("codec", "int8", {"codec": "int8"}),
+        ("tokens", "241 tokens in 24 steps, at most 240", {"tokens": 241}),
+        ("shards", "3072", {"shards": lambda honest: honest[:2]}),
+        ("shards", "3072", {"shards": lambda honest: honest[::-1]}),
+        ("shards", "3072", {"shards": lambda honest: (*honest, honest[-1])}),
+        ("shards", "3072", {"shards": spoil(1, start=0)}),
+        ("shards", "3072", {"shards": spoil(2, stop=4096)}),
+        ("name", "rules/learner/b", {"shards": spoil(1, name="rules/learner/b/update/0/7-3.1")}),
+        ("name", "/7-3.0", {"shards": spoil(1, name="rules/learner/a/update/0/7-3.0")}),
+        ("name", "/7-2.1", {"shards": spoil(1, name="rules/learner/a/update/0/7-2.1")}),
+        ("name", "rules/learner/a/update/0/8-3.0", {"incarnation": 8}),
+        ("size", "shard 1", {"shards": spoil(1, size_bytes=1)}),
+    ],
+)
+def test_what_does_not_fit_is_named_with_both_sides(reason, named, changes):
+    rules = make_rules(bounds={"max_tokens_per_step": 10})
+    made = {k: v(make_shards(rules)) if callable(v) else v for k, v in changes.items()}
+    found = policy.malformed(rules, make_manifest(rules, **made))
+    assert found is not None
+    assert found[0] == reason
+    assert named in found[1]
+
+
+def test_steps_are_believed_by_the_time_they_took():
+    bounds = BoundsSection(max_steps_per_s=2)
+    slack = policy.CLAIM_SLACK_S
+    assert not policy.too_many_steps(bounds, int(2 * slack), 0.0)
+    assert policy.too_many_steps(bounds, int(2 * slack) + 1, 0.0)
+    assert not policy.too_many_steps(bounds, int(2 * slack) + 20, 10.0)
+    assert not policy.too_many_steps(bounds, int(2 * slack), -1e9), "a clock that went back"
