@@ -1,0 +1,178 @@
+"""`diloco local`: a run from beginning to end, and however it ends no process is left behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+from audit import read_tape
+from harness import PATIENCE_S, ROOT, World, environment, eventually
+
+from common.nats_server import NatsServer
+
+SMALL = ["--set", "sync.interval_steps=8", "--set", "sync.fragments=3", "--set", "sync.block=16"]
+FIELDS = {
+    "run": str,
+    "learners": int,
+    "steps": int,
+    "tokens": int,
+    "eval_loss_first": float,
+    "eval_loss_last": float,
+    "versions": int,
+    "updates_sent": int,
+    "updates_merged": int,
+    "updates_rejected": int,
+    "bytes_up": int,
+    "bytes_down": int,
+    "stall_fraction": float,
+    "wall_s": float,
+    "restarts": int,
+}
+
+
+def local(run_dir: Path, *options: str) -> "subprocess.Popen[str]":
+    """Start `diloco local` as from a terminal's shell, with a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "diloco", "local", "--run-dir", str(run_dir), *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def family(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """All that a process has started, directly or not."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+    )
+
+
+def until_training(process: "subprocess.Popen[str]", run_dir: Path, learners: int) -> None:
+    """Until its learners have made versions."""
+
+    def trains() -> bool:
+        assert process.poll() is None, process.communicate()
+        logs = [run_dir / "logs" / f"learner-{index}.log" for index in range(learners)]
+        aggregator = run_dir / "logs" / "aggregator.log"
+        return all(log.exists() and '"started"' in log.read_text() for log in logs) and (
+            '"committed"' in aggregator.read_text()
+        )
+
+    eventually(trains, "learners train", every_s=0.2)
+
+
+@pytest.fixture
+def tidy():
+    """Whatever a test has started ends with it."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            family_of = family(process)
+            process.kill()
+            for child in family_of:
+                if child.is_running():
+                    child.kill()
+        process.communicate()
+
+
+def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
+    """Two learners of unequal speed, one killed on the way: the digits are learned."""
+    run_dir = tmp_path / "run"
+    process = local(
+        run_dir, "--task", "examples.digits:build", "--learners", "2", "--steps", "160", "--json",
+        "--kill", "learner-1@40", "--speed", "1,0.5", "--set", "outer.momentum=0", *SMALL,
+    )  # fmt: skip
+    tidy.append(process)
+    eventually(lambda: family(process), "processes")
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert len(out.splitlines()) == 1, "standard output is for the summary alone"
+    summary = json.loads(out)
+    assert {key: type(value) for key, value in summary.items()} == FIELDS
+    assert summary["learners"] == 2
+    assert summary["steps"] == 160
+    assert summary["restarts"] == 1
+    assert summary["eval_loss_last"] < 0.5 * summary["eval_loss_first"]
+    assert 0 <= summary["stall_fraction"] < 1
+    assert summary["updates_rejected"] == 0
+
+    document = tomllib.loads((run_dir / "run.toml").read_text())
+    with NatsServer(run_dir / "nats") as server:
+        document["bus"]["url"] = server.url
+        tape = read_tape(World(run_dir, document))
+    tape.check()
+    assert summary["versions"] == sum(tape.versions())
+    assert summary["updates_merged"] == len(tape.merged())
+    assert summary["updates_sent"] == len(tape.sent())
+    assert len(tape.lives("learner-1")) == 2
+    assert len(tape.lives("learner-0")) == 1
+
+
+def test_no_process_is_left_however_it_ends(tmp_path, tidy):
+    """Ctrl-C, and SIGKILL of the command itself."""
+    ways = {signal.SIGINT: tmp_path / "interrupted", signal.SIGKILL: tmp_path / "killed"}
+    started = {}
+    for number, run_dir in ways.items():
+        started[number] = local(
+            run_dir, "--task", "tiny_task:build", "--learners", "2", "--steps", "1000000",
+            "--set", "task.options={sleep_s = 0.01}", *SMALL,
+        )  # fmt: skip
+        tidy.append(started[number])
+    for number, process in started.items():
+        until_training(process, ways[number], learners=2)
+        children = family(process)
+        names = {" ".join(child.cmdline()) for child in children}
+        assert sum("diloco learner" in name for name in names) == 2, names
+        assert sum("nats-server" in name for name in names) == 1, names
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        eventually(lambda c=children: all_gone(c), f"all gone: {children}", within_s=30)
+        assert process.returncode == (130 if number == signal.SIGINT else -number), err
+        assert "Traceback" not in out + err
+    logs = ways[signal.SIGINT] / "logs"
+    assert all('"left"' in (logs / f"learner-{index}.log").read_text() for index in range(2))
+    assert '"stopped"' in (logs / "aggregator.log").read_text()
+
+
+def test_wrong_options_are_answered_with_a_sentence(tmp_path, tidy):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "file").write_text("mine")
+    wrong = {
+        ("--speed", "1,2"): "expected 2 shares of full speed in (0, 1]",
+        ("--speed", "fast"): "expected numbers joined by commas",
+        ("--kill", "nobody@3"): "expected LEARNER@STEP with one of learner-0, learner-1",
+        ("--kill", "learner-0"): "expected LEARNER@STEP",
+        ("--set", "momentum=0"): "expected section.key=value",
+        ("--set", "sync.fragmets=3"): "unknown key 'sync.fragmets'",
+        ("--set", "outer.momentum=2"): "outer.momentum",
+        ("--config", "absent.toml"): "absent.toml",
+        ("--run-dir", str(full)): "is not empty",
+        ("--task", "nowhere:build"): "nowhere",
+        ("--learners", "0"): "--learners",
+        ("--steps", "0"): "--steps",
+    }
+    processes = {}
+    for number, options in enumerate(wrong):
+        processes[options] = local(tmp_path / str(number), "--learners", "2", *options)
+        tidy.append(processes[options])
+    for options, process in processes.items():
+        _, said = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode in (1, 2), (options, said)
+        assert wrong[options] in said, (options, said)
+        assert "Traceback" not in said, (options, said)
+    assert [path.name for path in full.iterdir()] == ["file"]
