@@ -22,13 +22,16 @@ MESSAGE_BYTES = 1 << 20
 RECORD_BYTES = 256 << 10
 MAX_ITEMS = 1 << 16
 GREATEST = (1 << 63) - 1
+# Longer than any run, and so small that sums and products of times stay finite.
+GREATEST_S = 1e12
 
 Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
 Count = Annotated[int, Field(ge=0, le=GREATEST)]
 Positive = Annotated[int, Field(ge=1, le=GREATEST)]
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=GREATEST_S)]
+Rate = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(max_length=2000)]
 
 
@@ -346,7 +349,7 @@ class Heartbeat(Body):
     global_step: Count
     tokens: Count
     loss: float
-    tokens_per_s: Seconds
+    tokens_per_s: Rate
     step_time_s: Seconds
     stall_s: Seconds
     run_s: Seconds

@@ -13,6 +13,7 @@ import pytest
 from machinelab import Lab, digest_of, lab_rules, make_manifest
 
 from aggregator import machine
+from common import wire
 
 LEARNERS = ("a", "b", "c")
 LIVES = 4
@@ -109,7 +110,7 @@ class History:
             life,
             seq,
             pick([newest, newest, max(0, newest - 1), max(0, newest - 2)]),
-            step_time_s=pick([0.0, 0.5, 2.0]),
+            step_time_s=pick([0.0, 0.5, 2.0, 2.0, wire.GREATEST_S]),
             final=self.chance.random() < 0.05,
             **SPOILT.get(spoil, {}),
         )
