@@ -306,7 +306,9 @@ def _with_environment(document: dict[str, Any], environment: Mapping[str, str]) 
     for variable, value in environment.items():
         parts = variable.lower().split("_", 2)
         if len(parts) == 3 and parts[0] == "diloco" and parts[1] in DAEMON_SECTIONS:
-            merged[parts[1]] = {**merged.get(parts[1], {}), parts[2]: value}
+            section = merged.get(parts[1], {})
+            if isinstance(section, dict):  # What is no table is refused with the rest of the file.
+                merged[parts[1]] = {**section, parts[2]: value}
     return merged
 
 
@@ -315,7 +317,7 @@ def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
     mine, other = ours.model_dump(), theirs.model_dump()
     return [
         f"{section}.{key}: {mine[section][key]!r} here, {other[section][key]!r} in the run"
-        for section in mine
+        for section in RunSettings.model_fields
         for key in mine[section]
         if mine[section][key] != other[section][key]
     ]
