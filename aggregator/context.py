@@ -43,29 +43,33 @@ async def swap(
     """
     doubt = False
 
+    async def look() -> int | None:
+        """The sequence of ours if it stands; None if nothing new does."""
+        last = await context.bus.last(context.tape, subject)
+        if last is not None and last.msg_id == attempt_id:
+            return last.seq
+        if (last.seq if last else 0) != expected:
+            raise SwapLostError(subject, expected)
+        return None
+
     async def attempt() -> int:
         nonlocal doubt
-        if doubt:
-            last = await context.bus.last(context.tape, subject)
-            if last is not None and last.msg_id == attempt_id:
-                return last.seq
-            if (last.seq if last else 0) != expected:
-                raise SwapLostError(subject, expected)
+        if doubt and (standing := await look()) is not None:
+            return standing
         try:
             seq = await context.bus.publish(
                 subject, payload, msg_id=attempt_id, expected_last=expected
             )
-        except SwapLostError as lost:
+        except (SwapLostError, BusUnavailableError) as error:
             doubt = True
-            raise BusUnavailableError(f"to be looked at again: {lost.message}") from lost
-        except BusUnavailableError:
-            doubt = True
+            if isinstance(error, SwapLostError) and (standing := await look()) is not None:
+                return standing
             raise
         if not doubt:
             return seq
-        last = await context.bus.last(context.tape, subject)
-        if last is None or last.msg_id != attempt_id:
+        standing = await look()
+        if standing is None:
             raise SwapLostError(subject, expected)
-        return last.seq
+        return standing
 
     return await context.runtime.retry("publishing", attempt, logger=context.logger)

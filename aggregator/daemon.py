@@ -9,6 +9,7 @@ from aggregator.driver import FragmentOwner, LivenessWatch
 from common import bus_nats, log, names
 from common.bus import Bus
 from common.config import Config, check_same_run, parse_settings, warnings
+from common.errors import IntegrityError
 from common.layout import Layout, parse_layout
 from common.service import Runtime, cancel, on_signals
 from common.store import ObjectStore, open_store
@@ -33,21 +34,30 @@ async def aggregate(context: Context) -> None:
     """Own every fragment of the run until its end is on the tape.
 
     Raises:
-        IntegrityError: a fragment's stored objects do not give the recorded digests.
+        IntegrityError: a fragment's stored objects do not give the recorded digests; raised
+            once nothing else is left to do.
     """
     fragments = range(len(context.layout.fragments))
     owners = [FragmentOwner(context, fragment) for fragment in fragments]
     work = [asyncio.ensure_future(owner.own()) for owner in owners]
     work.append(asyncio.ensure_future(Conductor(context).conduct()))
     watch = asyncio.ensure_future(LivenessWatch(context, owners).watch())
+    damaged: list[IntegrityError] = []
     try:
         running = {watch, *work}
         while running > {watch}:
             done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()
+                try:
+                    task.result()
+                except IntegrityError as error:
+                    # Its fragment stands still until an operator has looked; the others go on.
+                    context.logger.exception("fragment_stopped", hint=error.hint)
+                    damaged.append(error)
     finally:
         await cancel(watch, *work)
+    if damaged:
+        raise damaged[0]
 
 
 def serve(config: Config) -> None:

@@ -207,7 +207,6 @@ class AggregatorSection(Section):
     """How an aggregator works."""
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = "aggregator"
-    threads: Steps = 2
 
 
 class RunSettings(Section):

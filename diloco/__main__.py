@@ -86,7 +86,8 @@ def run_create(
     elements = sum(fragment.elements for fragment in layout.fragments)
     Console().print(
         f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "
-        f"{len(layout.fragments)} fragments, layout {layout.digest}"
+        f"{len(layout.fragments)} fragments, layout {layout.digest}",
+        soft_wrap=True,
     )
 
 

@@ -345,6 +345,14 @@ def _check_loss(task: Task, shapes: Params, batch: Batch) -> None:
 
 
 def _check_schedule(task: Task, steps: int) -> None:
+    try:
+        jax.eval_shape(task.schedule, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:
+        raise TaskError(
+            "Task.schedule must be a function that JAX can trace (the learner's step is compiled "
+            f"with it), but it failed: {_short(error)}",
+            hint="use jnp.where or optax's schedules in place of Python's if",
+        ) from error
     for step in (0, steps):
         rate = float(task.schedule(step))
         if not (math.isfinite(rate) and rate >= 0):

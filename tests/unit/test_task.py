@@ -57,6 +57,10 @@ def fails(*_):
 
 
 BROKEN = {
+    "schedule cannot be traced": (
+        {"schedule": lambda step: 0.1 if step < 5 else 0.01},
+        "Task.schedule must be a function that JAX can trace",
+    ),
     "init is no function": ({"init": {"w": 1}}, "Task.init must be a function"),
     "schedule is no function": ({"schedule": 0.1}, "Task.schedule must be a function"),
     "no tokens": ({"tokens_per_batch": 0}, "tokens_per_batch must be an int of at least 1"),
@@ -80,7 +84,7 @@ BROKEN = {
     "a list": ({"batches": lambda name, n: [np.ones(4)] * 9}, "endless iterator"),
     "batches on device": ({"batches": of_jax_arrays}, "pytree of numpy arrays"),
     "negative rate": ({"schedule": lambda step: -0.1}, "at global step 0 it gave -0.1"),
-    "rate is lost": ({"schedule": lambda step: 1.0 if step < STEPS else np.nan}, "step 10"),
+    "rate is lost": ({"schedule": lambda step: jnp.where(step < STEPS, 1.0, jnp.nan)}, "step 10"),
     "hint is a word": ({"hint": lambda name, shape: "rda"}, "must return a TensorHint"),
     "hint too deep": ({"hint": lambda n, s: TensorHint(norm_axes=2)}, "'count' of shape"),
 }
