@@ -1,0 +1,102 @@
+"""Addresses: what is fenced by a prefix or a subject stays within it."""
+
+import re
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from common import names
+
+valid = st.from_regex(names.NAME, fullmatch=True)
+anything = st.text(max_size=50)
+counts = st.integers(0, 1 << 62)
+
+
+@given(anything)
+def test_a_valid_name_is_one_token_of_a_subject_and_one_step_of_a_path(name):
+    if names.valid_name(name):
+        assert re.fullmatch("[a-z0-9-]{1,40}", name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "A", "a.b", "a/b", "*", ">", "..", "-a", "a\n", "ä", "a" * 41]
+)
+def test_what_is_no_name(name):
+    assert not names.valid_name(name)
+
+
+@given(valid, valid, counts, counts, counts, counts)
+def test_a_learners_objects_are_under_its_prefix_alone(run, learner, fragment, life, seq, index):
+    own = names.shard(run, learner, fragment, life, seq, index)
+    assert own.startswith(names.learner_prefix(run, learner))
+    assert not own.startswith(names.learner_prefix(run, learner + "x"))
+    assert not own.startswith(names.learner_prefix(run, learner[:-1] or "x"))
+    assert not own.startswith(names.fragment_prefix(run, fragment))
+
+
+numbers = st.tuples(*[st.integers(0, 300)] * 4)
+
+
+@given(numbers, numbers)
+def test_two_shards_have_two_names(one, other):
+    assert (one == other) == (names.shard("r", "l", *one) == names.shard("r", "l", *other))
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """NATS: `*` is one token, `>` is the rest."""
+    asked, found = pattern.split("."), subject.split(".")
+    for position, token in enumerate(asked):
+        if token == ">":
+            return len(found) > position
+        if position >= len(found) or token not in ("*", found[position]):
+            return False
+    return len(asked) == len(found)
+
+
+@given(valid, valid, st.integers(0, 4095))
+def test_every_subject_is_in_the_stream_it_belongs_to(run, learner, fragment):
+    tape = [
+        names.spec(run),
+        names.join(run, learner),
+        names.leave(run, learner),
+        names.update(run, learner, fragment),
+        names.record(run, fragment),
+        names.stop(run),
+        names.end(run),
+    ]
+    ops = [names.heartbeat(run, learner), names.rejected(run, learner)]
+    # Two streams must not overlap, and what is broadcast must be in neither.
+    expected = {**dict.fromkeys(tape, "tape"), **dict.fromkeys(ops, "ops")}
+    expected[names.round_open(run, fragment)] = ""
+    for subject, stream in expected.items():
+        found = [
+            name
+            for name, patterns in (
+                ("tape", names.tape_subjects(run)),
+                ("ops", names.ops_subjects(run)),
+            )
+            for pattern in patterns
+            if matches(pattern, subject)
+        ]
+        assert found == ([stream] if stream else [])
+
+
+@given(valid, valid)
+def test_runs_do_not_hear_each_other(run, other):
+    assume(run != other)
+    mine = [*names.tape_subjects(run), *names.ops_subjects(run)]
+    theirs = [*names.tape_subjects(other), *names.ops_subjects(other)]
+    assert not any(matches(one, two) for one in mine for two in theirs)
+
+
+@pytest.mark.xfail(strict=True, reason="names.ops_stream ends in '-ops', and so may a run's name")
+@pytest.mark.parametrize("other", ["a-ops"])
+def test_two_runs_have_four_streams(other):
+    streams = [make(run) for run in ("a", other) for make in (names.tape_stream, names.ops_stream)]
+    assert len(set(streams)) == 4
+
+
+def test_versions_sort_as_their_names_do():
+    made = [names.version_object("r", 0, version, "delta", "d") for version in (2, 10, 9, 100)]
+    assert sorted(made) == [made[i] for i in (0, 2, 1, 3)]
