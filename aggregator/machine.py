@@ -365,7 +365,7 @@ def position(state: State) -> int:
 def share(state: State) -> float:
     """Part of the live fleet's weight that the round holds, in (0, 1]."""
     held = sum(admitted.weight for admitted in state.admitted)
-    present = {admitted.manifest.learner for admitted in state.admitted}
+    present = _present(state)
     absent = sum(member.weight for name, member in _live(state).items() if name not in present)
     return held / (held + absent) if held else 1.0
 
@@ -419,10 +419,11 @@ def _on_announced(rules: FragmentRules, state: State, event: Announced) -> Resul
         return _reject(rules, state, refused, event.stored_at_s)
     member = state.members[manifest.learner]
     current = manifest.incarnation == member.incarnation
-    if current:
+    if current and event.stream_seq <= state.known_seq:
         member = member._replace(final=member.final or manifest.final)
-    if current and event.stream_seq > state.known_seq:
+    elif current:
         member = member._replace(
+            final=member.final or manifest.final,
             step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
             weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
             heard_at_s=max(member.heard_at_s, event.stored_at_s),
@@ -680,13 +681,13 @@ def _advance(rules: FragmentRules, state: State, now_s: float) -> Result:
         return _advance_to_end(state, now_s)
     if state.phase == "idle":
         return state, ()
-    present = {admitted.manifest.learner for admitted in state.admitted}
     live = _live(state)
     least = rules.quorum.min_learners
-    quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, len(live))
-    if state.phase == "open" and len(present) >= quorum:
-        quorum_s = policy.ema(state.quorum_s, max(0.0, now_s - state.opened_at_s))
-        state = state._replace(phase="grace", quorum_at_s=now_s, quorum_s=quorum_s)
+    if state.phase == "open":
+        quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, len(live))
+        if len(_present(state)) >= quorum:
+            quorum_s = policy.ema(state.quorum_s, max(0.0, now_s - state.opened_at_s))
+            state = state._replace(phase="grace", quorum_at_s=now_s, quorum_s=quorum_s)
     answered = _answered(state)
     if answered >= live.keys() and (len(answered) >= least or not rules.lockstep):
         return _close(state, now_s, "complete")
@@ -751,14 +752,18 @@ def _taken(state: State) -> tuple[Admitted | Refused, ...]:
     return merged + state.rejected
 
 
+def _present(state: State) -> set[str]:
+    """Learners that have an update in the round."""
+    return {admitted.manifest.learner for admitted in state.admitted}
+
+
 def _answered(state: State) -> set[str]:
     """Learners that send no more before the record: it merges, or rejects, an update of theirs."""
-    rejected = {
+    return _present(state).union(
         refused.manifest.learner
         for refused in state.rejected
         if _is_current(state, refused.manifest)
-    }
-    return rejected | {admitted.manifest.learner for admitted in state.admitted}
+    )
 
 
 def _is_current(state: State, manifest: wire.Manifest) -> bool:
