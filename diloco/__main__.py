@@ -95,7 +95,7 @@ def run_create(
 def local(
     learners: Annotated[int, typer.Option(help="number of learner processes", min=1, max=64)] = 4,
     steps: Annotated[
-        int | None, typer.Option(help="length of the run in inner steps [default: 400]", min=1)
+        int | None, typer.Option(help="length of the run in inner steps [default: 600]", min=1)
     ] = None,
     run_dir: Annotated[
         Path | None,

@@ -9,7 +9,7 @@ from common.errors import ConfigError
 if TYPE_CHECKING:
     from diloco.local import LocalOptions
 
-DEFAULT_STEPS = 400
+DEFAULT_STEPS = 600
 
 
 def local_document(
