@@ -59,6 +59,8 @@ LEAST_COEFFICIENT: Final = 2.0**-60
 GREATEST_COEFFICIENT: Final = 2.0**60
 # Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
 CANCELLING: Final = 1e-6
+# Squares of scales 2^-64 to 2^40 times this, and a block's sum of them, are normal float32s.
+_UNIT: Final = np.float32(256)
 # Elements that one thread works on at a time, so that an operation finds them in its cache.
 CHUNK: Final = 1 << 16
 # Elements of each half that are quantized at a time.
@@ -131,7 +133,7 @@ class Contribution(NamedTuple):
 def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
     """L2 norm of each segment of an update, float64 [S].
 
-    Sums of squared integer codes are exact, those of values have float32's precision.
+    Sums of squared integer codes are exact in each block; all else has float32's precision.
     """
     if codec in GREATEST_CODE:
         return _code_norms(grid, codec, shards)
@@ -161,16 +163,16 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
 
     float32 [S], to be recorded. With A the accumulated sum of a segment:
 
-        average   1 / sum w, of the bfloat16 that the coefficients hold: shares sum to one
+        average   1 / sum w, each w rounded as in its coefficient: shares sum to one
         RDA       (sum w S c |v| / sum w) / |A|,   0 if the directions cancel
 
     The denominators hold w without its discount, so that a stale update that is alone in its
     round is discounted all the same (DESIGN.md, "A round and its merge").
     """
-    weight = sum(update.weight for update in updates)
-    rounded = sum(float(ml_dtypes.bfloat16(update.weight)) for update in updates)
+    average = 1 / sum(float(ml_dtypes.bfloat16(update.weight)) for update in updates)
     if not grid.radial.any():
-        return np.full(len(grid.radial), 1 / rounded, np.float32)
+        return np.full(len(grid.radial), average, np.float32)
+    weight = sum(update.weight for update in updates)
     magnitude_S = np.zeros(len(grid.radial))
     reach_S = np.zeros(len(grid.radial))
     for update in updates:
@@ -180,7 +182,7 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
     length_S = _vector_norms(grid, accumulator.spans())
     cancels_S = length_S <= CANCELLING * reach_S
     turned_S = np.where(cancels_S, 0.0, magnitude_S / np.where(cancels_S, 1.0, length_S))
-    return np.where(grid.radial, turned_S, 1 / weight).astype(np.float32)
+    return np.where(grid.radial, turned_S, average).astype(np.float32)
 
 
 def participation(learning_rate: float, momentum: float, share: float) -> tuple[float, float]:
@@ -192,15 +194,13 @@ def participation(learning_rate: float, momentum: float, share: float) -> tuple[
 
 
 def _code_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
+    starts_S = np.cumsum(grid.lengths) - grid.lengths
     squares = []
     for scales_B, codes in shards:
         rows = _square_lanes(codes, codec=codec, block=grid.block)
-        squares_B = np.square(np.asarray(scales_B).astype(np.float64))
-        squares_B *= np.asarray(_square_sums(rows, codec=codec))
-        squares.append(squares_B)
-    starts_S = np.cumsum(grid.lengths) - grid.lengths
+        squares.append(np.asarray(_block_squares(rows, scales_B, codec=codec)))
     whole_B = squares[0] if len(squares) == 1 else np.concatenate(squares)
-    return np.sqrt(np.add.reduceat(whole_B, starts_S))
+    return np.sqrt(np.add.reduceat(whole_B, starts_S, dtype=np.float64)) / _UNIT
 
 
 @partial(jax.jit, static_argnames=("codec", "block"))
@@ -214,10 +214,12 @@ def _square_lanes(codes: jax.Array, *, codec: Codec, block: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="codec")
-def _square_sums(rows: jax.Array, *, codec: Codec) -> jax.Array:
-    """Sum of squared codes of each block, int32 [B]."""
+def _block_squares(rows: jax.Array, scales_B: jax.Array, *, codec: Codec) -> jax.Array:
+    """Sum of squares of each block times `_UNIT` squared, float32 [B]."""
     sums = fold(rows, jax.lax.add)
-    return sums if codec == "int8" else jnp.stack([sums & 0xFFFF, sums >> 16]).reshape(-1)
+    if codec == "int4":
+        sums = jnp.stack([sums & 0xFFFF, sums >> 16]).reshape(-1)
+    return sums.astype(jnp.float32) * jnp.square(scales_B.astype(jnp.float32) * _UNIT)
 
 
 def _vector_norms(grid: Grid, spans: Iterable[tuple[int, Vector]]) -> Norms:

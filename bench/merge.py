@@ -150,14 +150,18 @@ def _print_speed(size: int, learners: int) -> float:
     rows += [
         _row(stage, must_move[stage], [one[stage] for one in taken], bandwidths) for stage in STAGES
     ]
-    rows.append(_row("together", sum(must_move.values()), totals, bandwidths))
+    core_bytes = must_move["accumulate"] + must_move["outer step"]
+    cores = [one["accumulate"] + one["outer step"] for one in taken]
+    rows.append(_row("accumulate + outer step", core_bytes, cores, bandwidths))
+    rows.append(_row("all of these", sum(must_move.values()), totals, bandwidths))
     deltas = [one["version delta"] for one in taken]
     rows.append(_row("version delta", 12.5 * size, deltas, bandwidths))
     print(f"{size:,} parameters, {learners} learners, int4, RDA, Nesterov")
     print(f"streaming in place, float32: {median(bandwidths) / 1e9:.1f} GB/s\n")
     print(table(rows))
-    ratio = _ratio(sum(must_move.values()), totals, bandwidths)
-    print(f"\nfloor of the whole, {FLOOR:.0%}: {'held' if ratio >= FLOOR else 'MISSED'}\n")
+    ratio = _ratio(core_bytes, cores, bandwidths)
+    verdict = "held" if ratio >= FLOOR else "MISSED"
+    print(f"\nfloor of accumulate + outer step, {FLOOR:.0%}: {verdict}\n")
     return ratio
 
 

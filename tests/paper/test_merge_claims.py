@@ -131,6 +131,13 @@ def test_weights_are_relative():
     np.testing.assert_allclose(small, large, rtol=1e-6, atol=1e-12)
 
 
+def test_the_mean_of_equals_is_exact_though_weights_are_rounded():
+    """DESIGN, invariant 7: in lockstep the system equals synchronous DiLoCo."""
+    vector = orthogonal(1, norm=1.0)[0].astype(np.float32)
+    got = merged(grid_of("average"), [vector] * 4, weight=[1000003.0] * 4)
+    np.testing.assert_allclose(got, vector, rtol=1e-6)
+
+
 # --- Outer optimizers
 
 
