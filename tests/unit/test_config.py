@@ -288,15 +288,17 @@ def test_another_run_is_refused_with_everything_that_differs():
 
 # Regions known to be bad
 
+NESTEROV = {"optimizer": "nesterov", "learning_rate": 0.7, "momentum": 0.9}
+
 
 @pytest.mark.parametrize(
     ("sections", "named"),
     [
         ({"sync": {"interval_steps": 2, "fragments": 2, "min_steps": 1}}, "interval_steps = 2"),
         ({"quorum": {"grace_fraction": 0}}, "quorum of 1 without grace"),
-        ({"quorum": {"pace": 0}}, "pace = 0"),
-        ({"outer": {"learning_rate": 1.3, "momentum": 0.9}}, "learning_rate 1.3"),
-        ({"outer": {"learning_rate": 0.7, "momentum": 0.95}}, "momentum 0.95"),
+        ({"quorum": {"pace": 0}, "outer": NESTEROV}, "pace = 0"),
+        ({"outer": NESTEROV | {"learning_rate": 1.3}}, "learning_rate 1.3"),
+        ({"outer": NESTEROV | {"momentum": 0.95}}, "momentum 0.95"),
         ({"sync": {"overlap_steps": 11}}, "overlap_steps = 11"),
     ],
 )

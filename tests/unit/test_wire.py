@@ -320,6 +320,14 @@ def test_deep_settings_of_a_specification_are_no_crash(depth):
     assert fault_of(lambda: wire.decode(wire.Specification, payload)) in (None, "undecodable")
 
 
+def test_settings_hold_plain_values_alone():
+    """Nothing builds an object from what a peer sends, not even a time stamp."""
+    fields = fields_of(EXAMPLES[wire.Specification])
+    for value in (msgpack.ExtType(5, b"x"), msgpack.Timestamp(1, 0)):
+        payload = msgpack.packb(fields | {"settings": {"value": value}})
+        assert reason_of(wire.Specification, payload) == "undecodable"
+
+
 @kinds
 def test_bytes_as_keys_beside_the_right_ones_are_refused(body):
     fields = fields_of(EXAMPLES[body]) | {b"run": "x"}
