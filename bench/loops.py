@@ -1,0 +1,117 @@
+"""Baselines as plain loops in one process: alone, data-parallel, synchronous DiLoCo.
+
+They share the task, its inner step and its schedule with the system, and nothing else of it.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from learner import tree
+from learner.task import Batch, Params, Task
+from learner.train import InnerStep, make_inner_step
+
+
+def learner_names(count: int) -> list[str]:
+    """The names that `diloco local` gives, so that the same batches are drawn."""
+    return [f"learner-{index}" for index in range(count)]
+
+
+class Start(NamedTuple):
+    """Where every loop begins: parameters as the run's creation makes them, and the inner step."""
+
+    trained: Params
+    constants: Params
+    inner_step: InnerStep
+
+
+def start(task: Task, seed: int) -> Start:
+    """The task's first parameters from a seed."""
+    trained, constants = tree.split(jax.jit(task.init)(jax.random.key(seed)))
+    return Start(trained, constants, make_inner_step(task, constants))
+
+
+def copy(params: Params) -> Params:
+    """A copy, since the inner step donates what it is given."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def together(iterators: list[Iterator[Batch]]) -> Iterator[Batch]:
+    """The learners' batches in one."""
+    while True:
+        batches = [next(iterator) for iterator in iterators]
+        yield jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+
+
+def data_parallel(task: Task, *, steps: int, seed: int, learners: int) -> float:
+    """Held-out loss after `steps` with the learners' batches in one; one learner trains alone."""
+    began = start(task, seed)
+    trained, optimizer_state = began.trained, task.optimizer.init(began.trained)
+    batches = together([task.batches(name, 0) for name in learner_names(learners)])
+    for step in range(steps):
+        trained, optimizer_state, _ = began.inner_step(
+            trained, optimizer_state, next(batches), np.int32(step)
+        )
+    return task.evaluate(tree.join(trained, began.constants))
+
+
+class Nesterov(NamedTuple):
+    """DiLoCo's outer optimizer (arXiv 2311.08105)."""
+
+    learning_rate: float
+    momentum: float
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def _outer_step(
+    theta: Params, moment: Params, learners: list[Params], learning_rate: float, momentum: float
+) -> tuple[Params, Params]:
+    """Plain average of the learners' outer gradients, and one Nesterov step."""
+
+    def gradient(old: jax.Array, *new: jax.Array) -> jax.Array:
+        return old - sum(new[1:], new[0]) / len(new)
+
+    merged = jax.tree.map(gradient, theta, *learners)
+    moment = jax.tree.map(lambda m, g: momentum * m + g, moment, merged)
+    theta = jax.tree.map(
+        lambda old, g, m: old - learning_rate * (g + momentum * m), theta, merged, moment
+    )
+    return theta, moment
+
+
+def synchronous(
+    task: Task, *, steps: int, seed: int, learners: int, interval: int, outer: Nesterov
+) -> float:
+    """Held-out loss of synchronous DiLoCo: float32, one fragment, no overlap, no staleness."""
+    began = start(task, seed)
+    theta, moment = began.trained, jax.tree.map(jnp.zeros_like, began.trained)
+    states = [task.optimizer.init(theta) for _ in range(learners)]
+    batches = [task.batches(name, 0) for name in learner_names(learners)]
+    step = 0
+    while step < steps:
+        until = min(step + interval, steps)
+        replicas = []
+        for index in range(learners):
+            run = _rounds(began.inner_step, batches[index])
+            replica, states[index] = run(copy(theta), states[index], step, until)
+            replicas.append(replica)
+        theta, moment = _outer_step(theta, moment, replicas, *outer)
+        step = until
+    return task.evaluate(tree.join(theta, began.constants))
+
+
+def _rounds(
+    inner_step: InnerStep, batches: Iterator[Batch]
+) -> Callable[[Params, Any, int, int], tuple[Params, Any]]:
+    """A function that trains a replica from one step to another."""
+
+    def run(trained: Params, state: Any, first: int, until: int) -> tuple[Params, Any]:
+        for step in range(first, until):
+            trained, state, _ = inner_step(trained, state, next(batches), np.int32(step))
+        return trained, state
+
+    return run
