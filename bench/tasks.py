@@ -5,7 +5,7 @@ from typing import Any
 from learner import model
 from learner.task import Task
 
-# 98,688 parameters with the embedding; a step of 8 x 64 bytes takes milliseconds on one core.
+# 123,200 parameters with the embedding: small enough for sweeps on one core.
 TINY = model.Preset(layers=2, width=64, heads=2, learning_rate=4e-3, tied=True)
 
 
