@@ -21,7 +21,7 @@ import numpy as np
 import tomli_w
 
 from aggregator.daemon import load_run
-from common import bus_nats, log
+from common import bus_nats, log, names, wire
 from common.bus_nats import NatsBus
 from common.config import Config, load_config
 from common.service import Runtime
@@ -34,6 +34,8 @@ from learner.task import load_task
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
+# A run of which its test says when it stops.
+ENDLESS = {"steps": 1_000_000}
 # Beside other work on a shared machine anything may take long; no test measures by this.
 PATIENCE_S = 150.0
 T = TypeVar("T")
@@ -222,6 +224,12 @@ class World:
             return condition()
 
         return eventually(asked, what, every_s=every_s)
+
+    def stop(self) -> None:
+        """Say that the stop rule is met, so that a test need not guess a run's length."""
+        stop = wire.Stop(run=self.name, global_step=0, reason="test")
+        payload = wire.encode(stop)
+        self.ask(lambda bus: bus.publish(names.stop(self.name), payload, expected_last=0))
 
     # What learners did
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 from audit import Sent, Tape, read_stream, read_tape
-from harness import World
+from harness import ENDLESS, World
 
 from common import names, shards, wire
 from common.bus import Bus
@@ -340,7 +340,7 @@ def shown(world: World) -> list[wire.Rejection]:
 
 def test_lies_are_answered_and_honest_work_goes_on(new_world):
     world = new_world(
-        run={"steps": 160},
+        run=ENDLESS,
         task={"options": {"notes": "notes", "sleep_s": 0.02}},
         bounds={"max_tokens_per_step": TOKENS_PER_STEP},
     )
@@ -359,7 +359,10 @@ def test_lies_are_answered_and_honest_work_goes_on(new_world):
     assert aggregator.running
     world.ask(lambda bus: send_garbage(mallory, bus, "honest-2"))
     world.ask(lambda bus: overwhelm(mallory, bus))
+    reached = max(read_tape(world).versions()) + 2
+    world.until(lambda: min(read_tape(world).versions()) >= reached, "more versions")
     world.ask(mallory.leave)
+    world.stop()
     assert [honest.wait(), aggregator.wait()] == [0, 0]
     honest.check_clean_log()
     aggregator.check_clean_log()
@@ -368,7 +371,6 @@ def test_lies_are_answered_and_honest_work_goes_on(new_world):
     tape.check(hostile=[*mallory.names])
     assert {sent: taken.reason for sent, taken in tape.rejected().items()} == mallory.expected
     assert {sent.learner for sent in tape.merged()} <= {"honest", "feather"}
-    assert min(tape.versions()) >= 20
     assert all(np.isfinite(leaf).all() for leaf in world.params().values())
     copies = {
         Sent(copy.learner, copy.incarnation, copy.fragment, copy.seq): copy.reason

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from audit import Tape, read_tape
-from harness import Process, World, eventually
+from harness import ENDLESS, Process, World, eventually
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 
@@ -26,11 +26,11 @@ def until_merged(world: World, learner: str, count: int, life: int | None = None
         tape = read_tape(world)
         return tape if updates(tape, learner, life) >= count else None
 
-    return eventually(enough, f"{count} merged updates of {learner}", every_s=0.2)
+    return world.until(enough, f"{count} merged updates of {learner}")
 
 
 def test_learners_die_return_come_late_and_leave(new_world):
-    world = new_world(run={"steps": 400}, task=SLOWER)
+    world = new_world(run=ENDLESS, task=SLOWER)
     aggregator = world.aggregator()
     first, second = world.learner("learner-0"), world.learner("learner-1")
     until_merged(world, "learner-1", 3)
@@ -40,8 +40,8 @@ def test_learners_die_return_come_late_and_leave(new_world):
     second = world.learner("learner-1")
     late = world.learner("late")
     until_merged(world, "late", 3)
-    lives = read_tape(world).lives("learner-1")
-    until_merged(world, "learner-1", 3, eventually(lambda: lives[1:], "a second life")[0])
+    (second_life,) = world.until(lambda: read_tape(world).lives("learner-1")[1:], "a second life")
+    until_merged(world, "learner-1", 3, second_life)
 
     first.terminate()
     assert first.wait() == 0
@@ -51,6 +51,7 @@ def test_learners_die_return_come_late_and_leave(new_world):
 
     check_second_signal_ends_at_once(world, late)
 
+    world.stop()
     assert [second.wait(), aggregator.wait()] == [0, 0]
     tape = read_tape(world)
     tape.check()
@@ -107,14 +108,14 @@ def check_second_signal_ends_at_once(world: World, learner: Process) -> None:
 def test_an_aggregator_dies_at_any_moment(new_world):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    check_aggregator_deaths(new_world(run={"steps": 120}, task=SLOWER), random.Random(seed), 3)
+    check_aggregator_deaths(new_world(run=ENDLESS, task=SLOWER), random.Random(seed), 3)
 
 
 @pytest.mark.slow
 def test_an_aggregator_dies_many_times(new_world):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    check_aggregator_deaths(new_world(run={"steps": 480}, task=SLOWER), random.Random(seed), 15)
+    check_aggregator_deaths(new_world(run=ENDLESS, task=SLOWER), random.Random(seed), 15)
 
 
 def check_aggregator_deaths(world: World, chance: random.Random, deaths: int) -> None:
@@ -124,8 +125,6 @@ def check_aggregator_deaths(world: World, chance: random.Random, deaths: int) ->
     for death in range(deaths):
         eventually(lambda a=aggregator: a.events("committed"), f"commits after death {death}")
         time.sleep(chance.uniform(0.0, 1.0))
-        if not aggregator.running:
-            break  # the run was over before
         if death % 3 == 1:  # two at once: one of them is fenced off
             successor = world.aggregator()
             eventually(lambda s=successor: s.events("started"), "a second aggregator starts")
@@ -140,6 +139,8 @@ def check_aggregator_deaths(world: World, chance: random.Random, deaths: int) ->
             successor = world.aggregator()
         recoveries.append(successor)
         aggregator = successor
+    eventually(lambda: aggregator.events("committed"), "commits after the last death")
+    world.stop()
     assert aggregator.wait() == 0
     assert [learner.wait() for learner in learners] == [0, 0]
     tape = read_tape(world)

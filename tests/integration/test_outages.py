@@ -7,7 +7,7 @@ import time
 
 import pytest
 from audit import read_tape
-from harness import World, eventually
+from harness import ENDLESS, World, eventually
 
 LEARNERS = ("learner-0", "learner-1")
 
@@ -48,20 +48,22 @@ def outages(own_nats_server, new_world, *, outage_s: float) -> None:
     server = own_nats_server
     world = new_world(
         server=server,
-        run={"steps": 280},
+        run=ENDLESS,
         task={"options": {"notes": "notes", "sleep_s": 0.02}},
     )
     away = world.folder / "store-away"
     aggregator = world.aggregator()
     learners = [world.learner(name) for name in LEARNERS]
     without_bus = suffer(world, server.kill, server.start, outage_s=outage_s)
-    eventually(lambda: bus_works_again(world), "versions after NATS came back")
+    world.until(lambda: versions_are_made(world), "versions after NATS came back")
     without_store = suffer(
         world,
         lambda: world.store.rename(away),
         lambda: away.rename(world.store),
         outage_s=outage_s,
     )
+    world.until(lambda: versions_are_made(world), "versions after the store came back")
+    world.stop()
     assert aggregator.wait() == 0
     assert [learner.wait() for learner in learners] == [0, 0]
     assert min(without_bus.values()) > 0.5, without_bus
@@ -76,7 +78,7 @@ def outages(own_nats_server, new_world, *, outage_s: float) -> None:
         assert process.events("resumed")
 
 
-def bus_works_again(world: World) -> bool:
+def versions_are_made(world: World) -> bool:
     versions = sum(read_tape(world).versions())
     time.sleep(0.5)
     return sum(read_tape(world).versions()) > versions
