@@ -6,6 +6,7 @@ are heard of, `conductor.py` when the run stops and ends.
 """
 
 import asyncio
+import contextlib
 from typing import Any
 
 from aggregator import machine, policy
@@ -159,16 +160,17 @@ class FragmentOwner:
             raise SwapLostError(subject, self.state.record_seq)
 
     async def _next_item(self) -> Item | None:
+        """The next event; a deadline that has passed comes first, however many others wait."""
         assert self.state is not None
         due_s = machine.deadline(self.rules, self.state)
-        if not self._queue.empty() or due_s is None:
+        if due_s is None:
             return await self._queue.get()
         clock = self.context.runtime.clock
-        try:
-            async with asyncio.timeout(max(0.0, due_s - clock())):
-                return await self._queue.get()
-        except TimeoutError:
-            return machine.Timer(max(due_s, clock())), None
+        if clock() < due_s:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_s - clock()):
+                    return await self._queue.get()
+        return machine.Timer(max(due_s, clock())), None
 
     async def _take(self, event: machine.Event, payload: Payload | None) -> None:
         assert self.state is not None
@@ -410,12 +412,18 @@ def _totals(
 
 
 class LivenessWatch:
-    """Tells the owners' machines which learners are heard of."""
+    """Tells the owners' machines which learners are heard of.
+
+    A learner is dead once it was silent for `quorum.live_s` while another was heard: when nobody
+    is heard it is the bus that is silent, and nobody is taken for dead.
+    """
 
     def __init__(self, context: Context, owners: list[FragmentOwner]) -> None:
         self._context = context
         self._owners = owners
+        self._live_s = context.settings.quorum.live_s
         self._heard_at_s: dict[str, float] = {}
+        self._newest_s = context.runtime.clock()
 
     async def watch(self) -> None:
         """Read heartbeats and compare, for ever."""
@@ -429,24 +437,26 @@ class LivenessWatch:
         )
         subjects = [names.heartbeat(context.run, "*")]
         async for message in context.bus.read(stream, subjects, start + 1):
-            self._heard_at_s[message.subject.split(".")[3]] = context.runtime.clock()
+            self._hear(message.subject.split(".")[3], context.runtime.clock())
+
+    def _hear(self, learner: str, now_s: float) -> None:
+        if now_s - self._newest_s > self._live_s:
+            # After a silence of all, everybody has as long again to be heard.
+            self._heard_at_s = dict.fromkeys(self._heard_at_s, now_s)
+        self._newest_s = self._heard_at_s[learner] = now_s
 
     async def _compare(self) -> None:
-        runtime = self._context.runtime
-        live_s = self._context.settings.quorum.live_s
         while True:
-            await asyncio.sleep(min(1.0, live_s / 4))
-            now_s = runtime.clock()
+            await asyncio.sleep(min(1.0, self._live_s / 4))
             for owner in self._owners:
                 if owner.state is not None:
-                    self._tell(owner, owner.state, now_s, live_s)
+                    self._tell(owner, owner.state)
 
-    def _tell(
-        self, owner: FragmentOwner, state: machine.State, now_s: float, live_s: float
-    ) -> None:
+    def _tell(self, owner: FragmentOwner, state: machine.State) -> None:
+        now_s = self._context.runtime.clock()
         for name, member in state.members.items():
             # One that was never heard of counts from its join, or from our own beginning.
             heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
-            live = now_s - heard_at_s < live_s
+            live = self._newest_s - heard_at_s < self._live_s
             if live != member.live and not member.left:
                 owner.tell(machine.Liveness(now_s, name, member.incarnation, live))

@@ -108,8 +108,8 @@ class OuterSection(Section):
         participation: a round that holds a share f of the fleet's weight takes f of a step.
     """
 
-    optimizer: Literal["sgd", "momentum", "nesterov", "delayed_nesterov"] = "nesterov"
-    learning_rate: Annotated[float, Field(gt=0)] = 0.7
+    optimizer: Literal["sgd", "momentum", "nesterov", "delayed_nesterov"] = "sgd"
+    learning_rate: Annotated[float, Field(gt=0)] = 0.9
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     delay: Steps = 4
     delay_fraction: Fraction = 0.0

@@ -29,8 +29,11 @@ def tape_stream(run: str) -> str:
 
 
 def ops_stream(run: str) -> str:
-    """Heartbeats and rejections: bounded, not needed for recovery."""
-    return f"diloco-{run}-ops"
+    """Heartbeats and rejections: bounded, not needed for recovery.
+
+    No run's name holds a '_', so that this is no other run's tape.
+    """
+    return f"diloco-{run}_ops"
 
 
 def tape_subjects(run: str) -> list[str]:

@@ -6,6 +6,7 @@ Nothing here waits for the network: `Background` has a thread for it. (A learner
 wait for versions; that mode is for tests and baselines.)
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from common import wire
+from common.errors import TaskError
 from learner import sync, tree
 from learner.background import Background
 from learner.publish import Outgoing, Traffic
@@ -51,6 +53,21 @@ def make_inner_step(task: Task, constants: Params) -> InnerStep:
         return trained, optimizer_state, loss
 
     return inner_step
+
+
+def _finite(loss: float) -> float:
+    """The loss.
+
+    Raises:
+        TaskError: it is infinite or not a number; the parameters are lost with it.
+    """
+    if not math.isfinite(loss):
+        raise TaskError(
+            f"the training loss is {loss}: this learner's parameters have diverged",
+            hint="start it again, it begins from the run's newest version; if that repeats, "
+            "lower the learning rate or clip gradients",
+        )
+    return loss
 
 
 @dataclass
@@ -141,7 +158,7 @@ class Trainer:
             began_s = time.perf_counter()
             loss = self.step()
             self.synchronize(sync.Stepped(self.clock(), self.task.tokens_per_batch))
-            read = None if self._loss is None else float(self._loss)
+            read = None if self._loss is None else _finite(float(self._loss))
             self._loss = loss
             self._slow_down(began_s)
             took_s = time.perf_counter() - began_s

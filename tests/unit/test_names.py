@@ -91,7 +91,6 @@ def test_runs_do_not_hear_each_other(run, other):
     assert not any(matches(one, two) for one in mine for two in theirs)
 
 
-@pytest.mark.xfail(strict=True, reason="names.ops_stream ends in '-ops', and so may a run's name")
 @pytest.mark.parametrize("other", ["a-ops"])
 def test_two_runs_have_four_streams(other):
     streams = [make(run) for run in ("a", other) for make in (names.tape_stream, names.ops_stream)]
