@@ -7,6 +7,9 @@ reading and writing, so reading alone at full speed would show as 100 %.
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +17,7 @@ import numpy as np
 from bench.streaming import Stream, median, seconds, table
 from common.quantize import CODECS, encode, encode_difference
 
+Work = Callable[[], Any]
 REPEATS = 11
 FLOOR_BYTES_PER_S = 4e9
 
@@ -29,7 +33,9 @@ def main() -> None:
     new_N, old_N = (
         jax.device_put(rng.standard_normal(options.size, dtype=np.float32)) for _ in range(2)
     )
-    works = {codec: lambda codec=codec: encode(codec, new_N, options.block) for codec in CODECS}
+    works: dict[str, Work] = {
+        codec: partial(encode, codec, new_N, options.block) for codec in CODECS
+    }
     works["int4 of a difference"] = lambda: encode_difference("int4", new_N, old_N, options.block)
     speeds, bandwidths = _measure(works, options.size)
     rows = [["codec", "ms", "GB/s of input", "of streaming"]]
@@ -46,10 +52,10 @@ def main() -> None:
         sys.exit(1)
 
 
-def _measure(works: dict, size: int) -> tuple[dict[str, list[float]], list[float]]:
+def _measure(works: dict[str, Work], size: int) -> tuple[dict[str, list[float]], list[float]]:
     """Bytes of input per second of each work, and the bandwidth, in turns."""
     stream = Stream(size)
-    speeds = {name: [] for name in works}
+    speeds: dict[str, list[float]] = {name: [] for name in works}
     bandwidths = []
     for work in works.values():
         seconds(work)

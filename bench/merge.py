@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -107,11 +108,11 @@ class _Round:
     def times(self, updates: Iterator[Encoded] | list[Encoded]) -> dict[str, float]:
         """Seconds of each stage."""
         taken_s = dict.fromkeys((*STAGES, "version delta"), 0.0)
-        contributions = []
+        contributions: list[Contribution] = []
         self._sum.reset()
         for update in updates:
-            taken_s["norms"] += seconds(lambda update=update: self._norms(update, contributions))
-            taken_s["accumulate"] += seconds(lambda update=update: self._add(update, contributions))
+            taken_s["norms"] += seconds(partial(self._norms, update, contributions))
+            taken_s["accumulate"] += seconds(partial(self._add, update, contributions))
         taken_s["merged norms"] = seconds(lambda: self._factors(contributions))
         taken_s["outer step"] = seconds(self._outer)
         taken_s["version delta"] = seconds(
