@@ -105,6 +105,7 @@ class Tape:
         """
         for fragment in self.records:
             self.check_chain(fragment)
+            self.check_recoverable(fragment)
             self.check_totals(fragment)
             self.check_remade(fragment)
             self.check_views(fragment)
@@ -141,6 +142,18 @@ class Tape:
             closed = closed or record.final
             assert record.final == closed, where
             before_seq, digest, position = seq, record.view_digest, record.position
+
+    def check_recoverable(self, fragment: int) -> None:
+        """Whoever reads on from a record's position misses no update that it leaves unanswered."""
+        first_announced = {
+            update: seq for update, (seq, _) in self.sent().items() if update.fragment == fragment
+        }
+        for seq, record in self.records[fragment]:
+            for taken in (*record.inputs, *record.rejected):
+                update = Sent(taken.learner, taken.incarnation, fragment, taken.seq)
+                first_announced.pop(update, None)
+            lost = {u for u, announced in first_announced.items() if announced < record.position}
+            assert not lost, f"fragment {fragment}, record {seq}: reads on behind {lost}"
 
     def check_totals(self, fragment: int) -> None:
         """A record's totals are the sums over all up to it."""

@@ -1,6 +1,7 @@
 """Processes that die and return, come late, leave, or are told to end twice."""
 
 import itertools
+import os
 import random
 import signal
 import time
@@ -8,6 +9,8 @@ import time
 import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, Process, World, eventually
+
+from common.nats_server import NatsServer
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 
@@ -29,8 +32,8 @@ def until_merged(world: World, learner: str, count: int, life: int | None = None
     return world.until(enough, f"{count} merged updates of {learner}")
 
 
-def test_learners_die_return_come_late_and_leave(new_world):
-    world = new_world(run=ENDLESS, task=SLOWER)
+def test_learners_die_return_come_late_and_leave(own_nats_server, new_world):
+    world = new_world(server=own_nats_server, run=ENDLESS, task=SLOWER)
     aggregator = world.aggregator()
     first, second = world.learner("learner-0"), world.learner("learner-1")
     until_merged(world, "learner-1", 3)
@@ -49,7 +52,7 @@ def test_learners_die_return_come_late_and_leave(new_world):
     assert tape.stop is None, "the run went on without the one who left"
     check_left(world, tape, "learner-0")
 
-    check_second_signal_ends_at_once(world, late)
+    check_second_signal_ends_at_once(own_nats_server, late)
 
     world.stop()
     assert [second.wait(), aggregator.wait()] == [0, 0]
@@ -90,19 +93,18 @@ def check_left(world: World, tape: Tape, learner: str) -> None:
         assert last.final == (last.position == leave.position)
 
 
-def check_second_signal_ends_at_once(world: World, learner: Process) -> None:
-    """With the store away a clean stop cannot end soon; a second signal ends it."""
-    away = world.folder / "store-away"
-    world.store.rename(away)
+def check_second_signal_ends_at_once(server: NatsServer, learner: Process) -> None:
+    """While NATS does not answer nobody can announce a leave; a second signal ends the wait."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
     try:
-        eventually(lambda: learner.events("waiting"), "the learner misses the store")
         learner.terminate()
-        time.sleep(0.5)
+        time.sleep(1.0)
         assert learner.running
         learner.signal(signal.SIGINT)
-        assert learner.wait(20) == 128 + signal.SIGINT
+        assert learner.wait(15) == 128 + signal.SIGINT  # `learner.leave_s` is 20
     finally:
-        away.rename(world.store)
+        os.kill(server.pid, signal.SIGCONT)
 
 
 def test_an_aggregator_dies_at_any_moment(new_world):
