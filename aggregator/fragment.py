@@ -8,9 +8,10 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
-from aggregator import outer
+from aggregator import merge, outer
 from aggregator.machine import Admitted
-from aggregator.outer import Contribution, Grid, OuterOptimizer, State, Vector
+from aggregator.merge import Contribution, Grid, Vector
+from aggregator.outer import OuterOptimizer, State
 from common import shards, wire
 from common.config import RunSettings
 from common.errors import IntegrityError, ObjectMissingError, WireError
@@ -68,7 +69,7 @@ class FragmentArrays:
 
     def __post_init__(self) -> None:
         self._optimizer = _optimizer(self.settings)
-        self._sum: outer.Accumulator | None = None
+        self._sum: merge.Accumulator | None = None
         self._merged: list[_Merged] = []
 
     @classmethod
@@ -133,7 +134,7 @@ class FragmentArrays:
     def open_round(self) -> None:
         """Begin an empty sum; its buffers are kept from round to round."""
         if self._sum is None:
-            self._sum = outer.Accumulator(self.grid)
+            self._sum = merge.Accumulator(self.grid)
         self._sum.reset()
         self._merged = []
 
@@ -143,7 +144,7 @@ class FragmentArrays:
         contribution = Contribution(
             payload.norms_S, admitted.weight, admitted.discount, admitted.clip
         )
-        coefficients_S = outer.coefficients(self.grid, contribution)
+        coefficients_S = merge.coefficients(self.grid, contribution)
         self._sum.add(self.settings.sync.codec, payload.parts, coefficients_S)
         self._merged.append(_Merged(admitted, contribution, coefficients_S.tobytes()))
 
@@ -156,7 +157,7 @@ class FragmentArrays:
         """
         assert self._sum is not None
         assert [merged.admitted for merged in self._merged] == list(admitted)
-        factors_S = outer.factors(
+        factors_S = merge.factors(
             self.grid, self._sum, [merged.contribution for merged in self._merged]
         )
         section = self.settings.outer
@@ -217,7 +218,7 @@ class FragmentArrays:
 
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
     """How a fragment's vector divides under a run's settings."""
-    return outer.make_grid(
+    return merge.make_grid(
         layout.fragments[fragment],
         layout.block,
         settings.sync.shard_elements,
@@ -234,7 +235,7 @@ def read_payload(store: ObjectStore, manifest: wire.Manifest, grid: Grid) -> Pay
         StoreUnavailableError: a passing fault.
     """
     parts = _read_parts(store, manifest.codec, manifest.shards, grid)
-    norms_S = outer.segment_norms(grid, manifest.codec, parts)
+    norms_S = merge.segment_norms(grid, manifest.codec, parts)
     return Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from aggregator import machine, outer, policy
+from aggregator import machine, merge, policy
 from aggregator.fragment import FragmentArrays, Payload
 from bench import loops
 from common import names, shards, wire
@@ -186,7 +186,7 @@ class _Learner:
         world, owner = self.world, self.world.owners[send.fragment]
         parts = tuple(Encoded(*map(np.asarray, p)) for p in self.replica.send(send.fragment))
         manifest = _manifest(world, self, send)
-        norms_S = outer.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
+        norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
         payload = Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
         owner.payloads[machine.UpdateId(*_identity(manifest))] = payload
 

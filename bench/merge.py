@@ -21,18 +21,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from aggregator.outer import (
+from aggregator.merge import (
     Accumulator,
     Contribution,
-    Gradient,
     Grid,
-    advance_view,
     coefficients,
     factors,
     make_grid,
-    make_outer,
     segment_norms,
 )
+from aggregator.outer import Gradient, advance_view, make_outer
 from bench.streaming import Stream, median, seconds, table
 from common.layout import Tensor, TensorHint, make_layout
 from common.quantize import Encoded

@@ -6,17 +6,16 @@ Each test names its section of PAPER.md.
 import numpy as np
 import pytest
 
-from aggregator.outer import (
+from aggregator.merge import (
     Accumulator,
     Contribution,
-    Gradient,
     Grid,
     coefficients,
     factors,
     make_grid,
-    make_outer,
     segment_norms,
 )
+from aggregator.outer import Gradient, make_outer
 from common.layout import Tensor, TensorHint, make_layout
 from common.quantize import encode
 

@@ -7,14 +7,8 @@ discounts and norms are such that products of float32s would be rounded.
 import jax.numpy as jnp
 import numpy as np
 
-from aggregator.outer import (
-    Accumulator,
-    Contribution,
-    close_round,
-    coefficients,
-    make_grid,
-    make_outer,
-)
+from aggregator.merge import Accumulator, Contribution, coefficients, make_grid
+from aggregator.outer import close_round, make_outer
 from common.layout import Tensor, TensorHint, make_layout
 from common.quantize import CODECS, encode
 from common.shards import digest

@@ -12,20 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aggregator import outer
-from aggregator.outer import (
+from aggregator.merge import (
     Accumulator,
     Contribution,
-    Gradient,
     Grid,
-    apply_delta,
-    close_round,
     coefficients,
     factors,
     make_grid,
-    make_outer,
-    participation,
     segment_norms,
 )
+from aggregator.outer import Gradient, apply_delta, close_round, make_outer, participation
 from common.layout import Tensor, TensorHint, make_layout
 from common.quantize import CODECS, Encoded, decode_numpy, encode
 from common.shards import shard_ranges
