@@ -22,7 +22,7 @@ import jax
 import tomli_w
 
 from common import bus_nats, log
-from common.config import Config, load_config
+from common.config import Config, RunSettings, load_config
 from common.nats_server import NatsServer
 from common.service import Runtime
 from common.store import open_store
@@ -35,6 +35,7 @@ from learner.task import params_shapes, run_task
 from learner.train import Meter, Trainer, make_inner_step
 
 FLOOR = 0.99
+ENCODES = 20
 BLOCK_STEPS = 48  # two intervals: every fragment is sent twice in a block
 
 
@@ -71,6 +72,22 @@ def make_trainer(config: Config, background: Background, context: Context) -> Tr
         meter=Meter(context.learner, context.traffic),
         asked_to_leave=lambda: False,
     )
+
+
+def report_encode(trainer: Trainer, settings: RunSettings) -> None:
+    """How long the device encodes one interval's updates, as a share of the interval's steps."""
+    sync_section = settings.sync
+    began_s = time.perf_counter()
+    for _ in range(ENCODES):
+        for fragment in range(sync_section.fragments):
+            jax.block_until_ready(trainer.replica.send(fragment))
+    encode_s = (time.perf_counter() - began_s) / ENCODES
+    began_s = time.perf_counter()
+    for _ in range(sync_section.interval_steps):
+        loss = trainer.step()
+    jax.block_until_ready(loss)
+    share = encode_s / (time.perf_counter() - began_s)
+    print(f"encoding all fragments: {1000 * encode_s:.1f} ms, {share:.3%} of an interval's steps")
 
 
 class Took(NamedTuple):
@@ -128,6 +145,7 @@ def measure(config: Config, pairs: int) -> list[tuple[Took, Took]]:
             f", off {took[False].wall_s:.2f} s ({took[False].cpu_s:.2f})"
         )
     print(f"updates sent: {context.traffic.updates_sent}")
+    report_encode(trainer, settings)
     background.leave(trainer.position, 10.0)
     background.close()
     asyncio.run_coroutine_threadsafe(bus.close(), loop).result()

@@ -259,6 +259,7 @@ class World:
 
     def run(self, scenario, *, limit_s: float = 36_000.0) -> Any:
         """Run a coroutine function to its end within `limit_s` virtual seconds."""
+        logging_as_before = structlog.get_config()
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
         asyncio.set_event_loop(None)
 
@@ -277,6 +278,7 @@ class World:
         finally:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+            structlog.configure(**logging_as_before)
 
     async def create(self) -> None:
         creator = Actor("create", self, Faults(latency_s=0.0))
