@@ -1,6 +1,7 @@
 """The operator's command; `diloco --help` lists its parts.
 
-JAX is loaded only by the commands that need it, so that `--help` answers at once.
+JAX is loaded only by the commands that need it, once their file is read, so that `--help` and
+wrong settings are answered at once.
 """
 
 import sys
@@ -46,9 +47,10 @@ def aggregator(config: ConfigOption, log_level: LevelOption = "info") -> None:
     The first SIGINT or SIGTERM asks for a clean stop, the second ends the process at once. Killed
     at any point, a new one goes on where it was. Logs are JSON lines on standard error.
     """
+    loaded = _load(config, log_level)
     from aggregator.daemon import serve
 
-    serve(_load(config, log_level))
+    serve(loaded)
 
 
 @app.command()
@@ -64,9 +66,10 @@ def learner(
     The first SIGINT or SIGTERM asks for a clean stop (finish the step, send what is unsent,
     announce the leave), the second ends the process at once. Logs are JSON lines on standard error.
     """
+    loaded = _load(config, log_level)
     from learner.daemon import serve
 
-    serve(_load(config, log_level), name)
+    serve(loaded, name)
 
 
 @run_app.command("create")

@@ -27,9 +27,9 @@ def wait_for_steps(world: World, count: int) -> None:
 
 def suffer(world: World, take_away, give_back, *, outage_s: float) -> dict[str, float]:
     """Step rates in an outage, each learner's as a multiple of its rate before."""
-    wait_for_steps(world, 40)
+    wait_for_steps(world, 25)
     before_s = time.monotonic()
-    time.sleep(2.0)
+    time.sleep(1.5)
     began_s = time.monotonic()
     take_away()
     # Calls that had begun may still get their answers.

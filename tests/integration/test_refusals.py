@@ -36,7 +36,6 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     other_model = world.variant("model", {"task": {"options": {"odd": True}}})
     no_run = world.variant("none", {"run": {"name": "nobody"}})
     unknown_key = world.variant("key", {"sync": {"fragmets": 3}})
-    no_section = world.variant("section", {"sink": {"url": "x"}})
     out_of_range = world.variant("range", {"sync": {"fragments": 9}})
     no_task = world.variant("no-task", {"task": {"build": "nowhere.task:build"}})
     bad_url = world.variant("url", {"bus": {"url": "http://localhost:1"}})
@@ -59,7 +58,6 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
         learner("codec", other_codec): both,
         aggregator("codec", other_codec): both,
         learner("layout", other_layout): (fragments, "layout digest: "),
-        aggregator("layout", other_layout): (fragments,),
         learner("task", other_task): (
             "'examples.digits:build' here, 'tiny_task:build' in the run",
         ),
@@ -67,7 +65,6 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
         learner("none", no_run): ("there is no run 'nobody'", "diloco run create"),
         aggregator("none", no_run): ("there is no run 'nobody'", "diloco run create"),
         learner("key", unknown_key): ("unknown key 'sync.fragmets'", "key.toml"),
-        aggregator("section", no_section): ("unknown key 'sink'",),
         aggregator("range", out_of_range): ("fragments (9) is more than interval_steps (8)",),
         learner("no-task", no_task): ("nowhere",),
         learner("toml", not_toml): ("not valid TOML",),
