@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from common.errors import DilocoError
+from common.nats_server import NatsServer
 from diloco.reaper import Reaper
 
 # A process that fails so often within a minute is not started again.
@@ -44,6 +45,7 @@ class Fleet:
         self._logs = logs
         self._reaper = Reaper()
         self._files: list[IO[bytes]] = []
+        self._server: NatsServer | None = None
         self.daemons: dict[str, Daemon] = {}
 
     @property
@@ -51,9 +53,14 @@ class Fleet:
         """How often a daemon was started again."""
         return sum(daemon.restarts for daemon in self.daemons.values())
 
-    def adopt(self, pid: int) -> None:
-        """End this process too, should we die."""
-        self._reaper.watch(pid)
+    def adopt(self, server: NatsServer) -> None:
+        """Look after a server that runs: start it again if it dies, end it should we die."""
+        self._server = server
+        self._watch_server()
+
+    def _watch_server(self) -> None:
+        if self._server is not None and self._server.pid is not None:
+            self._reaper.watch(self._server.pid)
 
     def start(self, name: str, arguments: list[str], cores: set[int] | None = None) -> Daemon:
         """Start `diloco ARGUMENTS...` under a name, with a log file of its own."""
@@ -92,6 +99,9 @@ class Fleet:
         Raises:
             DilocoError: one fails again and again; the end of its log is shown.
         """
+        if self._server is not None and not self._server.running:
+            self._server.start()
+            self._watch_server()
         for daemon in self.daemons.values():
             if daemon.ended or daemon.process is None or daemon.process.poll() is None:
                 continue

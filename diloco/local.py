@@ -83,8 +83,7 @@ def run_local(options: LocalOptions) -> int:
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
     with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
-        if server.pid is not None:
-            fleet.adopt(server.pid)
+        fleet.adopt(server)
         document["bus"] = {**document.get("bus", {}), "url": server.url}
         config = make_config(document, source="the options")
         config_path = run_dir / "run.toml"

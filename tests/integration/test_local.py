@@ -122,8 +122,21 @@ def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
     assert len(tape.lives("learner-0")) == 1
 
 
+def commits(run_dir: Path) -> int:
+    return (run_dir / "logs" / "aggregator.log").read_text().count('"committed"')
+
+
+def check_server_returns(process: "subprocess.Popen[str]", run_dir: Path) -> None:
+    """A nats-server that dies is started again, and the run goes on."""
+    (server,) = [child for child in family(process) if "nats-server" in child.name()]
+    server.kill()
+    eventually(lambda: server not in family(process), "it is dead")
+    before = commits(run_dir)
+    eventually(lambda: commits(run_dir) > before + 3, "commits after nats-server died")
+
+
 def test_no_process_is_left_however_it_ends(tmp_path, tidy):
-    """Ctrl-C, and SIGKILL of the command itself."""
+    """Ctrl-C, and SIGKILL of the command itself, with a nats-server that died on the way."""
     ways = {signal.SIGINT: tmp_path / "interrupted", signal.SIGKILL: tmp_path / "killed"}
     started = {}
     for number, run_dir in ways.items():
@@ -134,6 +147,7 @@ def test_no_process_is_left_however_it_ends(tmp_path, tidy):
         tidy.append(started[number])
     for number, process in started.items():
         until_training(process, ways[number], learners=2)
+        check_server_returns(process, ways[number])
         children = family(process)
         names = {" ".join(child.cmdline()) for child in children}
         assert sum("diloco learner" in name for name in names) == 2, names
