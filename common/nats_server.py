@@ -26,6 +26,8 @@ from typing import Self
 from common.errors import BusError, ConfigError
 
 _HOST = "127.0.0.1"
+_PORT_TAKEN = "address already in use"
+_PORTS = 5  # that are tried before a taken one is an error
 _LOCK = "lock"
 _CONFIG = "nats-server.conf"
 _LOG = "nats-server.log"
@@ -45,7 +47,8 @@ class NatsServer:
 
     Args:
         folder: holds the streams, the configuration, the log and the lock; made if missing.
-        port: TCP port on 127.0.0.1; a free one is chosen if None.
+        port: TCP port on 127.0.0.1; a free one is chosen if None, and kept from the first
+            `start` on.
         sync_interval: how long an acknowledged message may stay out of reach of a power cut:
             'always' (the default: not at all) or a Go duration such as '2m'.
         extra_config: text appended to the configuration file (accounts, permissions, limits).
@@ -61,6 +64,7 @@ class NatsServer:
     ) -> None:
         self.folder = folder.absolute()
         self.port = port or _free_port()
+        self._may_move = port is None
         self._sync_interval = sync_interval
         self._extra_config = extra_config
         self._name = f"diloco-{secrets.token_hex(8)}"
@@ -98,6 +102,20 @@ class NatsServer:
             return
         binary = find_binary()
         self.folder.mkdir(parents=True, exist_ok=True)
+        # A free port may be taken by somebody else before the server has it.
+        for _ in range(_PORTS if self._may_move else 0):
+            try:
+                self._start_once(binary, ready_timeout_s)
+            except BusError:
+                if _PORT_TAKEN not in self._log_end():
+                    raise
+                self.port = _free_port()
+            else:
+                self._may_move = False
+                return
+        self._start_once(binary, ready_timeout_s)
+
+    def _start_once(self, binary: Path, ready_timeout_s: float) -> None:
         lock = self._lock()
         try:
             self._write_config()

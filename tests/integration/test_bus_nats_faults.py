@@ -534,3 +534,17 @@ def test_the_server_dies_with_its_parent_and_holds_the_lock_until_then(tmp_path:
         time.sleep(0.02)
     with NatsServer(folder) as successor:
         assert successor.running
+
+
+def test_a_port_that_was_taken_meanwhile_is_left_for_another(tmp_path):
+    server = NatsServer(tmp_path / "nats")
+    with socket.create_server(("127.0.0.1", server.port)) as stranger, server:
+        assert server.running
+        assert server.port != stranger.getsockname()[1]
+
+
+def test_a_port_that_was_asked_for_is_never_left_for_another(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        server = NatsServer(tmp_path / "nats", port=stranger.getsockname()[1])
+        with pytest.raises(BusError, match="address already in use"):
+            server.start()
