@@ -176,7 +176,7 @@ class Adopter:
         )
 
     async def _load_fragment(self, fragment: int) -> Loaded:
-        """The newest version, from its snapshot and the deltas since; retried while they move."""
+        """The newest version, from snapshot and deltas; passing faults are waited out."""
         loaded = await self._context.runtime.retry(
             "loading a version",
             lambda: load_view(self._context, fragment),

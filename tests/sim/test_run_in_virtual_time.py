@@ -237,3 +237,23 @@ def test_no_step_waits_while_bus_and_store_are_away():
     assert fates["in_flight"] == 0
     assert fates["steps"] == 2 * sum(learner.steps for learner in learners)
     assert max(learner.longest_wait_s for learner in learners) < 1e-6
+
+
+def test_a_damaged_fragment_stops_alone():
+    world = make_world(5)
+    learners = [SimLearner(world, index) for index in range(2)]
+
+    async def scenario():
+        await world.create()
+        (_, beginning) = world.records(0)[0]
+        world.store._objects[beginning.outer.name] = b"rotten"
+        actor = world.aggregator()
+        lives = [asyncio.ensure_future(learner.live()) for learner in learners]
+        await asyncio.sleep(40)
+        assert not any(task.done() for task in (actor.tasks[0], *lives))
+        for life in lives:
+            life.cancel()
+
+    world.run(scenario)
+    assert len(world.digests()[0]) == 1
+    assert len(world.digests()[1]) > 3
