@@ -10,8 +10,6 @@ import json as json_module
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -21,17 +19,16 @@ import tomli_w
 from rich.console import Console
 from rich.live import Live
 
-from common import bus_nats, log
-from common.bus import Bus
+from common import log
 from common.config import Config, make_config, warnings
 from common.errors import ConfigError
 from common.nats_server import NatsServer
-from common.service import Runtime, cancel
-from common.store import open_store
+from common.service import cancel
 from common.tape import RunContext
 from diloco import screen
 from diloco.fleet import Fleet
 from diloco.observe import Observer
+from diloco.opening import open_run
 from diloco.settings import local_document
 
 REFRESH_S = 0.5
@@ -166,7 +163,8 @@ class LocalRun:
     async def _work(self) -> None:
         with self.console.status("creating the run: first parameters, streams, version 0 ..."):
             await self._create()
-        async with self._connected() as context:
+        async with open_run(self.config_path, name="local") as opened:
+            context = opened.context
             evaluation = Evaluation(context)
             with self.console.status("evaluating version 0 on held-out data ..."):
                 first = await evaluation.loss()
@@ -185,25 +183,6 @@ class LocalRun:
         while not creation.ended:
             await asyncio.sleep(0.05)
             self.fleet.look_after()
-
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[RunContext]:
-        from aggregator.daemon import load_run
-
-        bus: Bus = await bus_nats.connect(self.config.bus.url, name="local")
-        store = open_store(self.config.store.url)
-        runtime = Runtime()
-        try:
-            yield RunContext(
-                settings=self.config.settings(),
-                layout=await load_run(self.config, bus, store, runtime),
-                bus=bus,
-                store=store,
-                runtime=runtime,
-                logger=log.get(run=self.config.run.name),
-            )
-        finally:
-            await bus.close()
 
     def _start_daemons(self) -> None:
         path = str(self.config_path)

@@ -1,0 +1,100 @@
+"""RUN as operators name it: a file, or the folder of a local run that may have ended."""
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import World, make_world
+
+from common.errors import BusError, BusUnavailableError, ConfigError, RunMismatchError
+from common.nats_server import NatsServer
+from diloco.opening import open_run
+
+FRAGMENTS = 3
+
+
+@pytest.fixture
+def ended_run(tmp_path: Path, unique: str) -> World:
+    """The folder of a local run; its server is stopped."""
+    folder = tmp_path / "run"
+    with NatsServer(folder / "nats") as server:
+        world = make_world(unique, folder, server.url)
+        world.create()
+    return world
+
+
+def opened(target: Path) -> tuple[str, int]:
+    """What opening a run finds: its name, and the tape's last sequence."""
+
+    async def look() -> tuple[str, int]:
+        async with open_run(target) as run:
+            last = await run.context.bus.last_sequence(run.context.tape)
+            return run.specification.run, last
+
+    return asyncio.run(look())
+
+
+def test_an_ended_local_run_is_served_for_the_time_of_the_command(ended_run: World) -> None:
+    for _ in range(2):
+        name, last = opened(ended_run.folder)
+        assert name == ended_run.name
+        assert last == 1 + FRAGMENTS, "the specification, and version 0 of each"
+        with pytest.raises(BusUnavailableError):
+            opened(ended_run.config_path)  # only the folder says that it is a local run
+
+
+def test_a_local_run_under_way_is_asked_where_it_is(ended_run: World) -> None:
+    with NatsServer(ended_run.folder / "nats", port=port_of(ended_run)):
+        assert opened(ended_run.folder)[0] == ended_run.name
+        assert opened(ended_run.config_path)[0] == ended_run.name
+
+
+def test_somebody_else_has_come_by_the_port(ended_run: World, tmp_path: Path) -> None:
+    with NatsServer(tmp_path / "other", port=port_of(ended_run)):
+        assert opened(ended_run.folder)[0] == ended_run.name
+        with pytest.raises(RunMismatchError, match="there is no run"):
+            opened(ended_run.config_path)
+
+
+def test_a_folder_in_use_by_a_server_that_is_elsewhere(ended_run: World) -> None:
+    with NatsServer(ended_run.folder / "nats"), pytest.raises(BusError, match="in use by"):
+        opened(ended_run.folder)
+
+
+@contextlib.contextmanager
+def moved(path: Path) -> Iterator[None]:
+    away = path.with_name("away")
+    path.rename(away)
+    yield
+    shutil.rmtree(path)
+    away.rename(path)
+
+
+def test_the_store_has_no_such_run(ended_run: World) -> None:
+    with moved(ended_run.store), pytest.raises(RunMismatchError, match=r"check store\.url"):
+        opened(ended_run.folder)
+    assert opened(ended_run.folder)[0] == ended_run.name
+
+
+def nothing(path: Path) -> Path:
+    return path / "nothing"
+
+
+def empty_folder(path: Path) -> Path:
+    (path / "empty").mkdir()
+    return path / "empty"
+
+
+@pytest.mark.parametrize("target", [nothing, empty_folder])
+def test_what_is_no_run_is_answered_with_a_sentence(
+    tmp_path: Path, target: Callable[[Path], Path]
+) -> None:
+    with pytest.raises(ConfigError, match="neither a configuration file nor the folder"):
+        opened(target(tmp_path))
+
+
+def port_of(world: World) -> int:
+    return int(world.url.rpartition(":")[2])
