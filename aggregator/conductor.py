@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from aggregator.context import Context, swap
 from common import names, wire
+from common.bus import Message
 from common.config import RunSettings
-from common.errors import SwapLostError
-from common.layout import last_version, offset_steps
-from common.tape import last_record, read_record
+from common.errors import SwapLostError, WireError
+from common.layout import next_step, offset_steps
+from common.tape import last_record, parse_changed, read_record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +31,11 @@ def stop_reason(settings: RunSettings, newest: dict[int, Newest]) -> str | None:
     run, sync = settings.run, settings.sync
     if run.tokens and min(n.tokens for n in newest.values()) >= run.tokens:
         return "tokens"
-    complete = all(
-        n.version
-        >= last_version(
-            run.steps,
-            offset_steps(fragment, sync.fragments, sync.interval_steps),
-            sync.interval_steps,
-        )
-        for fragment, n in newest.items()
-    )
-    return "steps" if complete else None
+    offsets = {f: offset_steps(f, sync.fragments, sync.interval_steps) for f in newest}
+    following = [
+        next_step(n.global_step, offsets[f], sync.interval_steps) for f, n in newest.items()
+    ]
+    return "steps" if min(following) > run.steps else None
 
 
 @dataclass
@@ -47,8 +43,12 @@ class Conductor:
     """Follows the tape until the run has ended."""
 
     context: Context
+    _settings: RunSettings = field(init=False)
     _newest: dict[int, Newest] = field(default_factory=dict)
     _stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self._settings = self.context.settings
 
     async def conduct(self) -> None:
         """Return once the run's `end` is on the tape."""
@@ -61,7 +61,19 @@ class Conductor:
             )
             self._note(record, seq)
         start = min(newest.record_seq for newest in self._newest.values())
-        subjects = [names.record(context.run, "*"), names.stop(context.run), names.end(context.run)]
+        settings = await context.runtime.retry(
+            "settings",
+            lambda: context.bus.last(context.tape, names.settings(context.run)),
+            logger=context.logger,
+        )
+        if settings is not None:
+            self._change(settings)
+        subjects = [
+            names.record(context.run, "*"),
+            names.settings(context.run),
+            names.stop(context.run),
+            names.end(context.run),
+        ]
         await self._decide()
         async for message in context.bus.read(context.tape, subjects, start):
             if message.subject == names.end(context.run):
@@ -69,6 +81,9 @@ class Conductor:
                 return
             if message.subject == names.stop(context.run):
                 self._stopped = True
+                continue
+            if message.subject == names.settings(context.run):
+                self._change(message)
                 continue
             payload = message.payload
             record = await context.runtime.retry(
@@ -78,6 +93,12 @@ class Conductor:
             )
             self._note(record, message.seq)
             await self._decide()
+
+    def _change(self, message: Message) -> None:
+        try:
+            self._settings = parse_changed(self.context.settings, message.payload)
+        except WireError as error:
+            self.context.logger.warning("ignored", subject=message.subject, reason=error.reason)
 
     def _note(self, record: wire.Record, seq: int) -> None:
         known = self._newest.get(record.fragment)
@@ -94,7 +115,7 @@ class Conductor:
         if all(newest.final for newest in self._newest.values()):
             await self._say(names.end(self.context.run), self._end())
         elif not self._stopped:
-            reason = stop_reason(self.context.settings, self._newest)
+            reason = stop_reason(self._settings, self._newest)
             if reason is not None:
                 step = max(newest.global_step for newest in self._newest.values())
                 stop = wire.Stop(run=self.context.run, global_step=step, reason=reason)

@@ -16,8 +16,10 @@ from common.store import ObjectStore, open_store
 from common.tape import load_specification
 
 
-async def load_run(config: Config, bus: Bus, store: ObjectStore, runtime: Runtime) -> Layout:
-    """Check a daemon's configuration against its run; the run's layout.
+async def load_run(
+    config: Config, bus: Bus, store: ObjectStore, runtime: Runtime
+) -> tuple[Layout, int]:
+    """Check a daemon's configuration against its run; the run's layout and epoch.
 
     Raises:
         RunMismatchError: no such run, or settings that disagree.
@@ -27,7 +29,7 @@ async def load_run(config: Config, bus: Bus, store: ObjectStore, runtime: Runtim
     layout = parse_layout(await runtime.call(store.get, name), specification.layout)
     theirs = parse_settings(specification.settings)
     check_same_run(config.settings(), theirs, layout.digest, specification.layout)
-    return layout
+    return layout, specification.epoch
 
 
 async def aggregate(context: Context) -> None:
@@ -82,11 +84,12 @@ async def _serve(config: Config) -> None:
         config.bus.url, name=config.aggregator.name, credentials=config.bus.credentials
     )
     try:
-        layout = await load_run(config, bus, store, runtime)
+        layout, epoch = await load_run(config, bus, store, runtime)
         context = Context(
             name=config.aggregator.name,
             settings=config.settings(),
             layout=layout,
+            epoch=epoch,
             bus=bus,
             store=store,
             runtime=runtime,

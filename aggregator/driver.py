@@ -1,13 +1,14 @@
 """The aggregator's driver: all IO around `machine.py`.
 
 One `FragmentOwner` for each fragment reads the tape from its position, feeds the machine, and does
-what the machine says: fetch, merge, announce, commit. `Liveness` tells the machines which learners
-are heard of, `conductor.py` when the run stops and ends.
+what the machine says: fetch, merge, announce, commit. A record of its fragment that it did not
+write (another owner's, an operator's rollback) makes it begin anew from there. `LivenessWatch`
+tells the machines which learners are heard of, `conductor.py` when the run stops and ends.
 """
 
 import asyncio
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from aggregator import machine, policy
 from aggregator.context import Context, store_version_object, swap
@@ -16,9 +17,10 @@ from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound
 from aggregator.recovery import recover
 from common import names, wire
 from common.bus import Message
+from common.config import RunSettings
 from common.errors import DilocoError, ObjectMissingError, SwapLostError, WireError
-from common.layout import global_step
 from common.service import cancel, first_of
+from common.tape import parse_changed
 
 # Payloads of one fragment that may be in memory before they are merged.
 FETCHES = 2
@@ -28,8 +30,21 @@ QUEUE = 1024
 SAMPLE_S = 1.0
 
 
-# An event for the machine, with the payload that it is about; None at the run's end.
-Item = tuple[machine.Event, Payload | None]
+class Recorded(NamedTuple):
+    """A record of the fragment is on the tape, ours or another's."""
+
+    stream_seq: int
+
+
+class Resettled(NamedTuple):
+    """Changed settings, with the machine's event of them."""
+
+    settings: RunSettings
+    event: machine.Changed
+
+
+# What the tape and the fetches have for `_serve`, with the payload that it is about.
+Item = tuple[machine.Event | Recorded | Resettled, Payload | None]
 
 
 class FragmentOwner:
@@ -37,7 +52,7 @@ class FragmentOwner:
 
     def __init__(self, context: Context, fragment: int) -> None:
         self.context = context
-        self.rules = policy.fragment_rules(context.settings, context.layout, fragment)
+        self.fragment = fragment
         self.state: machine.State | None = None
         self._logger = context.logger.bind(fragment=fragment)
         self._queue: asyncio.Queue[Item | None] = asyncio.Queue(QUEUE)
@@ -47,6 +62,7 @@ class FragmentOwner:
         self._broken: asyncio.Future[None]
         self._arrays: FragmentArrays
         self._newest: wire.Record
+        self._settle(context.settings)
 
     async def own(self) -> None:
         """Recover from the tape and make versions; whenever another commits first, recover.
@@ -74,16 +90,23 @@ class FragmentOwner:
         if not self._queue.full():
             self._queue.put_nowait((event, None))
 
+    def _settle(self, settings: RunSettings) -> None:
+        """From now on these are the run's settings."""
+        context = self.context
+        self.settings = settings
+        self.rules = policy.fragment_rules(settings, context.layout, self.fragment, context.epoch)
+
     async def _recover(self) -> None:
         context, runtime = self.context, self.context.runtime
         began_s = runtime.clock()
         recovered = await runtime.retry(
             "recovery",
-            lambda: recover(context, self.rules.fragment),
+            lambda: recover(context, self.fragment),
             logger=self._logger,
         )
         self._arrays = recovered.arrays
         self._newest = recovered.record
+        self._settle(recovered.settings)
         self._queue = asyncio.Queue(QUEUE)
         self._fetching = asyncio.Semaphore(FETCHES)
         self.state = machine.resume(recovered.record, recovered.record_seq, runtime.clock())
@@ -98,11 +121,13 @@ class FragmentOwner:
     # The tape
 
     async def _read_tape(self) -> None:
-        run, fragment = self.context.run, self.rules.fragment
+        run, fragment = self.context.run, self.fragment
         subjects = [
             names.join(run, "*"),
             names.leave(run, "*"),
             names.update(run, "*", fragment),
+            names.record(run, fragment),
+            names.settings(run),
             names.stop(run),
             names.end(run),
         ]
@@ -112,12 +137,25 @@ class FragmentOwner:
                 await self._queue.put(None)
                 continue
             try:
-                event = decode_event(message, fragment)
+                event = self._decode(message)
             except WireError as error:
                 await self._sample(message.subject, error.reason, error.message)
                 continue
             if event is not None:
                 await self._queue.put((event, None))
+
+    def _decode(self, message: Message) -> machine.Event | Recorded | Resettled | None:
+        """What a message of the tape is for `_serve`; None if it is not for this fragment.
+
+        Raises:
+            WireError: as `decode_event`.
+        """
+        if message.subject == names.record(self.context.run, self.fragment):
+            return Recorded(message.seq)
+        if message.subject == names.settings(self.context.run):
+            settings = parse_changed(self.context.settings, message.payload)
+            return Resettled(settings, machine.Changed(message.time_s, message.seq))
+        return decode_event(message, self.fragment)
 
     async def _sample(self, subject: str, reason: str, detail: str) -> None:
         """Count what is no update, and show people one of a kind now and then."""
@@ -126,9 +164,9 @@ class FragmentOwner:
         if now_s - self._sampled_at_s.get(reason, 0.0) < SAMPLE_S:
             return
         self._sampled_at_s[reason] = now_s
-        learner = subject.split(".")[3]
+        learner = (*subject.split("."), "operator")[3]
         sample = wire.Rejection(
-            fragment=self.rules.fragment,
+            fragment=self.fragment,
             learner=learner,
             incarnation=0,
             seq=0,
@@ -150,14 +188,36 @@ class FragmentOwner:
     async def _serve(self) -> None:
         while (item := await self._next_item()) is not None:
             event, payload = item
-            await self._take(event, payload)
+            if isinstance(event, Recorded):
+                self._check_ours(event.stream_seq)
+            elif isinstance(event, Resettled):
+                await self._change(event)
+            else:
+                await self._take(event, payload)
             if payload is not None:
                 self._fetching.release()
         assert self.state is not None
         if not self.state.final:
             # Another aggregator has committed what ended the run: see what it left to answer.
-            subject = names.record(self.context.run, self.rules.fragment)
-            raise SwapLostError(subject, self.state.record_seq)
+            raise self._overtaken(self.state)
+
+    def _check_ours(self, record_seq: int) -> None:
+        """Refuse to go on from a state that is not the newest record's."""
+        assert self.state is not None
+        if record_seq > self.state.record_seq:
+            raise self._overtaken(self.state)
+
+    def _overtaken(self, state: machine.State) -> SwapLostError:
+        subject = names.record(self.context.run, self.fragment)
+        return SwapLostError(subject, state.record_seq)
+
+    async def _change(self, change: Resettled) -> None:
+        assert self.state is not None
+        if change.event.stream_seq > self.state.settings_seq:
+            self._settle(change.settings)
+            self._arrays.settings = change.settings
+            self._logger.info("settings", settings_seq=change.event.stream_seq)
+        await self._take(change.event, None)
 
     async def _next_item(self) -> Item | None:
         """The next event; a deadline that has passed comes first, however many others wait."""
@@ -190,17 +250,15 @@ class FragmentOwner:
                 assert payload is not None
                 await self.context.runtime.call(self._arrays.merge, payload, effect.admitted)
             case Ignored():
-                subject = names.update(
-                    self.context.run, effect.manifest.learner, self.rules.fragment
-                )
+                subject = names.update(self.context.run, effect.manifest.learner, self.fragment)
                 await self._sample(subject, effect.reason, f"seq {effect.manifest.seq}")
             case Commit():
                 await self._commit(effect)
 
     async def _open_round(self, version: int) -> None:
         await self.context.runtime.call(self._arrays.open_round)
-        message = wire.RoundOpen(fragment=self.rules.fragment, version=version)
-        subject = names.round_open(self.context.run, self.rules.fragment)
+        message = wire.RoundOpen(fragment=self.fragment, version=version)
+        subject = names.round_open(self.context.run, self.fragment)
         await self.context.bus.broadcast(subject, wire.encode(message))
 
     async def _fetch(self, fetch: Fetch) -> None:
@@ -241,7 +299,7 @@ class FragmentOwner:
         """Store the objects, publish the record by compare-and-swap, tell the machine."""
         runtime = self.context.runtime
         record = await self._draft(commit)
-        record_seq = await self._publish(record, commit.state.record_seq)
+        record_seq = await self._publish(record, commit.state)
         # Later records must cite this one where it could only say "this".
         self._newest = record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
         committed = machine.Committed(runtime.clock(), record_seq, record.view_digest)
@@ -267,6 +325,7 @@ class FragmentOwner:
             "base_seq": state.record_seq,
             "base_digest": previous.view_digest,
             "what": commit.what,
+            "restored_version": None,
             "inputs": (),
             "rejected": tuple(_rejected(refused) for refused in state.rejected),
             "reason": commit.reason,
@@ -289,18 +348,14 @@ class FragmentOwner:
 
     async def _make_version(self, state: machine.State) -> dict[str, Any]:
         """Close the round on the arrays, store what it made, and say so in fields of the record."""
-        settings, previous, runtime = self.context.settings, self._newest, self.context.runtime
+        settings, previous, runtime = self.settings, self._newest, self.context.runtime
         version = state.version + 1
         part = machine.share(state) if settings.outer.participation else 1.0
         made = await runtime.call(self._arrays.close_round, state.admitted, part)
         delta = await self._store(version, "delta", made.delta)
         fields: dict[str, Any] = {
             "version": version,
-            # The last rounds gather what is left; the clock does not go beyond the run.
-            "global_step": min(
-                settings.run.steps,
-                global_step(version, self.rules.offset_steps, self.rules.interval_steps),
-            ),
+            "global_step": machine.global_step_after(self.rules, state),
             "inputs": made.inputs,
             "factors": made.factors,
             "learning_rate": made.learning_rate,
@@ -321,19 +376,20 @@ class FragmentOwner:
 
     async def _store(self, version: int, what: str, data: bytes) -> wire.ObjectRef:
         return await store_version_object(
-            self.context, self.rules.fragment, version, what, data, self._logger
+            self.context, self.fragment, version, what, data, self._logger
         )
 
-    async def _publish(self, record: wire.Record, base_seq: int) -> int:
+    async def _publish(self, record: wire.Record, state: machine.State) -> int:
         payload = wire.encode(record)
         if len(payload) > wire.RECORD_BYTES:
-            body = await self._store(record.version, "record", payload)
+            # Named after a version that is not committed yet, as all that may still be needed is.
+            body = await self._store(state.version + 1, "record", payload)
             pointer = wire.RecordPointer(
                 fragment=record.fragment, body=body, attempt_id=record.attempt_id
             )
             payload = wire.encode(pointer)
-        subject = names.record(self.context.run, record.fragment)
-        return await swap(self.context, subject, payload, record.attempt_id, base_seq)
+        subject = names.record(self.context.run, self.fragment)
+        return await swap(self.context, subject, payload, record.attempt_id, state.record_seq)
 
 
 def decode_event(message: Message, fragment: int) -> machine.Event | None:
@@ -421,9 +477,13 @@ class LivenessWatch:
     def __init__(self, context: Context, owners: list[FragmentOwner]) -> None:
         self._context = context
         self._owners = owners
-        self._live_s = context.settings.quorum.live_s
         self._heard_at_s: dict[str, float] = {}
         self._newest_s = context.runtime.clock()
+
+    def _live_s(self) -> float:
+        """The longest silence of a live learner; owners follow changed settings one by one."""
+        own = self._context.settings.quorum.live_s
+        return max((owner.rules.quorum.live_s for owner in self._owners), default=own)
 
     async def watch(self) -> None:
         """Read heartbeats and compare, for ever."""
@@ -440,14 +500,14 @@ class LivenessWatch:
             self._hear(message.subject.split(".")[3], context.runtime.clock())
 
     def _hear(self, learner: str, now_s: float) -> None:
-        if now_s - self._newest_s > self._live_s:
+        if now_s - self._newest_s > self._live_s():
             # After a silence of all, everybody has as long again to be heard.
             self._heard_at_s = dict.fromkeys(self._heard_at_s, now_s)
         self._newest_s = self._heard_at_s[learner] = now_s
 
     async def _compare(self) -> None:
         while True:
-            await asyncio.sleep(min(1.0, self._live_s / 4))
+            await asyncio.sleep(min(1.0, self._live_s() / 4))
             for owner in self._owners:
                 if owner.state is not None:
                     self._tell(owner, owner.state)
@@ -457,6 +517,6 @@ class LivenessWatch:
         for name, member in state.members.items():
             # One that was never heard of counts from its join, or from our own beginning.
             heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
-            live = self._newest_s - heard_at_s < self._live_s
+            live = self._newest_s - heard_at_s < owner.rules.quorum.live_s
             if live != member.live and not member.left:
                 owner.tell(machine.Liveness(now_s, name, member.incarnation, live))

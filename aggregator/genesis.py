@@ -44,8 +44,10 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
     record = wire.Record(
         what="version",
         run=context.run,
+        epoch=context.epoch,
         fragment=fragment,
         version=0,
+        restored_version=None,
         base_seq=0,
         base_digest="",
         layout=context.layout.digest,

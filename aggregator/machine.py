@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from aggregator import policy
 from aggregator.policy import FragmentRules
 from common import wire
+from common.layout import next_step
 
 # How many earlier lives of a learner keep their mark. An update of a life older than that, which
 # is announced once more, is ignored instead of answered.
@@ -93,9 +94,11 @@ Phase = Literal["idle", "open", "grace", "closing"]
 class State(NamedTuple):
     """The machine's state; mappings are replaced, never changed.
 
-    `committing` counts the rejections and observations that the record being committed holds;
-    `final`: the fragment's last version is committed, or is being so; `known_seq`: what is at or
-    below it on the tape was met before the record that this life began from at `began_at_s`.
+    `global_step` is the run's clock at `version`; `floor` the version of the newest rollback;
+    `settings_seq` the settings message that the rules come from. `committing` counts the
+    rejections and observations that the record being committed holds; `final`: the fragment's
+    last version is committed, or is being so; `known_seq`: what is at or below it on the tape
+    was met before the record that this life began from at `began_at_s`.
     """
 
     version: int
@@ -105,6 +108,9 @@ class State(NamedTuple):
     members: Mapping[str, Member]
     marks: Mapping[tuple[str, int], Mark]
     pending: Mapping[UpdateId, Pending]
+    global_step: int = 0
+    floor: int = 0
+    settings_seq: int = 0
     phase: Phase = "idle"
     final: bool = False
     admitted: tuple[Admitted, ...] = ()
@@ -166,6 +172,13 @@ class Stopped(NamedTuple):
     stream_seq: int
 
 
+class Changed(NamedTuple):
+    """Changed settings, from the tape; the rules given with it and from now on follow them."""
+
+    stored_at_s: float
+    stream_seq: int
+
+
 class Fetched(NamedTuple):
     """All shards of an update are here and verified; `norm` is the update's L2 norm."""
 
@@ -212,6 +225,7 @@ Event = (
     | Finished
     | Announced
     | Stopped
+    | Changed
     | Fetched
     | Failed
     | Liveness
@@ -300,6 +314,9 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         record_seq=record_seq,
         view_digest=record.view_digest,
         seen_seq=record.position - 1,
+        global_step=record.global_step,
+        floor=memory.floor,
+        settings_seq=memory.settings_seq,
         final=record.final,
         members={
             m.learner: Member(
@@ -323,6 +340,8 @@ EMPTY_POLICY = wire.PolicyState(
     members=(),
     marks=(),
     seen_seq=0,
+    floor=0,
+    settings_seq=0,
     closed_at_s=0.0,
     stopping_at_s=0.0,
     quorum_s=0.0,
@@ -348,6 +367,8 @@ def policy_after(state: State) -> wire.PolicyState:
         members=members,
         marks=marks,
         seen_seq=max(committed.seen_seq, committed.known_seq),
+        floor=committed.floor,
+        settings_seq=committed.settings_seq,
         closed_at_s=committed.closed_at_s,
         stopping_at_s=committed.stopping_at_s,
         quorum_s=committed.quorum_s,
@@ -360,6 +381,16 @@ def position(state: State) -> int:
     """Lowest stream sequence that is not resolved once `state`'s record is committed."""
     waiting = (pending.stream_seq for pending in state.pending.values())
     return min(waiting, default=state.seen_seq + 1)
+
+
+def global_step_after(rules: FragmentRules, state: State) -> int:
+    """The run's clock at the version after `state`'s; the last rounds do not go beyond the run."""
+    return min(rules.steps, _next_step(rules, state))
+
+
+def has_next(rules: FragmentRules, state: State) -> bool:
+    """Whether the run is long enough for another version of the fragment."""
+    return _next_step(rules, state) <= rules.steps
 
 
 def share(state: State) -> float:
@@ -409,6 +440,9 @@ def _on_announced(rules: FragmentRules, state: State, event: Announced) -> Resul
     manifest = event.manifest
     update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
     state = _seen(state, event.stream_seq)
+    if manifest.epoch != rules.epoch:
+        # Its incarnation is of another tape: nothing here may be marked with it.
+        return state, (Ignored(manifest, "epoch"),)
     if _is_known(state, update):
         return state, ()
     if _overtakes(state, update):
@@ -441,6 +475,13 @@ def _on_stopped(rules: FragmentRules, state: State, event: Stopped) -> Result:
         return state, ()
     state = state._replace(stopping_at_s=event.stored_at_s)
     return _go_on(rules, state, event.stored_at_s)
+
+
+def _on_changed(rules: FragmentRules, state: State, event: Changed) -> Result:
+    state = _seen(state, event.stream_seq)
+    if event.stream_seq <= state.settings_seq:
+        return state, ()
+    return _go_on(rules, state._replace(settings_seq=event.stream_seq), event.stored_at_s)
 
 
 def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
@@ -521,6 +562,7 @@ def _on_committed(rules: FragmentRules, state: State, event: Committed) -> Resul
     rejections, observations = state.committing
     state = _after_record(state)._replace(
         version=state.version + published,
+        global_step=global_step_after(rules, state) if published else state.global_step,
         record_seq=event.record_seq,
         view_digest=event.view_digest,
         phase="idle",
@@ -541,6 +583,7 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     Finished: _on_finished,
     Announced: _on_announced,
     Stopped: _on_stopped,
+    Changed: _on_changed,
     Fetched: _on_fetched,
     Failed: _on_failed,
     Liveness: _on_liveness,
@@ -580,6 +623,8 @@ def _wrong_base(
 
     Judged when it is announced and again when it is merged: an update that waits grows stale.
     """
+    if manifest.base_version < state.floor:
+        return "rolled_back", f"based on version {manifest.base_version}, before the rollback"
     staleness = state.version - manifest.base_version
     if staleness < 0:
         return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
@@ -656,7 +701,11 @@ def _may_open(rules: FragmentRules, state: State) -> bool:
     """Whether another round belongs to the run; the one after the stop takes all that is left."""
     if state.final:
         return False
-    return bool(state.stopping_at_s) or state.version < rules.last_version
+    return bool(state.stopping_at_s) or has_next(rules, state)
+
+
+def _next_step(rules: FragmentRules, state: State) -> int:
+    return next_step(state.global_step, rules.offset_steps, rules.interval_steps)
 
 
 def _opens_at_s(rules: FragmentRules, state: State) -> float:

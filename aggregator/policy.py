@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from common import names, wire
 from common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
-from common.layout import Layout, last_version, offset_steps
+from common.layout import Layout, offset_steps
 from common.quantize import Codec
 from common.shards import shard_bytes, shard_ranges
 
@@ -30,6 +30,8 @@ class FragmentRules:
     """Everything the machine of one fragment must know of the run."""
 
     run: str
+    epoch: int
+    steps: int
     fragment: int
     size: int
     layout: str
@@ -39,19 +41,21 @@ class FragmentRules:
     interval_steps: int
     offset_steps: int
     overlap_steps: int
-    last_version: int
     staleness: StalenessSection
     quorum: QuorumSection
     bounds: BoundsSection
     lockstep: bool
 
 
-def fragment_rules(settings: RunSettings, layout: Layout, fragment: int) -> FragmentRules:
-    """The rules of one fragment of a run."""
+def fragment_rules(
+    settings: RunSettings, layout: Layout, fragment: int, epoch: int = 0
+) -> FragmentRules:
+    """The rules of one fragment of a run, on the tape of an epoch."""
     sync = settings.sync
-    offset = offset_steps(fragment, sync.fragments, sync.interval_steps)
     return FragmentRules(
         run=settings.run.name,
+        epoch=epoch,
+        steps=settings.run.steps,
         fragment=fragment,
         size=layout.fragments[fragment].size,
         layout=layout.digest,
@@ -59,9 +63,8 @@ def fragment_rules(settings: RunSettings, layout: Layout, fragment: int) -> Frag
         block=sync.block,
         shard_elements=sync.shard_elements,
         interval_steps=sync.interval_steps,
-        offset_steps=offset,
+        offset_steps=offset_steps(fragment, sync.fragments, sync.interval_steps),
         overlap_steps=sync.overlap_steps,
-        last_version=last_version(settings.run.steps, offset, sync.interval_steps),
         staleness=settings.staleness,
         quorum=settings.quorum,
         bounds=settings.bounds,
@@ -176,6 +179,7 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
             rules.run,
             manifest.learner,
             rules.fragment,
+            rules.epoch,
             manifest.incarnation,
             manifest.seq,
             index,

@@ -9,17 +9,20 @@ from typing import NamedTuple
 from aggregator.context import Context
 from aggregator.fragment import FragmentArrays
 from common import names, wire
-from common.tape import get_object, last_record, read_record
+from common.config import RunSettings
+from common.tape import get_object, last_record, read_record, settings_at
 
 
 class Recovered(NamedTuple):
     """A fragment as its newest record left it.
 
-    `merged_again` counts the versions that were made once more to get there.
+    `settings` are the run's that it was made under; `merged_again` counts the versions that were
+    made once more to get there.
     """
 
     record: wire.Record
     record_seq: int
+    settings: RunSettings
     arrays: FragmentArrays
     merged_again: int
 
@@ -49,7 +52,9 @@ async def recover(context: Context, fragment: int) -> Recovered:
                 break
     if newest.outer_seq == 0:
         newest = newest.model_copy(update={"outer_seq": newest_seq})
-    return Recovered(newest, newest_seq, arrays, merged_again)
+    settings = await settings_at(context, newest.policy.settings_seq)
+    arrays.settings = settings
+    return Recovered(newest, newest_seq, settings, arrays, merged_again)
 
 
 async def _load_outer_state(context: Context, newest: wire.Record) -> FragmentArrays:

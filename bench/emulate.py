@@ -20,7 +20,7 @@ from aggregator.fragment import FragmentArrays, Payload
 from bench import loops
 from common import names, shards, wire
 from common.config import RunSettings
-from common.layout import Layout, global_step
+from common.layout import Layout
 from common.quantize import Encoded
 from common.shards import shard_bytes, shard_ranges
 from learner import sync, tree
@@ -110,14 +110,15 @@ class _Owner:
         world, state, rules = self.world, commit.state, self.rules
         assert not state.rejected, state.rejected
         digest, payload, version = state.view_digest, None, state.version
+        clock = state.global_step
         if commit.what == "version":
             part = machine.share(state) if world.settings.outer.participation else 1.0
             made = self.arrays.close_round(state.admitted, part)
             self.inputs += [taken.staleness for taken in state.admitted]
             digest, version = made.view_digest, version + 1
+            clock = machine.global_step_after(rules, state)
             payload = _decoded(world.settings, made.delta, self.arrays.grid.size)
         record_seq = world.next_seq()
-        clock = global_step(version, rules.offset_steps, rules.interval_steps)
         marks = {(m.learner, m.incarnation): m.seq for m in machine.policy_after(state).marks}
         for learner in world.learners:
             mark = marks.get((learner.name, learner.incarnation), 0)
@@ -263,7 +264,7 @@ class _World:
 
     def watch(self) -> None:
         """Stop the run once every fragment has all its versions, as the conductor does."""
-        if self.stopped or any(o.state.version < o.rules.last_version for o in self.owners):
+        if self.stopped or any(machine.has_next(o.rules, o.state) for o in self.owners):
             return
         self.stopped = True
         seq = self.next_seq()
@@ -343,7 +344,7 @@ def _manifest(world: _World, learner: _Learner, send: sync.Send) -> wire.Manifes
     entries = tuple(
         wire.Shard(
             name=names.shard(
-                run, learner.name, send.fragment, learner.incarnation, send.seq, index
+                run, learner.name, send.fragment, 0, learner.incarnation, send.seq, index
             ),
             size_bytes=shard_bytes(section.codec, stop - start, section.block),
             crc32c=0,
@@ -355,6 +356,7 @@ def _manifest(world: _World, learner: _Learner, send: sync.Send) -> wire.Manifes
     return wire.Manifest(
         run=run,
         learner=learner.name,
+        epoch=0,
         incarnation=learner.incarnation,
         seq=send.seq,
         fragment=send.fragment,

@@ -53,6 +53,7 @@ def manifest(rules: policy.FragmentRules, learner: int, seq: int, base: int) -> 
     return wire.Manifest(
         run=rules.run,
         learner=name,
+        epoch=0,
         incarnation=incarnation,
         seq=seq,
         fragment=rules.fragment,
@@ -62,7 +63,7 @@ def manifest(rules: policy.FragmentRules, learner: int, seq: int, base: int) -> 
         codec="int4",
         shards=tuple(
             wire.Shard(
-                name=names.shard(rules.run, name, rules.fragment, incarnation, seq, index),
+                name=names.shard(rules.run, name, rules.fragment, 0, incarnation, seq, index),
                 size_bytes=shards.shard_bytes("int4", stop - start, rules.block),
                 crc32c=0,
                 start=start,

@@ -123,6 +123,7 @@ def measure(config: Config, pairs: int) -> list[tuple[Took, Took]]:
     context = Context(
         settings=settings,
         layout=tree.task_layout(task, settings.sync),
+        epoch=0,
         bus=bus,
         store=open_store(config.store.url),
         runtime=Runtime(),

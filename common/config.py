@@ -322,6 +322,46 @@ def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
     ]
 
 
+# What a run may change while it goes on: section -> keys, None for all of them.
+CHANGEABLE: dict[str, frozenset[str] | None] = {
+    "sync": frozenset({"interval_steps", "min_steps", "overlap_steps", "announce_again_s"}),
+    "outer": frozenset({"learning_rate", "momentum", "participation"}),
+    "staleness": None,
+    "quorum": None,
+    "bounds": None,
+}
+
+
+def is_changeable(section: str, key: str) -> bool:
+    """Whether a run may change a setting while it goes on."""
+    keys = CHANGEABLE.get(section, frozenset())
+    return keys is None or key in keys
+
+
+def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
+    """Refuse settings that a run cannot have come to from those it was created with.
+
+    Raises:
+        ConfigError: names each setting that differs and may not.
+    """
+    mine, other = ours.model_dump(), theirs.model_dump()
+    fixed = [
+        f"{section}.{key}"
+        for section, values in mine.items()
+        for key in values
+        if values[key] != other[section][key] and not is_changeable(section, key)
+    ]
+    if fixed:
+        allowed = ", ".join(
+            f"{section}.*" if keys is None else ", ".join(f"{section}.{k}" for k in sorted(keys))
+            for section, keys in CHANGEABLE.items()
+        )
+        raise ConfigError(
+            f"a run that exists cannot change {', '.join(fixed)}",
+            hint=f"it can change {allowed}; for the rest create another run",
+        )
+
+
 def check_same_run(
     ours: RunSettings, theirs: RunSettings, our_layout: str, their_layout: str
 ) -> None:

@@ -342,11 +342,9 @@ def offset_steps(fragment: int, fragments: int, interval_steps: int) -> int:
     return max(1, (fragment + 1) * interval_steps // fragments)
 
 
-def global_step(version: int, offset: int, interval_steps: int) -> int:
-    """The run's clock at a version of a fragment, in inner steps: H x (version - 1) + offset."""
-    return 0 if version == 0 else interval_steps * (version - 1) + offset
+def next_step(step: int, offset: int, interval_steps: int) -> int:
+    """The run's clock at the version after one at `step`, in inner steps; `step` 0 is version 0's.
 
-
-def last_version(steps: int, offset: int, interval_steps: int) -> int:
-    """The last version of a fragment that falls within `steps` global steps."""
-    return 0 if steps < offset else (steps - offset) // interval_steps + 1
+    It is H x (version - 1) + offset while H does not change.
+    """
+    return step + interval_steps if step else offset

@@ -6,6 +6,8 @@ Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.leave.{learner}             its clean end
     diloco.{run}.update.{learner}.{fragment} manifests
     diloco.{run}.record.{fragment}           versions and verdicts: compare-and-swap
+    diloco.{run}.settings                    settings changed while the run goes on
+    diloco.{run}.checkpoint                  a point from which the run can be resumed
     diloco.{run}.stop                        the stop rule was met: send what is unsent
     diloco.{run}.end                         nothing after this counts
 Bounded stream (`ops_stream`): diloco.{run}.heartbeat.{learner}, diloco.{run}.rejected.{learner}
@@ -44,6 +46,8 @@ def tape_subjects(run: str) -> list[str]:
         leave(run, "*"),
         update(run, "*", "*"),
         record(run, "*"),
+        settings(run),
+        checkpoint(run),
         stop(run),
         end(run),
     ]
@@ -79,6 +83,16 @@ def record(run: str, fragment: int | str) -> str:
     return f"diloco.{run}.record.{fragment}"
 
 
+def settings(run: str) -> str:
+    """Subject of changed settings."""
+    return f"diloco.{run}.settings"
+
+
+def checkpoint(run: str) -> str:
+    """Subject of the run's checkpoints."""
+    return f"diloco.{run}.checkpoint"
+
+
 def stop(run: str) -> str:
     """Subject of the stop message."""
     return f"diloco.{run}.stop"
@@ -109,9 +123,12 @@ def learner_prefix(run: str, learner: str) -> str:
     return f"{run}/learner/{learner}/"
 
 
-def shard(run: str, learner: str, fragment: int, incarnation: int, seq: int, index: int) -> str:
-    """Object of one shard of an update."""
-    return f"{learner_prefix(run, learner)}update/{fragment}/{incarnation}-{seq}.{index}"
+def shard(
+    run: str, learner: str, fragment: int, epoch: int, incarnation: int, seq: int, index: int
+) -> str:
+    """Object of one shard of an update; incarnations count anew in each epoch."""
+    prefix = learner_prefix(run, learner)
+    return f"{prefix}update/{fragment}/{epoch}-{incarnation}-{seq}.{index}"
 
 
 def fragment_prefix(run: str, fragment: int) -> str:
@@ -122,6 +139,16 @@ def fragment_prefix(run: str, fragment: int) -> str:
 def version_object(run: str, fragment: int, version: int, what: str, digest: str) -> str:
     """Object `what` (delta, view, outer, record) of a version; its name holds its content."""
     return f"{fragment_prefix(run, fragment)}{version:08d}-{what}-{digest}"
+
+
+def checkpoint_prefix(run: str) -> str:
+    """Prefix of the run's checkpoint files."""
+    return f"{run}/checkpoint/"
+
+
+def checkpoint_object(run: str, name: str) -> str:
+    """Object that holds all that a resumed run begins from."""
+    return f"{checkpoint_prefix(run)}{name}"
 
 
 def layout_object(run: str, digest: str) -> str:

@@ -9,8 +9,14 @@ import numpy.typing as npt
 
 from common import log, names, shards, wire
 from common.bus import Bus
-from common.config import RunSettings
-from common.errors import IntegrityError, RunMismatchError, StreamMissingError
+from common.config import RunSettings, check_changeable, parse_settings
+from common.errors import (
+    ConfigError,
+    IntegrityError,
+    RunMismatchError,
+    StreamMissingError,
+    WireError,
+)
 from common.layout import Layout
 from common.quantize import decode_numpy
 from common.service import Runtime
@@ -23,6 +29,7 @@ class RunContext:
 
     settings: RunSettings
     layout: Layout
+    epoch: int
     bus: Bus
     store: ObjectStore
     runtime: Runtime
@@ -54,6 +61,46 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
             hint="create it with: diloco run create --config FILE",
         )
     return wire.decode(wire.Specification, message.payload)
+
+
+def parse_changed(created: RunSettings, payload: bytes) -> RunSettings:
+    """The run's settings in a message that changes them.
+
+    Args:
+        created: those of the specification.
+        payload: the message.
+
+    Raises:
+        WireError: it cannot be decoded, or changes what no run can change.
+    """
+    message = wire.decode(wire.Settings, payload)
+    try:
+        changed = parse_settings(message.settings)
+        check_changeable(created, changed)
+    except ConfigError as error:
+        raise WireError("settings", error.message) from error
+    return changed
+
+
+async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
+    """The run's settings that a message of the tape put in force; 0: the specification's.
+
+    Raises:
+        IntegrityError: there is no such message.
+    """
+    if not settings_seq:
+        return context.settings
+    subject = names.settings(context.run)
+    messages = context.bus.read(context.tape, [subject], settings_seq)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        async for message in messages:
+            if message.seq == settings_seq:
+                return parse_changed(context.settings, message.payload)
+            break
+    raise IntegrityError(
+        f"the tape has no settings at sequence {settings_seq}, which a record names",
+        hint="has somebody purged the stream by hand? restore it, or resume from a checkpoint",
+    )
 
 
 async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, int]:

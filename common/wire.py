@@ -30,6 +30,7 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
 Count = Annotated[int, Field(ge=0, le=GREATEST)]
 Positive = Annotated[int, Field(ge=1, le=GREATEST)]
+CheckpointName = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{12}$")]
 Seconds = Annotated[float, Field(ge=0, le=GREATEST_S)]
 Rate = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(max_length=2000)]
@@ -53,10 +54,14 @@ class Specification(Body):
 
     `settings` holds the sections of the configuration that all parties must share, as
     `config.RunSettings` gives them; `constants` the object with the leaves nobody trains.
+    `epoch` is 0, and one more each time the run is resumed on a new tape: sequence numbers are of
+    their epoch. `positions` says where data goes on for learners of the epochs before.
     """
 
     kind: ClassVar[str] = "spec"
     run: Name
+    epoch: Count
+    positions: dict[Name, Count]
     layout: Digest
     settings: dict[str, Any]
     constants: ObjectName | None
@@ -105,6 +110,7 @@ class Manifest(Body):
         seq: 1, 2, 3 ... per incarnation and fragment; the next only once this one is resolved.
         base_version: version whose view the outer gradient is anchored on.
         tokens: units of work the update covers; `steps` the inner steps.
+        epoch: of the tape that gave the incarnation.
         position: data position after those steps, in batches of this learner.
         attempt: 0, and one more each time the same update is announced again.
         final: the learner sends no other update of this fragment.
@@ -113,6 +119,7 @@ class Manifest(Body):
     kind: ClassVar[str] = "update"
     run: Name
     learner: Name
+    epoch: Count
     incarnation: Positive
     seq: Positive
     fragment: Count
@@ -224,12 +231,16 @@ class PolicyState(Part):
     """The machine's memory after a record; see `aggregator/machine.py`.
 
     `seen_seq`: highest stream sequence that it comes from; its part from `position` on is met
-    again by whoever recovers, and must not count twice.
+    again by whoever recovers, and must not count twice. `floor`: the version of the newest
+    rollback; what builds on an older one is rejected. `settings_seq`: sequence of the settings
+    message in force, 0 for the specification's settings.
     """
 
     members: tuple[MemberState, ...]
     marks: tuple[Mark, ...]
     seen_seq: Count
+    floor: Count
+    settings_seq: Count
     closed_at_s: float
     stopping_at_s: float
     quorum_s: Seconds
@@ -251,8 +262,11 @@ class Record(Body):
     """Commits a version of a fragment, or verdicts alone. Its compare-and-swap is the commit.
 
     Attributes:
-        what: "version", or "verdict" when there was nothing to publish.
+        what: "version"; "verdict" when there was nothing to publish; "restore" for a rollback,
+            the next version with the contents of an earlier one; "restored" for the first record
+            of an epoch after the first one.
         version: of the view after this record.
+        restored_version: whose contents a restore repeats; None for the others.
         base_seq: sequence of the fragment's record before this one, 0 if there is none.
         base_digest: view before this record ("" for version 0).
         factors: float32 [segments], little endian: what the accumulated sum was multiplied by.
@@ -269,10 +283,12 @@ class Record(Body):
 
     kind: ClassVar[str] = "record"
     limit_bytes: ClassVar[int] = 64 << 20
-    what: Literal["version", "verdict"]
+    what: Literal["version", "verdict", "restore", "restored"]
     run: Name
+    epoch: Count
     fragment: Count
     version: Count
+    restored_version: Count | None
     base_seq: Count
     base_digest: str
     layout: Digest
@@ -311,6 +327,49 @@ class RecordPointer(Body):
     fragment: Count
     body: ObjectRef
     attempt_id: str
+
+
+class Settings(Body):
+    """The run's settings from each fragment's next version on; see `config.CHANGEABLE`.
+
+    `settings` is the whole, as in the specification; `changed` names what is new, for people.
+    """
+
+    kind: ClassVar[str] = "settings"
+    run: Name
+    settings: dict[str, Any]
+    changed: tuple[Text, ...]
+
+
+class Checkpoint(Body):
+    """A point of the tape from which the run can be resumed; published before its objects.
+
+    `versions` of all fragments, and the sequences of the records that made them. Garbage
+    collection keeps view and outer state of these versions.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+    run: Name
+    name: CheckpointName
+    versions: tuple[Count, ...]
+    record_seqs: tuple[Positive, ...]
+    created_at_s: Seconds
+
+
+class CheckpointFile(Body):
+    """All that a new epoch begins from; the body of a checkpoint's object, on no stream.
+
+    `records` are the newest of each fragment at the checkpoint, with view and outer state of
+    that very version; `settings` what was in force.
+    """
+
+    kind: ClassVar[str] = "checkpoint_file"
+    limit_bytes: ClassVar[int] = 64 << 20
+    name: CheckpointName
+    specification: Specification
+    settings: dict[str, Any]
+    records: tuple[Record, ...]
+    created_at_s: Seconds
 
 
 class Stop(Body):

@@ -83,6 +83,8 @@ async def create_run(
     trained, constants = tree.split(params)
     specification = wire.Specification(
         run=run,
+        epoch=0,
+        positions={},
         layout=layout.digest,
         settings=settings.model_dump(),
         constants=await _store_constants(run, constants, store, runtime),
@@ -101,6 +103,7 @@ async def create_run(
     context = Context(
         settings=settings,
         layout=layout,
+        epoch=0,
         bus=bus,
         store=store,
         runtime=runtime,

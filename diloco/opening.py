@@ -83,6 +83,7 @@ async def open_run(target: str | Path, *, name: str = "operator") -> AsyncIterat
         context = RunContext(
             settings=parse_settings(specification.settings),
             layout=parse_layout(data, specification.layout),
+            epoch=specification.epoch,
             bus=bus,
             store=store,
             runtime=runtime,

@@ -17,7 +17,14 @@ from common.bus import Message
 from common.errors import ObjectMissingError, WireError
 from common.quantize import Encoded
 from common.service import cancel
-from common.tape import Loaded, get_object, load_view, read_record
+from common.tape import (
+    Loaded,
+    get_object,
+    load_specification,
+    load_view,
+    parse_changed,
+    read_record,
+)
 from learner import sync
 from learner.publish import Context, Post
 
@@ -65,7 +72,13 @@ class Adopter:
     async def position(self) -> int:
         """Where this learner's data goes on: behind all that any of its manifests covers."""
         run, learner = self._context.run, self._context.learner
-        positions = [await self._position_on(names.leave(run, learner), wire.Leave)]
+        specification = await self._context.runtime.retry(
+            "reading the tape",
+            lambda: load_specification(self._context.bus, run),
+            logger=self._context.logger,
+        )
+        positions = [specification.positions.get(learner, 0)]
+        positions.append(await self._position_on(names.leave(run, learner), wire.Leave))
         for fragment in range(len(self._context.layout.fragments)):
             subject = names.update(run, learner, fragment)
             positions.append(await self._position_on(subject, wire.Manifest))
@@ -89,7 +102,7 @@ class Adopter:
         return position
 
     async def follow(self) -> None:
-        """Hand over records and the run's stop as they come; never returns."""
+        """Hand over records, settings and the run's stop as they come; never returns."""
         context = self._context
         start = min(seq for seq, _, _ in self._newest.values()) + 1
         self._queues = {fragment: asyncio.Queue() for fragment in self._newest}
@@ -106,19 +119,37 @@ class Adopter:
 
     async def _read(self, start: int) -> None:
         run = self._context.run
-        stop, end = names.stop(run), names.end(run)
-        # Both may lie before the newest records, so they are asked for apart.
-        if await self._last(stop) is not None:
-            self._post(sync.Stop())
-        if await self._last(end) is not None:
-            self._post(sync.End())
-        subjects = [names.record(run, "*"), stop, end]
+        words = [names.settings(run), names.stop(run), names.end(run)]
+        # They may lie before the newest records, so they are asked for apart.
+        for subject in words:
+            if (last := await self._last(subject)) is not None:
+                self._pass_on(last)
+        subjects = [names.record(run, "*"), *words]
         async for message in self._context.bus.read(self._context.tape, subjects, start):
-            if message.subject in (stop, end):
-                self._post(sync.Stop() if message.subject == stop else sync.End())
+            if message.subject in words:
+                self._pass_on(message)
             else:
                 fragment = int(message.subject.rsplit(".", 1)[1])
                 self._queues[fragment].put_nowait(message)
+
+    def _pass_on(self, message: Message) -> None:
+        """Hand over a message that is about the whole run."""
+        context = self._context
+        match message.subject.split(".")[2]:
+            case "stop":
+                self._post(sync.Stop())
+            case "end":
+                self._post(sync.End())
+            case _:
+                try:
+                    settings = parse_changed(context.settings, message.payload)
+                except WireError as error:
+                    context.logger.warning(
+                        "unreadable", subject=message.subject, reason=error.reason
+                    )
+                    return
+                context.logger.info("settings", settings_seq=message.seq)
+                self._post(sync.Changed(sync.sync_rules(settings.sync)))
 
     async def _listen(self) -> None:
         subject = names.round_open(self._context.run, "*")
@@ -146,7 +177,7 @@ class Adopter:
         record = await read_record(self._context, message.payload)
         _, version, digest = self._newest[fragment]
         payload: Delta | View | None = None
-        if record.what == "version":
+        if record.what != "verdict":
             follows = record.version == version + 1 and record.base_digest == digest
             try:
                 if not follows or record.delta is None:
@@ -158,9 +189,11 @@ class Adopter:
                 record, payload = loaded.record, View(loaded.view)
                 message = message._replace(seq=loaded.record_seq)
         self._newest[fragment] = (message.seq, record.version, record.view_digest)
-        self._post(self._ready(record, message.seq), payload)
+        # Also when the rollback itself was jumped over.
+        restored = record.policy.floor > version
+        self._post(self._ready(record, message.seq, restored=restored), payload)
 
-    def _ready(self, record: wire.Record, record_seq: int) -> sync.Ready:
+    def _ready(self, record: wire.Record, record_seq: int, *, restored: bool) -> sync.Ready:
         resolved = [
             mark.seq
             for mark in record.policy.marks
@@ -173,6 +206,7 @@ class Adopter:
             view_digest=record.view_digest,
             global_step=record.global_step,
             resolved_seq=max(resolved, default=0),
+            restored=restored,
         )
 
     async def _load_fragment(self, fragment: int) -> Loaded:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from common import bus_nats, log, names
+from common import bus_nats, log, names, wire
 from common.bus import Bus
 from common.config import Config, check_same_run, parse_settings
 from common.errors import ConfigError
@@ -62,9 +62,13 @@ def _serve(
         ),
         loop,
     ).result()
+    specification = asyncio.run_coroutine_threadsafe(
+        load_specification(bus, settings.run.name), loop
+    ).result()
     context = Context(
         settings=settings,
         layout=layout,
+        epoch=specification.epoch,
         bus=bus,
         store=open_store(config.store.url),
         runtime=Runtime(),
@@ -73,7 +77,7 @@ def _serve(
     )
     background = Background(context, loop)
     try:
-        constants = _check_run(context, task, loop)
+        constants = _check_run(context, task, specification)
         trainer = _prepare(config, context, task, constants, background, asked)
         context.logger.info("started", position=trainer.position)
         trainer.train()
@@ -86,15 +90,12 @@ def _serve(
         asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
 
 
-def _check_run(context: Context, task: Task, loop: asyncio.AbstractEventLoop) -> Params:
+def _check_run(context: Context, task: Task, specification: wire.Specification) -> Params:
     """Refuse a run that is not this configuration's; the run's constants.
 
     Raises:
-        RunMismatchError: no such run, or settings or layout that disagree.
+        RunMismatchError: settings or layout that disagree.
     """
-    specification = asyncio.run_coroutine_threadsafe(
-        load_specification(context.bus, context.run), loop
-    ).result()
     theirs = parse_settings(specification.settings)
     check_same_run(context.settings, theirs, context.layout.digest, specification.layout)
     _, constants = tree.split(params_shapes(task))

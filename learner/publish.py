@@ -103,6 +103,7 @@ class Publisher:
         manifest = wire.Manifest(
             run=context.run,
             learner=context.learner,
+            epoch=context.epoch,
             incarnation=self.incarnation,
             seq=send.seq,
             fragment=send.fragment,
@@ -150,7 +151,13 @@ class Publisher:
     async def _upload(self, send: sync.Send, index: int, data: bytes) -> wire.Shard:
         context = self._context
         name = names.shard(
-            context.run, context.learner, send.fragment, self.incarnation, send.seq, index
+            context.run,
+            context.learner,
+            send.fragment,
+            context.epoch,
+            self.incarnation,
+            send.seq,
+            index,
         )
         await context.runtime.retry(
             "storing a shard",

@@ -75,6 +75,15 @@ class Replica:
                 part = kernels.settle(part, codes)
         self.trained = tree.from_names(self._like, leaves | part)
 
+    def restore(self, fragment: int, view: View) -> None:
+        """Set view and parameters to those of a rollback; forget what is in flight."""
+        kernels = self._kernels[fragment]
+        leaves = tree.by_name(self.trained)
+        self._views[fragment] = jnp.asarray(view.values)
+        self._in_flight.pop(fragment, None)
+        part = kernels.overwrite(_part(leaves, kernels), self._views[fragment])
+        self.trained = tree.from_names(self._like, leaves | part)
+
     def warm_up(self) -> None:
         """Compile every operation on copies, so that no training step waits for a compiler."""
         for index, kernels in enumerate(self._kernels):

@@ -40,17 +40,22 @@ def sync_rules(sync: SyncSection) -> SyncRules:
 
 
 class InFlight(NamedTuple):
-    """An update on its way; `announced_at_s` is 0 until its manifest is on the tape."""
+    """An update on its way; `announced_at_s` is 0 until its manifest is on the tape.
+
+    `void`: a rollback came meanwhile; it will be rejected, and its codes are forgotten.
+    """
 
     seq: int
     announced_at_s: float = 0.0
     attempt: int = 0
+    void: bool = False
 
 
 class Ready(NamedTuple):
     """A record that has arrived and whose delta, if it has one, is decoded.
 
-    `resolved_seq`: this incarnation's mark in the record.
+    `resolved_seq`: this incarnation's mark in the record; `restored`: a rollback lies between
+    the version adopted before and this one.
     """
 
     fragment: int
@@ -59,6 +64,7 @@ class Ready(NamedTuple):
     view_digest: str
     global_step: int
     resolved_seq: int
+    restored: bool = False
 
 
 class FragmentState(NamedTuple):
@@ -124,6 +130,12 @@ class Published(NamedTuple):
     seq: int
 
 
+class Changed(NamedTuple):
+    """The run's settings have changed; the rules that follow from them are given from now on."""
+
+    rules: SyncRules
+
+
 class Stop(NamedTuple):
     """The run's stop message arrived."""
 
@@ -136,14 +148,18 @@ class Leave(NamedTuple):
     """This learner was asked to end."""
 
 
-Event = Stepped | Ready | RoundOpened | Published | Stop | End | Leave
+Event = Stepped | Ready | RoundOpened | Published | Changed | Stop | End | Leave
 
 
 # Effects
 
 
 class Adopt(NamedTuple):
-    """Apply a record's delta to view and parameters; drop what was in flight if `resolved`."""
+    """Apply a record's delta to view and parameters; drop what was in flight if `resolved`.
+
+    After a rollback (`ready.restored`) the parameters become the view, and codes in flight are
+    forgotten.
+    """
 
     ready: Ready
     resolved: bool
@@ -268,14 +284,17 @@ def _adopt(rules: SyncRules, fragment: FragmentState, effects: list[Effect]) -> 
     for ready in fragment.ready:
         flying = fragment.in_flight
         resolved = flying is not None and flying.seq <= ready.resolved_seq
-        effects.append(Adopt(ready, resolved))
-        if rules.overwrite and ready.version > fragment.version:
+        void = ready.restored or (flying is not None and flying.void)
+        effects.append(Adopt(ready, resolved and not void))
+        if ready.restored or (rules.overwrite and ready.version > fragment.version):
             fragment = fragment._replace(steps=0, tokens=0)
+        if flying is not None:
+            flying = None if resolved else flying._replace(void=void)
         fragment = fragment._replace(
             version=ready.version,
             view_digest=ready.view_digest,
             record_seq=ready.record_seq,
-            in_flight=None if resolved else flying,
+            in_flight=flying,
         )
     return fragment._replace(ready=()) if fragment.ready else fragment
 
@@ -294,7 +313,7 @@ def _send(
         waited_s = now_s - flying.announced_at_s
         if not flying.announced_at_s or waited_s < rules.announce_again_s:
             return fragment
-        again = InFlight(flying.seq, now_s, flying.attempt + 1)
+        again = flying._replace(announced_at_s=now_s, attempt=flying.attempt + 1)
         effects.append(Republish(index, flying.seq, again.attempt))
         return fragment._replace(in_flight=again)
     ending = state.stopping or state.leaving
@@ -336,7 +355,7 @@ def _on_ready(_rules: SyncRules, state: State, event: Ready) -> Result:
     if event.record_seq <= newest:
         return state, ()
     state = _with_fragment(state, event.fragment, fragment._replace(ready=(*fragment.ready, event)))
-    if event.global_step > state.clock_step:
+    if event.global_step > state.clock_step or event.restored:
         state = replace(state, clock_step=event.global_step, since_clock=0)
     return state, ()
 
@@ -358,6 +377,10 @@ def _on_published(_rules: SyncRules, state: State, event: Published) -> Result:
     return _with_fragment(state, event.fragment, fragment._replace(in_flight=announced)), ()
 
 
+def _on_changed(_rules: SyncRules, state: State, _event: Changed) -> Result:
+    return state, ()
+
+
 def _on_stop(_rules: SyncRules, state: State, _event: Stop) -> Result:
     return replace(state, stopping=True), ()
 
@@ -375,6 +398,7 @@ _HANDLERS: dict[type, Callable[[SyncRules, State, Any], Result]] = {
     Ready: _on_ready,
     RoundOpened: _on_round_opened,
     Published: _on_published,
+    Changed: _on_changed,
     Stop: _on_stop,
     End: _on_end,
     Leave: _on_leave,

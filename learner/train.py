@@ -203,6 +203,8 @@ class Trainer:
         for event, payload in self.background.events(wait_s):
             if isinstance(event, sync.Ready):
                 self._payloads[event.fragment, event.record_seq] = payload
+            elif isinstance(event, sync.Changed):
+                self.rules = event.rules
             self.state, _ = sync.step(self.rules, self.state, event)
         if self.asked_to_leave() and not self.state.leaving:
             self.state, _ = sync.step(self.rules, self.state, sync.Leave())
@@ -214,7 +216,10 @@ class Trainer:
         match effect:
             case sync.Adopt(ready, resolved):
                 payload = self._payloads.pop((ready.fragment, ready.record_seq))
-                self.replica.adopt(ready.fragment, payload, resolved=resolved)
+                if ready.restored:
+                    self.replica.restore(ready.fragment, payload)
+                else:
+                    self.replica.adopt(ready.fragment, payload, resolved=resolved)
             case sync.Send():
                 self.background.send(
                     Outgoing(

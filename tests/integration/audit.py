@@ -19,7 +19,7 @@ from common import names, shards, wire
 from common.bus import Bus, Message
 from common.config import RunSettings, parse_settings
 from common.errors import WireError
-from common.layout import Layout, global_step, offset_steps, parse_layout
+from common.layout import Layout, next_step, offset_steps, parse_layout
 from common.quantize import decode_numpy
 from common.store import ObjectStore, open_store
 from common.tape import get_object
@@ -120,6 +120,7 @@ class Tape:
         sync = self.settings.sync
         offset = offset_steps(fragment, sync.fragments, sync.interval_steps)
         before_seq, version, digest, position, closed = 0, -1, "", 1, False
+        clock = 0
         for seq, record in self.records[fragment]:
             where = f"fragment {fragment}, record {seq}"
             assert record.run == self.settings.run.name
@@ -137,8 +138,10 @@ class Tape:
                 assert record.view_digest == digest, where
                 assert record.rejected or record.final, f"{where}: says nothing"
             assert record.version == version, where
-            clock = global_step(version, offset, sync.interval_steps)
-            assert record.global_step == min(self.settings.run.steps, clock), where
+            if record.what == "version" and version:
+                following = next_step(clock, offset, sync.interval_steps)
+                clock = min(self.settings.run.steps, following)
+            assert record.global_step == clock, where
             closed = closed or record.final
             assert record.final == closed, where
             before_seq, digest, position = seq, record.view_digest, record.position

@@ -267,9 +267,11 @@ class World:
 
         async def load(bus: NatsBus) -> dict[str, np.ndarray]:
             store, runtime = open_store(str(self.store)), Runtime()
+            layout, epoch = await load_run(self.config, bus, store, runtime)
             context = RunContext(
                 settings=settings,
-                layout=await load_run(self.config, bus, store, runtime),
+                layout=layout,
+                epoch=epoch,
                 bus=bus,
                 store=store,
                 runtime=runtime,

@@ -85,7 +85,7 @@ class Mallory:
         )
         entries = []
         for index, ((start, stop), data) in enumerate(zip(ranges, claimed, strict=True)):
-            name = names.shard(self.world.name, learner, fragment, incarnation, seq, index)
+            name = names.shard(self.world.name, learner, fragment, 0, incarnation, seq, index)
             if payloads is not None:
                 open_store(str(self.world.store)).put(name, data)
             entries.append(

@@ -8,7 +8,7 @@ import pytest
 from aggregator import policy
 from aggregator.policy import fragment_rules
 from common.config import RunSettings
-from common.layout import Tensor, global_step, make_layout, offset_steps
+from common.layout import Tensor, make_layout, offset_steps
 from learner import sync
 
 
@@ -27,7 +27,7 @@ def test_with_p_equal_to_h_one_fragment_is_sent_at_every_step():
         for due, send in [item for item in travelling if item[0] == step]:
             travelling.remove((due, send))
             record_seq += 1
-            clock = global_step(send.seq, offset_steps(send.fragment, 24, 24), 24)
+            clock = 24 * (send.seq - 1) + offset_steps(send.fragment, 24, 24)
             ready = sync.Ready(send.fragment, record_seq, send.seq, "", clock, send.seq)
             state, _ = sync.step(rules, state, ready)
         state, effects = sync.step(rules, state, sync.Stepped(float(step), 100))

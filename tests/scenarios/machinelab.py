@@ -42,6 +42,7 @@ def make_manifest(rules, learner, incarnation, seq, base=0, **changes) -> wire.M
     fields = {
         "run": rules.run,
         "learner": learner,
+        "epoch": rules.epoch,
         "incarnation": incarnation,
         "seq": seq,
         "fragment": rules.fragment,
@@ -51,7 +52,7 @@ def make_manifest(rules, learner, incarnation, seq, base=0, **changes) -> wire.M
         "codec": rules.codec,
         "shards": tuple(
             wire.Shard(
-                name=names.shard(rules.run, learner, rules.fragment, incarnation, seq, index),
+                name=names.shard(rules.run, learner, rules.fragment, 0, incarnation, seq, index),
                 size_bytes=shards.shard_bytes(rules.codec, stop - start, rules.block),
                 crc32c=0,
                 start=start,
@@ -81,12 +82,16 @@ def record_of(rules, commit: machine.Commit, base_digest: str) -> wire.Record:
     return wire.Record(
         what=commit.what,
         run=rules.run,
+        epoch=rules.epoch,
         fragment=rules.fragment,
         version=version,
+        restored_version=None,
         base_seq=state.record_seq,
         base_digest=base_digest,
         layout=rules.layout,
-        global_step=0,
+        global_step=machine.global_step_after(rules, state)
+        if commit.what == "version"
+        else state.global_step,
         inputs=tuple(_input(taken) for taken in state.admitted),
         rejected=tuple(_rejected(refused) for refused in state.rejected),
         reason=commit.reason,

@@ -232,7 +232,7 @@ class History:
                 self.fates[update] += 1
                 assert self.fates[update] == 1, f"{update} is resolved twice"
             assert not before.final or not record.inputs, "a version after the last"
-            in_time = record.version <= self.lab.rules.last_version
+            in_time = record.what == "verdict" or record.global_step > before.global_step
             assert in_time or record.policy.stopping_at_s, "a version beyond the run's length"
         self.checked = len(self.lab.records) - 1
         unresolved = [seq for update, seq in self.updates.items() if not self.fates[update]]
@@ -244,7 +244,7 @@ class History:
         # An idle machine with something to do has asked for shards, or for a timer.
         if state.pending and state.phase == "idle" and not state.final and not self.unread:
             asked = any(pending.fetching for pending in state.pending.values())
-            beyond = not state.stopping_at_s and state.version >= self.lab.rules.last_version
+            beyond = not machine.has_next(self.lab.rules, state)
             assert asked or beyond or due_s is not None
 
     def come_to_an_end(self) -> None:

@@ -18,7 +18,7 @@ import pytest
 from scripts import check, files, split
 
 from common.config import SyncSection
-from common.layout import global_step, offset_steps
+from common.layout import offset_steps
 from learner import sync
 
 TOKENS = 10
@@ -84,7 +84,8 @@ class Player:
         self.record_seq = int(values.get("seq", self.record_seq + 1))
         version = self.versions.get(fragment, 0)
         interval, count = self.rules.interval_steps, len(self.state.fragments)
-        step = global_step(version, offset_steps(fragment, count, interval), interval)
+        offset = offset_steps(fragment, count, interval)
+        step = interval * (version - 1) + offset if version else 0
         resolved = int(values.get("resolves", 0))
         return sync.Ready(fragment, self.record_seq, version, digest_of(version), step, resolved)
 

@@ -295,6 +295,7 @@ class World:
         context = AggregatorContext(
             settings=self.settings,
             layout=self.layout,
+            epoch=0,
             bus=actor.bus,
             store=actor.store,
             runtime=actor.runtime,
@@ -489,6 +490,7 @@ class SimLearner:
         context = LearnerContext(
             settings=world.settings,
             layout=world.layout,
+            epoch=0,
             bus=actor.bus,
             store=actor.store,
             runtime=actor.runtime,

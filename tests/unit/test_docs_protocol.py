@@ -52,11 +52,12 @@ def example() -> dict[str, str]:
 
     update = (np.arange(32, dtype=np.float32) - 16) / 8
     packed = shards.pack(CODEC, encode(CODEC, update, BLOCK), BLOCK)
-    name = names.shard(RUN, LEARNER, 0, INCARNATION, 1, 0)
+    name = names.shard(RUN, LEARNER, 0, 0, INCARNATION, 1, 0)
     join = wire.Join(run=RUN, learner=LEARNER, layout=layout.digest, host="island-a")
     manifest = wire.Manifest(
         run=RUN,
         learner=LEARNER,
+        epoch=0,
         incarnation=INCARNATION,
         seq=1,
         fragment=0,
@@ -165,6 +166,8 @@ def kind_of(annotation: object) -> str:
         return "crc32c" if inner == "integer" else inner
     if origin is tuple:
         return f"list of {kind_of(arguments[0])}"
+    if origin is dict:
+        return f"map of {kind_of(arguments[0])} to {kind_of(arguments[1])}"
     if origin is typing.Literal:
         return "one of " + ", ".join(arguments)
     if type(None) in arguments:

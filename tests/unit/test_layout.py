@@ -15,10 +15,9 @@ from common.layout import (
     Layout,
     Tensor,
     TensorHint,
-    global_step,
-    last_version,
     layout_bytes,
     make_layout,
+    next_step,
     offset_steps,
     parse_layout,
 )
@@ -324,20 +323,11 @@ def test_offsets_are_distinct_and_spread_over_the_interval(schedule):
     assert max(gaps) - min(gaps) <= 1, "traffic is flat"
 
 
-@given(schedules, st.integers(0, 5000), st.data())
-def test_the_last_version_is_the_last_that_falls_within_the_run(schedule, steps, data):
+@given(schedules, st.integers(1, 50), st.data())
+def test_the_clock_goes_from_the_offset_on_in_intervals(schedule, versions, data):
     interval, count = schedule
     offset = offset_steps(data.draw(st.integers(0, count - 1)), count, interval)
-    last = last_version(steps, offset, interval)
-    assert global_step(last, offset, interval) <= steps
-    assert global_step(last + 1, offset, interval) > steps
-
-
-@given(schedules, st.integers(1, 100))
-def test_versions_of_a_fragment_are_an_interval_apart(schedule, version):
-    interval, count = schedule
-    offset = offset_steps(0, count, interval)
-    assert global_step(0, offset, interval) == 0
-    assert global_step(1, offset, interval) == offset
-    after = global_step(version + 1, offset, interval) - global_step(version, offset, interval)
-    assert after == interval
+    step = 0
+    for version in range(1, versions + 1):
+        step = next_step(step, offset, interval)
+        assert step == interval * (version - 1) + offset

@@ -26,17 +26,17 @@ def test_what_is_no_name(name):
     assert not names.valid_name(name)
 
 
-@given(valid, valid, counts, counts, counts, counts)
-def test_a_learners_objects_are_under_its_prefix_alone(run, learner, fragment, life, seq, index):
-    own = names.shard(run, learner, fragment, life, seq, index)
+@given(valid, valid, st.tuples(*[counts] * 5))
+def test_a_learners_objects_are_under_its_prefix_alone(run, learner, numbers):
+    own = names.shard(run, learner, *numbers)
     assert own.startswith(names.learner_prefix(run, learner))
     assert not own.startswith(names.learner_prefix(run, learner + "x"))
     if len(learner) > 1:
         assert not own.startswith(names.learner_prefix(run, learner[:-1]))
-    assert not own.startswith(names.fragment_prefix(run, fragment))
+    assert not own.startswith(names.fragment_prefix(run, numbers[0]))
 
 
-numbers = st.tuples(*[st.integers(0, 300)] * 4)
+numbers = st.tuples(*[st.integers(0, 300)] * 5)
 
 
 @given(numbers, numbers)

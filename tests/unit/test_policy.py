@@ -29,8 +29,7 @@ def test_rules_of_a_fragment_come_from_settings_and_layout():
     rules = make_rules(sync={"mode": "lockstep"})
     assert (rules.run, rules.fragment, rules.size) == ("rules", 0, 3072)
     assert (rules.layout, rules.codec, rules.block) == (LAYOUT.digest, "int4", 32)
-    # The only fragment is due at every 24th step: 20 versions in 480 steps.
-    assert (rules.offset_steps, rules.last_version, rules.lockstep) == (24, 20, True)
+    assert (rules.offset_steps, rules.steps, rules.lockstep) == (24, 480, True)
 
 
 # Weight and discounts
@@ -168,6 +167,7 @@ def make_manifest(rules, **changes) -> wire.Manifest:
     fields = {
         "run": "rules",
         "learner": "a",
+        "epoch": 0,
         "incarnation": 7,
         "seq": 3,
         "fragment": 0,
@@ -193,7 +193,7 @@ def make_manifest(rules, **changes) -> wire.Manifest:
 def make_shards(rules) -> tuple[wire.Shard, ...]:
     return tuple(
         wire.Shard(
-            name=names.shard("rules", "a", 0, 7, 3, index),
+            name=names.shard("rules", "a", 0, 0, 7, 3, index),
             size_bytes=shards.shard_bytes("int4", stop - start, rules.block),
             crc32c=1,
             start=start,
@@ -237,7 +237,7 @@ def spoil(index, **changes):
         ("name", "rules/learner/b", {"shards": spoil(1, name="rules/learner/b/update/0/7-3.1")}),
         ("name", "/7-3.0", {"shards": spoil(1, name="rules/learner/a/update/0/7-3.0")}),
         ("name", "/7-2.1", {"shards": spoil(1, name="rules/learner/a/update/0/7-2.1")}),
-        ("name", "rules/learner/a/update/0/8-3.0", {"incarnation": 8}),
+        ("name", "rules/learner/a/update/0/0-8-3.0", {"incarnation": 8}),
         ("size", "shard 1", {"shards": spoil(1, size_bytes=1)}),
     ],
 )

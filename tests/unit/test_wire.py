@@ -55,12 +55,18 @@ def values_of(annotation: Any, bounds: tuple[Any, ...]) -> st.SearchStrategy[Any
         return st.booleans()
     if annotation is bytes:
         return st.binary(max_size=20)
-    if annotation == dict[str, Any]:
-        leaves = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(0, 1) | st.text()
-        return st.dictionaries(st.text(max_size=5), st.dictionaries(st.text(max_size=5), leaves))
+    if get_origin(annotation) is dict:
+        return maps(*get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return messages(annotation)
     return st.one_of(*(option(one) for one in get_args(annotation)))
+
+
+def maps(keys: Any, values: Any) -> st.SearchStrategy[Any]:
+    if values is not Any:
+        return st.dictionaries(values_of(keys, ()), values_of(values, ()), max_size=3)
+    leaves = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(0, 1) | st.text()
+    return st.dictionaries(st.text(max_size=5), st.dictionaries(st.text(max_size=5), leaves))
 
 
 def option(annotation: Any) -> st.SearchStrategy[Any]:
