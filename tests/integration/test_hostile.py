@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
-from audit import Sent, Tape, read_stream, read_tape
+from audit import Tape, read_tape
 from harness import ENDLESS, World
 
 from aggregator.policy import NORM_LEAST
@@ -23,6 +23,7 @@ from common.errors import WireError
 from common.quantize import encode
 from common.shards import HEADER, shard_ranges
 from common.store import open_store
+from diloco.history import Sent, read_stream
 
 TOKENS_PER_STEP = 1000
 
@@ -101,6 +102,7 @@ class Mallory:
         fields: dict[str, Any] = {
             "run": self.world.name,
             "learner": learner,
+            "epoch": 0,
             "incarnation": incarnation,
             "seq": seq,
             "fragment": fragment,

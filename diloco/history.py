@@ -1,0 +1,292 @@
+"""A run's whole tape, decoded: what was sent, and what became of it.
+
+Garbage collection trims the tape, so a history begins where the tape does: from sequence
+`whole_from` on nothing is missing; what stands before it are the last messages of their subjects
+and the tails of the chains of records. Each fragment is accounted for from its oldest record on:
+that one says what was resolved before (`settled`).
+"""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common import names, wire
+from common.bus import Bus, Message
+from common.config import RunSettings, parse_settings
+from common.errors import IntegrityError, ObjectMissingError, WireError
+from common.layout import Layout
+from common.store import ObjectStore
+from common.tape import RunContext, get_object, load_specification, parse_changed
+
+# A tape that ends in other traffic still must answer within so long.
+READ_S = 60.0
+
+
+class Sent(NamedTuple):
+    """An update by its identity, whatever how often it was announced."""
+
+    learner: str
+    incarnation: int
+    fragment: int
+    seq: int
+
+
+class Announced(NamedTuple):
+    """An update's first announcement that the tape still holds."""
+
+    stream_seq: int
+    time_s: float
+    manifest: wire.Manifest
+
+
+@dataclass
+class History:
+    """A run's tape up to `last_seq`, decoded; every list in order of the tape.
+
+    Attributes:
+        garbage: what is no message of the protocol, or of another run, learner or epoch.
+        unreadable: records whose body is gone or is no record: (sequence, fragment, why).
+        settings: of the specification; `changes` are later ones by their sequence.
+        whole_from: no message from here on is missing.
+    """
+
+    specification: wire.Specification
+    settings: RunSettings
+    layout: Layout
+    store: ObjectStore
+    messages: list[Message] = field(default_factory=list)
+    garbage: list[Message] = field(default_factory=list)
+    unreadable: list[tuple[int, int, str]] = field(default_factory=list)
+    joins: list[tuple[int, wire.Join]] = field(default_factory=list)
+    leaves: list[tuple[int, wire.Leave]] = field(default_factory=list)
+    manifests: list[tuple[int, wire.Manifest]] = field(default_factory=list)
+    records: dict[int, list[tuple[int, wire.Record]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    changes: dict[int, RunSettings] = field(default_factory=dict)
+    checkpoints: list[tuple[int, wire.Checkpoint]] = field(default_factory=list)
+    stop: tuple[int, wire.Stop] | None = None
+    end: tuple[int, wire.End] | None = None
+    whole_from: int = 1
+    last_seq: int = 0
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.settings.run.name
+
+    @property
+    def trimmed(self) -> bool:
+        """Whether garbage collection has taken something from the tape."""
+        return self.whole_from > 1
+
+    def versions(self) -> list[int]:
+        """Newest version of each fragment."""
+        return [self.records[fragment][-1][1].version for fragment in sorted(self.records)]
+
+    def all_records(self) -> Iterator[wire.Record]:
+        """Every record, fragment by fragment."""
+        for chain in self.records.values():
+            for _, record in chain:
+                yield record
+
+    def sent(self) -> dict[Sent, Announced]:
+        """Every distinct update, by its first announcement."""
+        times = {message.seq: message.time_s for message in self.messages}
+        found: dict[Sent, Announced] = {}
+        for seq, manifest in self.manifests:
+            found.setdefault(identity(manifest), Announced(seq, times[seq], manifest))
+        return found
+
+    def merged(self) -> dict[Sent, wire.Input]:
+        """Every update that a record merges."""
+        return {
+            answered(record, taken): taken
+            for record in self.all_records()
+            for taken in record.inputs
+        }
+
+    def rejected(self) -> dict[Sent, wire.Rejected]:
+        """Every update that a record rejects."""
+        return {
+            answered(record, taken): taken
+            for record in self.all_records()
+            for taken in record.rejected
+        }
+
+    def lives(self, learner: str) -> list[int]:
+        """Incarnations of a learner, in order."""
+        return [seq for seq, join in self.joins if join.learner == learner]
+
+    def full_leaves(self, learner: str) -> list[tuple[int, wire.Leave]]:
+        """Ends of lives, without the words that only some fragments are finished."""
+        return [at for at in self.leaves if at[1].learner == learner and not at[1].fragments]
+
+    def settings_of(self, record: wire.Record) -> RunSettings | None:
+        """The settings a record was made under; None if they are trimmed from the tape."""
+        seq = record.policy.settings_seq
+        return self.changes.get(seq) if seq else self.settings
+
+
+def identity(manifest: wire.Manifest) -> Sent:
+    """Which update a manifest announces."""
+    return Sent(manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
+
+
+def resolves(record: wire.Record) -> tuple[wire.Input | wire.Rejected, ...]:
+    """All that a record says of updates."""
+    merged: tuple[wire.Input | wire.Rejected, ...] = record.inputs
+    return merged + record.rejected
+
+
+def answered(record: wire.Record, taken: wire.Input | wire.Rejected) -> Sent:
+    """Which update a record merges or rejects."""
+    return Sent(taken.learner, taken.incarnation, record.fragment, taken.seq)
+
+
+def settled(first: wire.Record, update: Sent, announced_seq: int) -> bool:
+    """Whether an update was resolved when a fragment's oldest record was made, by its word."""
+    if announced_seq < first.position:
+        return True
+    return any(
+        mark.seq >= update.seq
+        for mark in first.policy.marks
+        if (mark.learner, mark.incarnation) == (update.learner, update.incarnation)
+    )
+
+
+async def read_history(context: RunContext) -> History:
+    """Everything on a run's tape up to now.
+
+    Raises:
+        RunMismatchError: there is no such run.
+        BusError, StoreUnavailableError: bus or store are away.
+        TimeoutError: the bus answers, but does not give what it has.
+    """
+    specification = await load_specification(context.bus, context.run)
+    history = History(
+        specification=specification,
+        settings=parse_settings(specification.settings),
+        layout=context.layout,
+        store=context.store,
+    )
+    subjects = names.tape_subjects(context.run)
+    history.messages = await read_stream(context.bus, context.tape, subjects)
+    await context.runtime.call(_sort_all, history)
+    return history
+
+
+async def read_stream(bus: Bus, stream: str, subjects: list[str]) -> list[Message]:
+    """Every message that a stream holds now; `subjects` must be all that it takes.
+
+    Raises:
+        StreamMissingError: there is no such stream.
+        TimeoutError: the bus answers, but does not give what it has.
+    """
+    last = await bus.last_sequence(stream)
+    found: list[Message] = []
+    if not last:
+        return found
+    async with (
+        asyncio.timeout(READ_S),
+        contextlib.aclosing(bus.read(stream, subjects, 1)) as reading,  # type: ignore[type-var]
+    ):
+        async for message in reading:
+            found.append(message)
+            if message.seq >= last:
+                break
+    return found
+
+
+def _sort_all(history: History) -> None:
+    before = 0
+    for message in history.messages:
+        if message.seq != before + 1:
+            history.whole_from = message.seq
+        before = message.seq
+        _, _, kind, *rest = message.subject.split(".")
+        try:
+            _SORT[kind](history, message, rest)
+        except WireError:
+            history.garbage.append(message)
+    history.last_seq = before
+
+
+def _sort_join(history: History, message: Message, rest: list[str]) -> None:
+    join = wire.decode(wire.Join, message.payload)
+    _hold(join.run == history.run and rest == [join.learner])
+    history.joins.append((message.seq, join))
+
+
+def _sort_leave(history: History, message: Message, rest: list[str]) -> None:
+    leave = wire.decode(wire.Leave, message.payload)
+    _hold(leave.run == history.run and rest == [leave.learner])
+    history.leaves.append((message.seq, leave))
+
+
+def _sort_manifest(history: History, message: Message, rest: list[str]) -> None:
+    manifest = wire.decode(wire.Manifest, message.payload)
+    own = [manifest.learner, str(manifest.fragment)]
+    epoch = history.specification.epoch
+    _hold(manifest.run == history.run and rest == own and manifest.epoch == epoch)
+    history.manifests.append((message.seq, manifest))
+
+
+def _sort_record(history: History, message: Message, rest: list[str]) -> None:
+    fragment = int(rest[0]) if rest[0].isdecimal() else -1
+    try:
+        found = wire.decode_record(message.payload)
+        if isinstance(found, wire.RecordPointer):
+            found = wire.decode(wire.Record, get_object(history.store, found.body))
+        _hold(found.run == history.run and found.fragment == fragment)
+        _hold(message.msg_id == found.attempt_id)
+    except (WireError, IntegrityError, ObjectMissingError) as error:
+        history.unreadable.append((message.seq, fragment, error.message))
+        return
+    history.records[fragment].append((message.seq, found))
+
+
+def _sort_settings(history: History, message: Message, _rest: list[str]) -> None:
+    history.changes[message.seq] = parse_changed(history.settings, message.payload)
+
+
+def _sort_checkpoint(history: History, message: Message, _rest: list[str]) -> None:
+    history.checkpoints.append((message.seq, wire.decode(wire.Checkpoint, message.payload)))
+
+
+def _sort_stop(history: History, message: Message, _rest: list[str]) -> None:
+    history.stop = history.stop or (message.seq, wire.decode(wire.Stop, message.payload))
+
+
+def _sort_end(history: History, message: Message, _rest: list[str]) -> None:
+    history.end = history.end or (message.seq, wire.decode(wire.End, message.payload))
+
+
+def _sort_specification(_history: History, _message: Message, _rest: list[str]) -> None:
+    """It was read first."""
+
+
+_SORT = {
+    "spec": _sort_specification,
+    "join": _sort_join,
+    "leave": _sort_leave,
+    "update": _sort_manifest,
+    "record": _sort_record,
+    "settings": _sort_settings,
+    "checkpoint": _sort_checkpoint,
+    "stop": _sort_stop,
+    "end": _sort_end,
+}
+
+
+def _hold(own: bool) -> None:
+    """Refuse what stands under another's subject.
+
+    Raises:
+        WireError: it does.
+    """
+    if not own:
+        raise WireError("subject", "it is of another run, learner, fragment or epoch")
