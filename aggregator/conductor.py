@@ -6,7 +6,7 @@ subject, and whoever comes second is content.
 
 from dataclasses import dataclass, field
 
-from aggregator.context import Context, swap
+from aggregator.context import Context, identity, swap
 from common import names, wire
 from common.bus import Message
 from common.config import RunSettings
@@ -122,9 +122,8 @@ class Conductor:
                 await self._say(names.stop(self.context.run), stop)
 
     async def _say(self, subject: str, body: wire.Body) -> None:
-        identity = f"{self.context.runtime.chance.getrandbits(128):032x}"
         try:
-            await swap(self.context, subject, wire.encode(body), identity, 0)
+            await swap(self.context, subject, wire.encode(body), identity(self.context), 0)
         except SwapLostError:
             return  # Another aggregator, or our own life before this one, has said it.
         self.context.logger.info(body.kind, **body.model_dump(exclude={"run"}))

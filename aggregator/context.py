@@ -17,6 +17,11 @@ class Context(RunContext):
     name: str
 
 
+def identity(context: Context) -> str:
+    """128 random bits in hex: tells one attempt to commit from every other."""
+    return f"{context.runtime.chance.getrandbits(128):032x}"
+
+
 async def store_version_object(
     context: Context, fragment: int, version: int, what: str, data: bytes, logger: log.Logger
 ) -> wire.ObjectRef:
@@ -28,6 +33,29 @@ async def store_version_object(
         logger=logger,
     )
     return wire.ObjectRef(name=name, size_bytes=len(data), crc32c=shards.crc32c(data))
+
+
+async def commit_record(context: Context, record: wire.Record) -> int:
+    """Publish a record on top of the one it names as its base; its sequence.
+
+    The body of a large one goes into an object, named after a version that is not committed
+    yet: such an object cannot be taken for garbage before the record stands.
+
+    Raises:
+        SwapLostError: another record stands where this one was to be.
+    """
+    payload = wire.encode(record)
+    if len(payload) > wire.RECORD_BYTES:
+        version = record.version + (record.what == "verdict")
+        body = await store_version_object(
+            context, record.fragment, version, "record", payload, context.logger
+        )
+        pointer = wire.RecordPointer(
+            fragment=record.fragment, body=body, attempt_id=record.attempt_id
+        )
+        payload = wire.encode(pointer)
+    subject = names.record(context.run, record.fragment)
+    return await swap(context, subject, payload, record.attempt_id, record.base_seq)
 
 
 async def swap(

@@ -11,7 +11,7 @@ import contextlib
 from typing import Any, NamedTuple
 
 from aggregator import machine, policy
-from aggregator.context import Context, store_version_object, swap
+from aggregator.context import Context, commit_record, identity, store_version_object
 from aggregator.fragment import FragmentArrays, Payload, read_payload
 from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound
 from aggregator.recovery import recover
@@ -299,7 +299,7 @@ class FragmentOwner:
         """Store the objects, publish the record by compare-and-swap, tell the machine."""
         runtime = self.context.runtime
         record = await self._draft(commit)
-        record_seq = await self._publish(record, commit.state)
+        record_seq = await commit_record(self.context, record)
         # Later records must cite this one where it could only say "this".
         self._newest = record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
         committed = machine.Committed(runtime.clock(), record_seq, record.view_digest)
@@ -339,7 +339,7 @@ class FragmentOwner:
             "quorum_at_s": state.quorum_at_s,
             "closed_at_s": commit.at_s,
             "aggregator": self.context.name,
-            "attempt_id": f"{self.context.runtime.chance.getrandbits(128):032x}",
+            "attempt_id": identity(self.context),
         }
         if commit.what == "version":
             fields |= await self._make_version(state)
@@ -378,18 +378,6 @@ class FragmentOwner:
         return await store_version_object(
             self.context, self.fragment, version, what, data, self._logger
         )
-
-    async def _publish(self, record: wire.Record, state: machine.State) -> int:
-        payload = wire.encode(record)
-        if len(payload) > wire.RECORD_BYTES:
-            # Named after a version that is not committed yet, as all that may still be needed is.
-            body = await self._store(state.version + 1, "record", payload)
-            pointer = wire.RecordPointer(
-                fragment=record.fragment, body=body, attempt_id=record.attempt_id
-            )
-            payload = wire.encode(pointer)
-        subject = names.record(self.context.run, self.fragment)
-        return await swap(self.context, subject, payload, record.attempt_id, state.record_seq)
 
 
 def decode_event(message: Message, fragment: int) -> machine.Event | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from aggregator import machine
-from aggregator.context import Context, store_version_object, swap
+from aggregator.context import Context, commit_record, identity, store_version_object
 from aggregator.fragment import FragmentArrays
 from common import names, shards, wire
 from common.errors import RunMismatchError, SwapLostError
@@ -76,17 +76,17 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
         quorum_at_s=now_s,
         closed_at_s=now_s,
         aggregator=context.name,
-        attempt_id=f"{context.runtime.chance.getrandbits(128):032x}",
+        attempt_id=identity(context),
     )
-    subject = names.record(context.run, fragment)
     try:
-        await swap(context, subject, wire.encode(record), record.attempt_id, 0)
+        await commit_record(context, record)
     except SwapLostError:
-        await _check_same_beginning(context, subject, record)
+        await _check_same_beginning(context, record)
 
 
-async def _check_same_beginning(context: Context, subject: str, ours: wire.Record) -> None:
+async def _check_same_beginning(context: Context, ours: wire.Record) -> None:
     """A second `run create` is harmless if it is of the same run that has not moved on."""
+    subject = names.record(context.run, ours.fragment)
     message = await context.bus.last(context.tape, subject)
     found = wire.decode_record(message.payload) if message else None
     if not isinstance(found, wire.Record) or found.view_digest != ours.view_digest:

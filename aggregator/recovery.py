@@ -6,11 +6,10 @@ are compared. Nothing else is needed, and nothing is trusted that does not repro
 
 from typing import NamedTuple
 
-from aggregator.context import Context
 from aggregator.fragment import FragmentArrays
 from common import names, wire
 from common.config import RunSettings
-from common.tape import get_object, last_record, read_record, settings_at
+from common.tape import RunContext, get_object, last_record, read_record, settings_at
 
 
 class Recovered(NamedTuple):
@@ -27,7 +26,7 @@ class Recovered(NamedTuple):
     merged_again: int
 
 
-async def recover(context: Context, fragment: int) -> Recovered:
+async def recover(context: RunContext, fragment: int) -> Recovered:
     """Bring a fragment's arrays to its newest record.
 
     Raises:
@@ -36,28 +35,31 @@ async def recover(context: Context, fragment: int) -> Recovered:
         BusUnavailableError, StoreUnavailableError: passing faults; call again.
     """
     newest, newest_seq = await last_record(context, fragment)
-    arrays = await _load_outer_state(context, newest)
-    outer_seq = newest.outer_seq or newest_seq
+    return await rebuild(context, newest, newest_seq)
+
+
+async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> Recovered:
+    """A fragment's arrays as one of its records left them; raises as `recover`."""
+    arrays = await _load_outer_state(context, record)
+    outer_seq = record.outer_seq or record_seq
     merged_again = 0
-    if outer_seq < newest_seq:
-        subjects = [names.record(context.run, fragment)]
+    if outer_seq < record_seq:
+        subjects = [names.record(context.run, record.fragment)]
         async for message in context.bus.read(context.tape, subjects, outer_seq + 1):
-            record = await read_record(context, message.payload)
-            if record.what == "version":
-                await context.runtime.call(arrays.merge_again, record, context.store)
+            again = await read_record(context, message.payload)
+            if again.what == "version":
+                await context.runtime.call(arrays.merge_again, again, context.store)
                 merged_again += 1
-            if message.seq >= newest_seq:
-                # Another aggregator may have gone further meanwhile; its record is the newer one.
-                newest, newest_seq = record, message.seq
+            if message.seq >= record_seq:
                 break
-    if newest.outer_seq == 0:
-        newest = newest.model_copy(update={"outer_seq": newest_seq})
-    settings = await settings_at(context, newest.policy.settings_seq)
+    if record.outer_seq == 0:
+        record = record.model_copy(update={"outer_seq": record_seq})
+    settings = await settings_at(context, record.policy.settings_seq)
     arrays.settings = settings
-    return Recovered(newest, newest_seq, settings, arrays, merged_again)
+    return Recovered(record, record_seq, settings, arrays, merged_again)
 
 
-async def _load_outer_state(context: Context, newest: wire.Record) -> FragmentArrays:
+async def _load_outer_state(context: RunContext, newest: wire.Record) -> FragmentArrays:
     """The arrays at `newest.outer_version`, where view and outer state were stored together."""
 
     def load() -> FragmentArrays:

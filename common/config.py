@@ -313,12 +313,24 @@ def _with_environment(document: dict[str, Any], environment: Mapping[str, str]) 
 
 def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
     """Each setting in which two configurations of a run differ: 'sync.codec: int4 here, ...'."""
-    mine, other = ours.model_dump(), theirs.model_dump()
     return [
-        f"{section}.{key}: {mine[section][key]!r} here, {other[section][key]!r} in the run"
+        f"{key}: {ours!r} here, {theirs!r} in the run"
+        for key, ours, theirs in _unequal(ours, theirs)
+    ]
+
+
+def changes(before: RunSettings, after: RunSettings) -> list[str]:
+    """Each setting that is another after a change: 'outer.learning_rate: 0.9 -> 0.5'."""
+    return [f"{key}: {old!r} -> {new!r}" for key, old, new in _unequal(before, after)]
+
+
+def _unequal(one: RunSettings, other: RunSettings) -> list[tuple[str, Any, Any]]:
+    first, second = one.model_dump(), other.model_dump()
+    return [
+        (f"{section}.{key}", first[section][key], second[section][key])
         for section in RunSettings.model_fields
-        for key in mine[section]
-        if mine[section][key] != other[section][key]
+        for key in first[section]
+        if first[section][key] != second[section][key]
     ]
 
 
@@ -344,13 +356,7 @@ def check_changeable(ours: RunSettings, theirs: RunSettings) -> None:
     Raises:
         ConfigError: names each setting that differs and may not.
     """
-    mine, other = ours.model_dump(), theirs.model_dump()
-    fixed = [
-        f"{section}.{key}"
-        for section, values in mine.items()
-        for key in values
-        if values[key] != other[section][key] and not is_changeable(section, key)
-    ]
+    fixed = [key for key, _, _ in _unequal(ours, theirs) if not is_changeable(*key.split(".", 1))]
     if fixed:
         allowed = ", ".join(
             f"{section}.*" if keys is None else ", ".join(f"{section}.{k}" for k in sorted(keys))

@@ -151,6 +151,16 @@ def checkpoint_object(run: str, name: str) -> str:
     return f"{checkpoint_prefix(run)}{name}"
 
 
+def epoch_prefix(run: str) -> str:
+    """Prefix of the run's claimed epochs."""
+    return f"{run}/epoch/"
+
+
+def epoch_object(run: str, epoch: int) -> str:
+    """Object that claims an epoch for one tape, so that no two tapes share object names."""
+    return f"{epoch_prefix(run)}{epoch:04d}"
+
+
 def layout_object(run: str, digest: str) -> str:
     """Object that holds the run's layout."""
     return f"{run}/global/layout-{digest}"

@@ -1,6 +1,7 @@
 """A run as its tape and store hold it: the specification, records, and the objects they name."""
 
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +62,42 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
             hint="create it with: diloco run create --config FILE",
         )
     return wire.decode(wire.Specification, message.payload)
+
+
+async def data_position(context: RunContext, learner: str) -> int:
+    """Where a learner's data goes on, in batches: behind all that its messages cover."""
+    run = context.run
+    specification = await context.runtime.retry(
+        "reading the tape", lambda: load_specification(context.bus, run), logger=context.logger
+    )
+    positions = [specification.positions.get(learner, 0)]
+    positions.append(await _position_on(context, names.leave(run, learner), wire.Leave))
+    for fragment in range(len(context.layout.fragments)):
+        subject = names.update(run, learner, fragment)
+        positions.append(await _position_on(context, subject, wire.Manifest))
+    return max(positions)
+
+
+async def _position_on(
+    context: RunContext, subject: str, kind: type[wire.Manifest | wire.Leave]
+) -> int:
+    """Position in the last message of a subject; in all of them, if that is not readable."""
+    last = await context.runtime.retry(
+        "reading the tape", lambda: context.bus.last(context.tape, subject), logger=context.logger
+    )
+    if last is None:
+        return 0
+    try:
+        return wire.decode(kind, last.payload).position
+    except WireError as error:
+        context.logger.warning("unreadable", subject=subject, reason=error.reason)
+    position = 0
+    async for message in context.bus.read(context.tape, [subject], 1):
+        with contextlib.suppress(WireError):
+            position = max(position, wire.decode(kind, message.payload).position)
+        if message.seq >= last.seq:
+            break
+    return position
 
 
 def parse_changed(created: RunSettings, payload: bytes) -> RunSettings:
@@ -124,17 +161,47 @@ async def read_record(context: RunContext, payload: bytes) -> wire.Record:
 
     Raises:
         IntegrityError: it is of another layout, or its object is not what the message says.
+        RunMismatchError: it is of another epoch.
     """
     found = wire.decode_record(payload)
     if isinstance(found, wire.RecordPointer):
         body = await context.runtime.call(get_object, context.store, found.body)
         found = wire.decode(wire.Record, body)
+    if found.epoch != context.epoch:
+        raise RunMismatchError(
+            f"run {context.run!r} is in epoch {found.epoch}, this process began in epoch "
+            f"{context.epoch}: the run was resumed on a new tape",
+            hint="start this process again",
+        )
     if found.layout != context.layout.digest:
         raise IntegrityError(
             f"record of fragment {found.fragment}: layout {found.layout}, "
             f"the run's specification has {context.layout.digest}"
         )
     return found
+
+
+class Recorded(NamedTuple):
+    """A record, and where and when the tape has it (seconds since the epoch)."""
+
+    record: wire.Record
+    record_seq: int
+    stored_at_s: float
+
+
+async def history(context: RunContext, fragment: int) -> AsyncIterator[Recorded]:
+    """A fragment's records, from the oldest that the tape still has to the newest of now.
+
+    Raises:
+        RunMismatchError, IntegrityError: as `last_record`.
+    """
+    _, newest_seq = await last_record(context, fragment)
+    messages = context.bus.read(context.tape, [names.record(context.run, fragment)], 1)
+    async for message in messages:
+        record = await read_record(context, message.payload)
+        yield Recorded(record, message.seq, message.time_s)
+        if message.seq >= newest_seq:
+            return
 
 
 def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:

@@ -4,7 +4,9 @@ JAX is loaded only by the commands that need it, once their file is read, so tha
 wrong settings are answered at once.
 """
 
+import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -92,6 +94,118 @@ def run_create(
         f"{len(layout.fragments)} fragments, layout {layout.digest}",
         soft_wrap=True,
     )
+
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="the run: its TOML file, or the folder of a local run",
+        show_default=False,
+    ),
+]
+
+
+@run_app.command("set")
+def run_set(
+    run: RunArgument,
+    assignments: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="settings, as section.key=value")
+    ],
+) -> None:
+    """Change settings of a run that goes on, from each fragment's next version on.
+
+    H and other times of `sync`, the outer learning rate and momentum, `staleness`, `quorum` and
+    `bounds` can be changed; docs/configuration.md marks each key. It stands on the tape.
+    """
+    log.configure("error")
+    from diloco.operate import change
+
+    changed, sentences = asyncio.run(change(run, assignments))
+    for sentence in changed:
+        _say(f"changed {sentence}")
+    if not changed:
+        _say("nothing changed: the run has these settings already")
+    for sentence in sentences:
+        _say(f"[yellow]warning:[/] {sentence}")
+
+
+@app.command()
+def checkpoint(run: RunArgument) -> None:
+    """Mark a point from which the whole run can begin again, even with a new NATS server.
+
+    Everything needed is then in the object store; `diloco resume` begins from it. Training goes
+    on meanwhile.
+    """
+    log.configure("error")
+    from diloco.operate import mark
+
+    marked = asyncio.run(mark(run))
+    _say(f"checkpoint [bold]{marked.name}[/]: versions {_vector(marked.versions)}")
+
+
+@app.command()
+def resume(
+    run: RunArgument,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", help="which checkpoint [default: the newest]", metavar="CHECKPOINT"),
+    ] = None,
+) -> None:
+    """Begin a run again from a checkpoint, on a NATS server that does not have it.
+
+    Aggregators and learners are then started as always: data goes on where the checkpoint was.
+    """
+    log.configure("error")
+    from diloco.operate import resume as begin_again
+
+    resumed = asyncio.run(begin_again(run, source))
+    _say(
+        f"resumed from checkpoint [bold]{resumed.checkpoint}[/] as epoch {resumed.epoch}: "
+        f"versions {_vector(resumed.versions)}"
+    )
+
+
+@app.command()
+def rollback(
+    run: RunArgument,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="a version, or one for each fragment (12,12,11), a checkpoint's name, a time "
+            "(2026-01-31T12:00:00Z), or how long ago (90m, 2h, 1d)",
+            metavar="VERSIONS|TIME",
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+) -> None:
+    """Go back: publish earlier contents as each fragment's next version.
+
+    Work based on what came before is rejected, learners take the earlier parameters, the run's
+    clock goes back; data does not. Nothing is deleted: a rollback can be rolled back.
+    """
+    log.configure("error")
+    from diloco.operate import plan_rollback, roll_back
+
+    moves = asyncio.run(plan_rollback(run, to))
+    for move in moves:
+        record = move.target.record
+        _say(
+            f"fragment {move.fragment}: version {move.newest} -> contents of version "
+            f"{record.version} (step {record.global_step})"
+        )
+    if not yes:
+        typer.confirm("roll back?", abort=True)
+    made = asyncio.run(roll_back(run, moves))
+    _say(f"rolled back: versions are now {_vector([record.version for record in made])}")
+
+
+def _vector(versions: Sequence[int]) -> str:
+    return ",".join(str(version) for version in versions)
+
+
+def _say(text: str) -> None:
+    Console().print(text, soft_wrap=True, highlight=False)
 
 
 @app.command()

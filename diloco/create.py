@@ -78,7 +78,7 @@ async def create_run(
         RunMismatchError: the run exists with other settings or another beginning.
     """
     run = settings.run.name
-    await _make_streams(bus, run, streams)
+    await make_streams(bus, run, streams)
     await runtime.call(store.put, names.layout_object(run, layout.digest), layout_bytes(layout))
     trained, constants = tree.split(params)
     specification = wire.Specification(
@@ -127,7 +127,8 @@ def _flatten(
     return canonical(np.asarray(kernels.flatten(leaves)))
 
 
-async def _make_streams(bus: Bus, run: str, streams: BusSection) -> None:
+async def make_streams(bus: Bus, run: str, streams: BusSection) -> None:
+    """Make the streams of a run; those that are there stay."""
     tape = StreamLimits(duplicate_window_s=streams.duplicate_window_s, replicas=streams.replicas)
     ops = tape._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)
     await bus.create_stream(names.tape_stream(run), names.tape_subjects(run), tape)

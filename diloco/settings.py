@@ -38,7 +38,7 @@ def local_document(
         learner["speed"] = _speeds(options.speed, learners)
     document["store"] = {"url": str(run_dir / "store")}
     for assignment in options.settings:
-        _assign(document, assignment)
+        assign(document, assignment)
     return document
 
 
@@ -66,8 +66,12 @@ def _speeds(text: str, learners: list[str]) -> dict[str, float]:
     return dict(zip(learners, speeds, strict=True))
 
 
-def _assign(document: dict[str, Any], assignment: str) -> None:
-    """Set one key: section.key=value, the value as TOML or else as plain text."""
+def assign(document: dict[str, Any], assignment: str) -> None:
+    """Set one key: section.key=value, the value as TOML or else as plain text.
+
+    Raises:
+        ConfigError: it is no assignment.
+    """
     key, equals, text = assignment.partition("=")
     path = key.strip().split(".")
     if not equals or len(path) < 2:

@@ -6,7 +6,6 @@ or whose view is not the one that a record builds on, loads the newest view inst
 """
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ from common.quantize import Encoded
 from common.service import cancel
 from common.tape import (
     Loaded,
+    data_position,
     get_object,
-    load_specification,
     load_view,
     parse_changed,
     read_record,
@@ -71,35 +70,7 @@ class Adopter:
 
     async def position(self) -> int:
         """Where this learner's data goes on: behind all that any of its manifests covers."""
-        run, learner = self._context.run, self._context.learner
-        specification = await self._context.runtime.retry(
-            "reading the tape",
-            lambda: load_specification(self._context.bus, run),
-            logger=self._context.logger,
-        )
-        positions = [specification.positions.get(learner, 0)]
-        positions.append(await self._position_on(names.leave(run, learner), wire.Leave))
-        for fragment in range(len(self._context.layout.fragments)):
-            subject = names.update(run, learner, fragment)
-            positions.append(await self._position_on(subject, wire.Manifest))
-        return max(positions)
-
-    async def _position_on(self, subject: str, kind: type[wire.Manifest | wire.Leave]) -> int:
-        """Position in the last message of a subject; in all of them, if that is not readable."""
-        last = await self._last(subject)
-        if last is None:
-            return 0
-        try:
-            return wire.decode(kind, last.payload).position
-        except WireError as error:
-            self._context.logger.warning("unreadable", subject=subject, reason=error.reason)
-        position = 0
-        async for message in self._context.bus.read(self._context.tape, [subject], 1):
-            with contextlib.suppress(WireError):
-                position = max(position, wire.decode(kind, message.payload).position)
-            if message.seq >= last.seq:
-                break
-        return position
+        return await data_position(self._context, self._context.learner)
 
     async def follow(self) -> None:
         """Hand over records, settings and the run's stop as they come; never returns."""

@@ -1,0 +1,237 @@
+"""A point of the tape from which the whole run can begin again, even with a new NATS server.
+
+`mark` names the newest version of each fragment, sees to it that view and outer state of exactly
+these versions are stored, and puts all that a new tape needs into one object. `resume` begins
+a new tape with it: an epoch of its own, since sequence numbers and incarnations count anew.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from aggregator import machine
+from aggregator.context import Context, commit_record, identity, swap
+from aggregator.recovery import rebuild
+from aggregator.rollback import whole
+from aggregator.settings import effective_settings
+from common import names, wire
+from common.bus import Bus
+from common.errors import (
+    ConfigError,
+    ObjectExistsError,
+    ObjectMissingError,
+    RunMismatchError,
+    SwapLostError,
+)
+from common.store import ObjectStore
+from common.tape import Recorded, data_position, history, last_record, load_specification
+
+
+class Marked(NamedTuple):
+    """A checkpoint that is whole: its name, and the version of each fragment."""
+
+    name: str
+    versions: tuple[int, ...]
+
+
+async def mark(context: Context) -> Marked:
+    """Make a checkpoint of the newest versions.
+
+    The mark is published first: from then on garbage collection leaves these versions alone.
+
+    Raises:
+        IntegrityError: stored objects do not give the recorded digests.
+    """
+    fragments = range(len(context.layout.fragments))
+    newest = await asyncio.gather(*(_newest(context, fragment) for fragment in fragments))
+    point = await context.bus.last_sequence(context.tape)
+    message = wire.Checkpoint(
+        run=context.run,
+        name=f"{context.epoch:04d}-{point:012d}",
+        versions=tuple(at.record.version for at in newest),
+        record_seqs=tuple(at.record_seq for at in newest),
+        created_at_s=context.runtime.clock(),
+    )
+    await context.bus.publish(
+        names.checkpoint(context.run), wire.encode(message), msg_id=identity(context)
+    )
+    records = await asyncio.gather(*(_beginning(context, at) for at in newest))
+    settings, _ = await effective_settings(context)
+    specification = await load_specification(context.bus, context.run)
+    positions = await _positions(context, specification, newest)
+    file = wire.CheckpointFile(
+        name=message.name,
+        specification=specification.model_copy(update={"positions": positions}),
+        settings=settings.model_dump(),
+        records=tuple(records),
+        created_at_s=message.created_at_s,
+    )
+    await context.runtime.call(
+        context.store.put, names.checkpoint_object(context.run, message.name), wire.encode(file)
+    )
+    return Marked(message.name, message.versions)
+
+
+async def _newest(context: Context, fragment: int) -> Recorded:
+    """The record that made the fragment's newest version; it may have been followed by verdicts."""
+    record, record_seq = await last_record(context, fragment)
+    if record.what != "verdict":
+        return Recorded(record, record_seq, record.closed_at_s)
+    made = [
+        recorded
+        async for recorded in history(context, fragment)
+        if recorded.record.what != "verdict"
+    ]
+    return made[-1]
+
+
+async def _beginning(context: Context, at: Recorded) -> wire.Record:
+    """The record that a fragment begins a new tape with; its objects are stored."""
+    source = at.record
+    recovered = await rebuild(context, source, at.record_seq)
+    fields = await whole(context, source, recovered, source.version)
+    memory = machine.EMPTY_POLICY.model_copy(
+        update={
+            "floor": source.version,
+            "norms": source.policy.norms,
+            "quorum_s": source.policy.quorum_s,
+            "sync_s": source.policy.sync_s,
+        }
+    )
+    return source.model_copy(
+        update={
+            **fields,
+            "what": "restored",
+            "restored_version": None,
+            "base_seq": 0,
+            "base_digest": "",
+            "reason": "resumed",
+            "position": 1,
+            "policy": memory,
+        }
+    )
+
+
+async def _positions(
+    context: Context, specification: wire.Specification, newest: Sequence[Recorded]
+) -> dict[str, int]:
+    """Where the data of each learner goes on: behind all that its manifests and leaves cover."""
+    learners = {m.learner for at in newest for m in at.record.policy.members}
+    known = sorted(learners | specification.positions.keys())
+    return {learner: await data_position(context, learner) for learner in known}
+
+
+def checkpoints(store: ObjectStore, run: str) -> list[str]:
+    """Names of the run's whole checkpoints, oldest first."""
+    prefix = names.checkpoint_prefix(run)
+    return [found.name.removeprefix(prefix) for found in store.list(prefix)]
+
+
+def load_file(store: ObjectStore, run: str, name: str | None) -> wire.CheckpointFile:
+    """A checkpoint's file; the newest one if no name is given.
+
+    Raises:
+        ConfigError: there is none, or none of that name.
+        WireError: it is damaged.
+    """
+    known = checkpoints(store, run)
+    if not known:
+        raise ConfigError(
+            f"the store holds no checkpoint of run {run!r}",
+            hint="checkpoints are made with: diloco checkpoint RUN",
+        )
+    try:
+        data = store.get(names.checkpoint_object(run, name or known[-1]))
+    except ObjectMissingError as error:
+        raise ConfigError(
+            f"there is no checkpoint {name!r} of run {run!r}",
+            hint=f"there are {', '.join(known[-8:])}",
+        ) from error
+    return wire.decode(wire.CheckpointFile, data)
+
+
+# Resuming
+
+
+async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) -> int:
+    """The epoch of the tape that is begun, or that a `resume` which died has begun.
+
+    No two tapes of a run share an epoch: it is claimed by an object, since epochs beyond the
+    checkpoint's may have been used before, and have left objects.
+    """
+    run = file.specification.run
+    last = await bus.last(names.tape_stream(run), names.spec(run))
+    if last is not None:
+        return wire.decode(wire.Specification, last.payload).epoch
+    prefix = names.epoch_prefix(run)
+    used = [int(found.name.removeprefix(prefix)) for found in store.list(prefix)]
+    epoch = max([file.specification.epoch, *used]) + 1
+    claim = secrets.token_bytes(16)
+    while True:
+        try:
+            store.put(names.epoch_object(run, epoch), claim)
+        except ObjectExistsError:
+            epoch += 1
+        else:
+            return epoch
+
+
+async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Specification:
+    """Publish the specification of a new epoch on an empty tape, and the settings in force.
+
+    What a `resume` that died has begun is gone on with.
+
+    Raises:
+        RunMismatchError: the tape is another run's, or one that never ended.
+    """
+    specification = file.specification.model_copy(update={"epoch": context.epoch})
+    subject = names.spec(context.run)
+    try:
+        await swap(context, subject, wire.encode(specification), identity(context), 0)
+    except SwapLostError:
+        specification = await load_specification(context.bus, context.run)
+        if specification.epoch <= file.specification.epoch:
+            raise RunMismatchError(
+                f"run {context.run!r} has its tape on this bus (epoch {specification.epoch})",
+                hint="start its daemons, they go on by themselves; to go back in it use "
+                "diloco rollback",
+            ) from None
+    if file.settings != specification.settings:
+        message = wire.Settings(run=context.run, settings=file.settings, changed=())
+        subject = names.settings(context.run)
+        with contextlib.suppress(SwapLostError):  # The `resume` that died has said it.
+            await swap(context, subject, wire.encode(message), identity(context), 0)
+    return specification
+
+
+async def begin_fragments(context: Context, records: Iterable[wire.Record]) -> None:
+    """Publish each fragment's first record of the epoch; those that are there stay.
+
+    Raises:
+        IntegrityError, ObjectMissingError: what a checkpoint names is not in the store.
+    """
+    settings = await context.bus.last(context.tape, names.settings(context.run))
+    settings_seq = settings.seq if settings else 0
+    await asyncio.gather(*(_begin(context, record, settings_seq) for record in records))
+
+
+async def _begin(context: Context, source: wire.Record, settings_seq: int) -> None:
+    now_s = context.runtime.clock()
+    memory = source.policy.model_copy(update={"settings_seq": settings_seq})
+    record = source.model_copy(
+        update={
+            "epoch": context.epoch,
+            "policy": memory,
+            "opened_at_s": now_s,
+            "quorum_at_s": now_s,
+            "closed_at_s": now_s,
+            "aggregator": context.name,
+            "attempt_id": identity(context),
+        }
+    )
+    # Nothing is begun whose objects are gone or damaged.
+    await rebuild(context, record, 1)
+    with contextlib.suppress(SwapLostError):  # Likewise.
+        await commit_record(context, record)

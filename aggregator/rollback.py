@@ -1,0 +1,168 @@
+"""Going back: a next version of each fragment with the contents of an earlier one.
+
+It is a record of the tape like any other, so the aggregators need not be asked and may be dead
+meanwhile; whoever owns a fragment finds it and goes on from there. A rollback can itself be rolled
+back, as long as garbage collection has left what is needed.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from aggregator.context import Context, commit_record, identity, store_version_object
+from aggregator.recovery import Recovered, rebuild
+from aggregator.settings import check_goes_on
+from common import wire
+from common.errors import ConfigError, ObjectMissingError, SwapLostError
+from common.tape import Recorded, history, last_record
+
+
+async def find_versions(context: Context, wanted: Mapping[int, int]) -> dict[int, Recorded]:
+    """For each fragment the record that made the version wanted.
+
+    Raises:
+        ConfigError: a fragment never had that version, or its record was collected as garbage.
+    """
+    found = await asyncio.gather(
+        *(_find_version(context, fragment, version) for fragment, version in wanted.items())
+    )
+    return dict(zip(wanted, found, strict=True))
+
+
+async def _find_version(context: Context, fragment: int, version: int) -> Recorded:
+    oldest, newest = -1, -1
+    async for recorded in history(context, fragment):
+        newest = recorded.record.version
+        oldest = newest if oldest < 0 else oldest
+        if newest == version and recorded.record.what != "verdict":
+            return recorded
+    raise ConfigError(
+        f"fragment {fragment}: there is no record of version {version} on the tape, "
+        f"which has {oldest} to {newest}",
+        hint="choose a later version; garbage collection keeps what gc.replay_s says",
+    )
+
+
+async def find_time(context: Context, at_s: float) -> dict[int, Recorded]:
+    """For each fragment the record of its newest version at a time, seconds since the epoch.
+
+    Raises:
+        ConfigError: the tape does not reach back so far.
+    """
+    fragments = range(len(context.layout.fragments))
+    found = await asyncio.gather(*(_find_time(context, fragment, at_s) for fragment in fragments))
+    return dict(zip(fragments, found, strict=True))
+
+
+async def _find_time(context: Context, fragment: int, at_s: float) -> Recorded:
+    found = None
+    async for recorded in history(context, fragment):
+        if recorded.stored_at_s <= at_s and recorded.record.what != "verdict":
+            found = recorded
+    if found is None:
+        raise ConfigError(
+            f"fragment {fragment}: the tape has no version so early",
+            hint="choose a later time; garbage collection keeps what gc.replay_s says",
+        )
+    return found
+
+
+async def roll_back(context: Context, targets: Mapping[int, Recorded]) -> dict[int, wire.Record]:
+    """Publish a next version of each fragment with the contents of an earlier one.
+
+    Updates that build on what came before are rejected, learners set their parameters to the
+    view, and the run's clock goes back. A fragment that is at its target is left alone.
+
+    Raises:
+        RunMismatchError: the run has stopped.
+        ConfigError: the objects of an earlier version were collected as garbage.
+        IntegrityError: they do not give the recorded digests.
+    """
+    await check_goes_on(context)
+    made = await asyncio.gather(*(_roll_back(context, target) for target in targets.values()))
+    return dict(zip(targets, made, strict=True))
+
+
+async def _roll_back(context: Context, target: Recorded) -> wire.Record:
+    arrays = None
+    while True:
+        newest, newest_seq = await last_record(context, target.record.fragment)
+        if newest.version == target.record.version:
+            return newest
+        if arrays is None:
+            arrays = await _rebuild(context, target)
+        record = await _restore(context, target.record, arrays, newest, newest_seq)
+        try:
+            await commit_record(context, record)
+        except SwapLostError:
+            continue  # The aggregator has committed meanwhile: go back from there.
+        return record
+
+
+async def _rebuild(context: Context, target: Recorded) -> Recovered:
+    try:
+        return await rebuild(context, target.record, target.record_seq)
+    except ObjectMissingError as error:
+        raise ConfigError(
+            f"fragment {target.record.fragment}: version {target.record.version} cannot be made "
+            f"again: {error.message}",
+            hint="garbage collection keeps what gc.replay_s says; choose a later version",
+        ) from error
+
+
+async def _restore(
+    context: Context,
+    target: wire.Record,
+    recovered: Recovered,
+    newest: wire.Record,
+    newest_seq: int,
+) -> wire.Record:
+    """The record of `target`'s contents as the version after `newest`, its objects stored."""
+    version, now_s = newest.version + 1, context.runtime.clock()
+    fields = await whole(context, target, recovered, version)
+    return newest.model_copy(
+        update={
+            **fields,
+            "what": "restore",
+            "restored_version": target.version,
+            "base_seq": newest_seq,
+            "base_digest": newest.view_digest,
+            "reason": "rollback",
+            "policy": newest.policy.model_copy(update={"floor": version}),
+            "opened_at_s": now_s,
+            "quorum_at_s": now_s,
+            "closed_at_s": now_s,
+            "aggregator": context.name,
+            "attempt_id": identity(context),
+        }
+    )
+
+
+async def whole(
+    context: Context, source: wire.Record, recovered: Recovered, version: int
+) -> dict[str, Any]:
+    """Fields of a record that stands alone: view and outer state stored, nothing merged."""
+    view = await context.runtime.call(recovered.arrays.view_bytes)
+    outer = await context.runtime.call(recovered.arrays.outer_bytes)
+    objects = [
+        await store_version_object(context, source.fragment, version, what, data, context.logger)
+        for what, data in (("view", view), ("outer", outer))
+    ]
+    return {
+        "version": version,
+        "inputs": (),
+        "rejected": (),
+        "factors": b"",
+        "delta": None,
+        "deltas": (),
+        "snapshot": objects[0],
+        "snapshot_version": version,
+        "outer": objects[1],
+        "outer_version": version,
+        "outer_seq": 0,
+        "view_digest": source.view_digest,
+        "outer_digest": source.outer_digest,
+        "global_step": source.global_step,
+        "observations": (),
+        "final": False,
+    }

@@ -1,0 +1,206 @@
+"""`diloco run set`, `rollback`, `checkpoint` and `resume`: an operator's hand on a run."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from aggregator import checkpoint, rollback
+from aggregator import settings as run_settings
+from aggregator.context import Context
+from common import bus_nats, log, names, wire
+from common.config import (
+    RunSettings,
+    check_same_run,
+    load_config,
+    parse_settings,
+    warnings,
+)
+from common.errors import ConfigError
+from common.layout import parse_layout
+from common.service import Runtime
+from common.store import open_store
+from common.tape import Recorded, RunContext, last_record
+from diloco.create import make_streams
+from diloco.opening import OpenRun, find_config, open_run
+from diloco.settings import assign
+
+AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _context(opened: OpenRun) -> Context:
+    parts = {f.name: getattr(opened.context, f.name) for f in dataclasses.fields(RunContext)}
+    return Context(**parts, name="operator")
+
+
+async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Change settings of a run; what has changed, and warnings about what it is now.
+
+    Raises:
+        ConfigError: no setting of that name, no such value, or one that is fixed.
+        RunMismatchError: no such run, or it has stopped.
+    """
+    async with open_run(target) as opened:
+        context = _context(opened)
+        before, _ = await run_settings.effective_settings(context)
+        document = before.model_dump()
+        for assignment in assignments:
+            assign(document, assignment)
+        after = _parse(document)
+        return await run_settings.change_settings(context, after), warnings(after)
+
+
+def _parse(document: Mapping[str, object]) -> RunSettings:
+    try:
+        return parse_settings(document)
+    except ConfigError as error:
+        raise ConfigError(
+            error.message.replace("the run's specification: ", ""),
+            hint="docs/configuration.md lists every key",
+        ) from error
+
+
+# Rollback
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A fragment's way back: from its newest version to the contents of an earlier one."""
+
+    fragment: int
+    newest: int
+    target: Recorded
+
+
+async def plan_rollback(target: str, to: str) -> list[Move]:
+    """What a rollback would do.
+
+    Args:
+        target: RUN.
+        to: a version for all fragments, versions for each joined by commas, the name of a
+            checkpoint, a time in ISO 8601, or how long ago (90m, 2h, 1d).
+
+    Raises:
+        ConfigError: `to` cannot be understood, or is beyond what the tape has.
+    """
+    async with open_run(target) as opened:
+        context = _context(opened)
+        targets = await _targets(context, to)
+        newest = {f: (await last_record(context, f))[0].version for f in targets}
+        return [Move(f, newest[f], at) for f, at in targets.items()]
+
+
+async def roll_back(target: str, moves: Sequence[Move]) -> list[wire.Record]:
+    """Do it; the record that each fragment is at now.
+
+    Raises:
+        RunMismatchError: the run has stopped.
+        ConfigError: objects of an earlier version are gone.
+    """
+    async with open_run(target) as opened:
+        targets = {move.fragment: move.target for move in moves}
+        made = await rollback.roll_back(_context(opened), targets)
+        return list(made.values())
+
+
+async def _targets(context: Context, to: str) -> dict[int, Recorded]:
+    count = len(context.layout.fragments)
+    if re.fullmatch(r"\d{4}-\d{12}", to):
+        file = checkpoint.load_file(context.store, context.run, to)
+        if file.specification.epoch != context.epoch:
+            raise ConfigError(
+                f"checkpoint {to} is of epoch {file.specification.epoch}, the run is in epoch "
+                f"{context.epoch}",
+                hint="only a new server can begin from it: diloco resume",
+            )
+        return await rollback.find_versions(
+            context, {record.fragment: record.version for record in file.records}
+        )
+    if re.fullmatch(r"\d+(,\d+)*", to):
+        versions = [int(part) for part in to.split(",")]
+        if len(versions) == 1:
+            versions *= count
+        if len(versions) != count:
+            raise ConfigError(
+                f"--to {to}: {len(versions)} versions for {count} fragments",
+                hint="give one version for all, or one for each, joined by commas",
+            )
+        return await rollback.find_versions(context, dict(enumerate(versions)))
+    return await rollback.find_time(context, _time(to, context.runtime.clock()))
+
+
+def _time(text: str, now_s: float) -> float:
+    """Seconds since the epoch of a time, or of so long ago.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if ago := AGO.fullmatch(text):
+        return now_s - float(ago[1]) * UNITS_S[ago[2]]
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--to {text!r} is no version, no checkpoint and no time",
+            hint="for example 120, 12,12,11,11, 0000-000000001234, 2h or 2026-01-31T12:00:00Z",
+        ) from error
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+# Checkpoint and resume
+
+
+async def mark(target: str) -> checkpoint.Marked:
+    """Make a checkpoint of a run.
+
+    Raises:
+        RunMismatchError: no such run.
+    """
+    async with open_run(target) as opened:
+        return await checkpoint.mark(_context(opened))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """A run that has a tape again."""
+
+    checkpoint: str
+    epoch: int
+    versions: tuple[int, ...]
+
+
+async def resume(target: str, name: str | None) -> Resumed:
+    """Begin a new tape for a run from a checkpoint in its store.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        RunMismatchError: the file disagrees with the run, or the bus has its tape already.
+    """
+    config = load_config(find_config(target))
+    store, run = open_store(config.store.url), config.run.name
+    file = checkpoint.load_file(store, run, name)
+    layout_digest = file.specification.layout
+    layout = parse_layout(store.get(names.layout_object(run, layout_digest)), layout_digest)
+    settings = parse_settings(file.specification.settings)
+    check_same_run(config.settings(), settings, layout_digest, layout_digest)
+    bus = await bus_nats.connect(config.bus.url, name="resume", credentials=config.bus.credentials)
+    try:
+        await make_streams(bus, run, config.bus)
+        context = Context(
+            settings=settings,
+            layout=layout,
+            epoch=await checkpoint.next_epoch(bus, store, file),
+            bus=bus,
+            store=store,
+            runtime=Runtime(),
+            logger=log.get(run=run),
+            name="resume",
+        )
+        specification = await checkpoint.begin_epoch(context, file)
+        context = dataclasses.replace(context, epoch=specification.epoch)
+        await checkpoint.begin_fragments(context, file.records)
+    finally:
+        await bus.close()
+    versions = tuple(record.version for record in file.records)
+    return Resumed(file.name, context.epoch, versions)
