@@ -26,7 +26,7 @@ from common.errors import (
     SwapLostError,
 )
 from common.store import ObjectStore
-from common.tape import Recorded, data_position, history, last_record, load_specification
+from common.tape import Recorded, data_position, records_of, last_record, load_specification
 
 
 class Marked(NamedTuple):
@@ -81,7 +81,7 @@ async def _newest(context: Context, fragment: int) -> Recorded:
         return Recorded(record, record_seq, record.closed_at_s)
     made = [
         recorded
-        async for recorded in history(context, fragment)
+        async for recorded in records_of(context, fragment)
         if recorded.record.what != "verdict"
     ]
     return made[-1]

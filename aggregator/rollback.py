@@ -14,7 +14,7 @@ from aggregator.recovery import Recovered, rebuild
 from aggregator.settings import check_goes_on
 from common import wire
 from common.errors import ConfigError, ObjectMissingError, SwapLostError
-from common.tape import Recorded, history, last_record
+from common.tape import Recorded, records_of, last_record
 
 
 async def find_versions(context: Context, wanted: Mapping[int, int]) -> dict[int, Recorded]:
@@ -31,7 +31,7 @@ async def find_versions(context: Context, wanted: Mapping[int, int]) -> dict[int
 
 async def _find_version(context: Context, fragment: int, version: int) -> Recorded:
     oldest, newest = -1, -1
-    async for recorded in history(context, fragment):
+    async for recorded in records_of(context, fragment):
         newest = recorded.record.version
         oldest = newest if oldest < 0 else oldest
         if newest == version and recorded.record.what != "verdict":
@@ -56,7 +56,7 @@ async def find_time(context: Context, at_s: float) -> dict[int, Recorded]:
 
 async def _find_time(context: Context, fragment: int, at_s: float) -> Recorded:
     found = None
-    async for recorded in history(context, fragment):
+    async for recorded in records_of(context, fragment):
         if recorded.stored_at_s <= at_s and recorded.record.what != "verdict":
             found = recorded
     if found is None:

@@ -189,7 +189,7 @@ class Recorded(NamedTuple):
     stored_at_s: float
 
 
-async def history(context: RunContext, fragment: int) -> AsyncIterator[Recorded]:
+async def records_of(context: RunContext, fragment: int) -> AsyncIterator[Recorded]:
     """A fragment's records, from the oldest that the tape still has to the newest of now.
 
     Raises:

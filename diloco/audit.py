@@ -321,12 +321,25 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
         for before, after in itertools.pairwise(manifests):
             found.hold(
                 after.seq == before.seq + 1
-                and after.position - after.steps == before.position
+                and _goes_on(history, before, after)
                 and after.base_version >= before.base_version,
                 "data", where, f"update {after.seq} does not follow {before.seq}",
             )  # fmt: skip
     for (learner, incarnation), starts in begins.items():
         _check_beginning(found, learner, incarnation, starts)
+
+
+def _goes_on(history: History, before: wire.Manifest, after: wire.Manifest) -> bool:
+    """Whether the data of an update begins where that of the one before ended.
+
+    A rollback between them drops what was not sent.
+    """
+    begins = after.position - after.steps
+    dropped = any(
+        record.what == "restore" and before.base_version < record.version <= after.base_version
+        for _, record in history.records[after.fragment]
+    )
+    return begins == before.position or (dropped and begins > before.position)
 
 
 def _check_beginning(found: Audit, learner: str, incarnation: int, starts: set[int]) -> None:

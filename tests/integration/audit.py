@@ -31,7 +31,8 @@ class Tape(History):
         found = audit(self, hostile=hostile)
         objects = check_objects(self, everything=not collected)
         remake(self, objects)
-        assert not found.breaches + objects.breaches
+        breaches = found.breaches + objects.breaches
+        assert not breaches, "\n".join(map(str, breaches))
         made = sum(record.what == "version" and record.version > 0 for record in self.all_records())
         assert objects.remade == made or collected
 
