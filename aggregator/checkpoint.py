@@ -26,7 +26,7 @@ from common.errors import (
     SwapLostError,
 )
 from common.store import ObjectStore
-from common.tape import Recorded, data_position, records_of, last_record, load_specification
+from common.tape import Recorded, data_position, last_record, load_specification, records_of
 
 
 class Marked(NamedTuple):

@@ -14,7 +14,7 @@ from aggregator.recovery import Recovered, rebuild
 from aggregator.settings import check_goes_on
 from common import wire
 from common.errors import ConfigError, ObjectMissingError, SwapLostError
-from common.tape import Recorded, records_of, last_record
+from common.tape import Recorded, last_record, records_of
 
 
 async def find_versions(context: Context, wanted: Mapping[int, int]) -> dict[int, Recorded]:

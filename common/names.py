@@ -118,9 +118,14 @@ def round_open(run: str, fragment: int | str) -> str:
     return f"diloco.{run}.round.{fragment}"
 
 
+def learners_prefix(run: str) -> str:
+    """Prefix of all learners' objects."""
+    return f"{run}/learner/"
+
+
 def learner_prefix(run: str, learner: str) -> str:
     """Prefix of all objects that a learner may create."""
-    return f"{run}/learner/{learner}/"
+    return f"{learners_prefix(run)}{learner}/"
 
 
 def shard(

@@ -12,7 +12,7 @@ from aggregator.genesis import commit_version_zero
 from common import bus_nats, log, names, shards, wire
 from common.bus import Bus, StreamLimits
 from common.config import BusSection, Config, RunSettings, check_same_run, parse_settings
-from common.errors import ConfigError, SwapLostError
+from common.errors import ConfigError, RunMismatchError, SwapLostError
 from common.layout import Layout, layout_bytes
 from common.quantize import canonical
 from common.service import Runtime
@@ -79,6 +79,7 @@ async def create_run(
     """
     run = settings.run.name
     await make_streams(bus, run, streams)
+    await _check_unused(bus, store, runtime, run)
     await runtime.call(store.put, names.layout_object(run, layout.digest), layout_bytes(layout))
     trained, constants = tree.split(params)
     specification = wire.Specification(
@@ -125,6 +126,23 @@ def _flatten(
         shard_elements=settings.sync.shard_elements,
     )
     return canonical(np.asarray(kernels.flatten(leaves)))
+
+
+async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str) -> None:
+    """Refuse a store that holds what was left of a run of that name whose tape is lost.
+
+    Raises:
+        RunMismatchError: it does; a new run's objects would collide with the old one's.
+    """
+    if await bus.last(names.tape_stream(run), names.spec(run)) is not None:
+        return
+    prefixes = (names.checkpoint_prefix(run), names.learners_prefix(run))
+    for prefix in prefixes:
+        if await runtime.call(store.list, prefix):
+            raise RunMismatchError(
+                f"the store holds objects of a run {run!r}, but this bus has no tape of it",
+                hint="go on with it: diloco resume; or choose another run name or store",
+            )
 
 
 async def make_streams(bus: Bus, run: str, streams: BusSection) -> None:

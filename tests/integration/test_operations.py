@@ -135,6 +135,8 @@ def test_a_run_is_resumed_from_its_store_alone(own_nats_server, unique, tmp_path
         own_nats_server.kill()
         shutil.rmtree(own_nats_server.folder)
         with NatsServer(tmp_path / "fresh", port=own_nats_server.port):
+            with pytest.raises(RunMismatchError, match="this bus has no tape of it"):
+                world.create()
             resumed = ask(operate.resume(target, None))
             assert (resumed.checkpoint, resumed.epoch) == (marked.name, 1)
             assert resumed.versions == marked.versions

@@ -212,6 +212,26 @@ class Lab:
         self.open_commit = None
         self.unheard = True
 
+    def roll_back(self, version: int) -> None:
+        """An operator's record reaches the tape, and the machine's owner does not know it yet."""
+        newest = self.records[-1]
+        (origin,) = [r for r in self.records if r.version == version and r.what == "version"]
+        self.stream_seq += 1
+        restore = newest.model_copy(
+            update={
+                "what": "restore",
+                "version": newest.version + 1,
+                "restored_version": version,
+                "inputs": (),
+                "rejected": (),
+                "view_digest": digest_of(newest.version + 1),
+                "global_step": origin.global_step,
+                "policy": newest.policy.model_copy(update={"floor": newest.version + 1}),
+            }
+        )
+        self.records.append(wire.decode(wire.Record, wire.encode(restore)))
+        self.record_seqs.append(self.stream_seq)
+
     def hear_of_record(self, at_s: float) -> tuple[machine.Effect, ...]:
         """The machine hears that its record is on the tape."""
         return self.step(

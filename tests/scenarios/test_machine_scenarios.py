@@ -8,6 +8,8 @@
     AT crash                             lose the machine, resume from the newest record
     AT read [COUNT]                      what is on the tape from that record's position on
     AT rounds NAME FIRST LAST            whole rounds of one learner's updates, effects not shown
+    AT rollback VERSION                  an operator's record: the next version is that one again
+    AT settings section.key=value ...    changed settings
     AT stored                            the open record is on the tape, but nobody hears of it
 
 `=` shows phase, version and the deadline whenever one of them has changed.
@@ -31,6 +33,7 @@ class Player:
 
     def __init__(self) -> None:
         self.lab: Lab | None = None
+        self.settings: dict = {}
         self.lives: dict[str, int] = {}
         self.shown = ""
         self.unread: list[machine.Event] = []
@@ -38,7 +41,8 @@ class Player:
     def perform(self, line: str) -> Iterator[str]:
         words, values = split(line)
         if words[0] == "rules":
-            self.lab = Lab(lab_rules(**{key: _value(value) for key, value in values.items()}))
+            self.settings = {key: _value(value) for key, value in values.items()}
+            self.lab = Lab(lab_rules(**self.settings))
             return
         self.lab = self.lab or Lab(lab_rules())
         at_s, verb, *rest = words
@@ -61,6 +65,13 @@ class Player:
             case ["stored"]:
                 lab.store_record()
                 return
+            case "rollback", version:
+                lab.roll_back(int(version))
+                return
+            case ["settings"]:
+                changed = {key: _value(value) for key, value in values.items()}
+                lab.rules = lab_rules(**self.settings | changed)
+                effects = lab.step(lab.put(machine.Changed, at_s))
             case ["crash"]:
                 self.unread = lab.crash(at_s)
                 return

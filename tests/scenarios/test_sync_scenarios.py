@@ -5,6 +5,7 @@
     AT wait                                       a step boundary without a step, as after the end
     published F SEQ at=AT                         the manifest is on the tape
     record F VERSION [resolves=SEQ] [seq=N]       a version's record has arrived; seq is on the tape
+    restore F VERSION [resolves=SEQ]              a rollback's record has arrived
     verdict F [resolves=SEQ]                      likewise, of the version that is there
     round F VERSION | stop | leave | end
 
@@ -63,9 +64,10 @@ class Player:
                 event = sync.Stepped(float(at_s), 0, steps=0)
             case "published", fragment, seq:
                 event = sync.Published(float(values["at"]), int(fragment), int(seq))
-            case "record", fragment, version:
+            case ("record" | "restore") as what, fragment, version:
                 self.versions[int(fragment)] = int(version)
-                event = self._ready(int(fragment), values)
+                ready = self._ready(int(fragment), values)
+                event = ready._replace(restored=what == "restore")
             case "verdict", fragment:
                 event = self._ready(int(fragment), values)
             case "round", fragment, version:
@@ -114,8 +116,9 @@ def show(effect: sync.Effect) -> str:
             )
         case sync.Adopt(ready, resolved):
             own = ", own update resolved" if resolved else ""
+            how = "restore" if ready.restored else "adopt"
             return (
-                f"adopt {ready.fragment} version {ready.version} of record {ready.record_seq}{own}"
+                f"{how} {ready.fragment} version {ready.version} of record {ready.record_seq}{own}"
             )
         case sync.Republish(fragment, seq, attempt):
             return f"announce {fragment}/{seq} again, attempt {attempt}"
