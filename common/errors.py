@@ -37,6 +37,10 @@ class RunMismatchError(DilocoError):
     """A daemon's configuration disagrees with the run it wants to join."""
 
 
+class RunMissingError(RunMismatchError):
+    """There is no run of that name on this bus."""
+
+
 class WireError(DilocoError):
     """Bytes from a peer are not what the protocol says: the sender's fault.
 

@@ -15,6 +15,7 @@ from common.errors import (
     ConfigError,
     IntegrityError,
     RunMismatchError,
+    RunMissingError,
     StreamMissingError,
     WireError,
 )
@@ -51,13 +52,13 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
     """The run's specification, the tape's first message.
 
     Raises:
-        RunMismatchError: there is no such run.
+        RunMissingError: there is no such run.
     """
     message = None
     with contextlib.suppress(StreamMissingError):
         message = await bus.last(names.tape_stream(run), names.spec(run))
     if message is None:
-        raise RunMismatchError(
+        raise RunMissingError(
             f"there is no run {run!r} on this bus",
             hint="create it with: diloco run create --config FILE",
         )

@@ -32,6 +32,10 @@ ConfigOption = Annotated[
     Path,
     typer.Option("--config", help="TOML file of the run; docs/configuration.md", metavar="FILE"),
 ]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="the run's TOML file, or the folder of a local run"),
+]
 LevelOption = Annotated[
     str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
 ]
@@ -273,6 +277,26 @@ def local(
         json=json,
     )
     raise typer.Exit(run_local(options))
+
+
+@app.command()
+def doctor(
+    run: RunArgument,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="read every object, make every version again")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="print the report as one JSON object")
+    ] = False,
+) -> None:
+    """Explain the health of a run or of a configuration; each finding names its runbook.
+
+    The exit status is 1 if something is an error.
+    """
+    log.configure("error")
+    from diloco.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(run, deep=deep, json=json))
 
 
 def main() -> None:

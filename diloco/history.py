@@ -175,7 +175,7 @@ async def read_history(context: RunContext) -> History:
     )
     subjects = names.tape_subjects(context.run)
     history.messages = await read_stream(context.bus, context.tape, subjects)
-    await context.runtime.call(_sort_all, history)
+    await context.runtime.call(sort_all, history)
     return history
 
 
@@ -201,7 +201,8 @@ async def read_stream(bus: Bus, stream: str, subjects: list[str]) -> list[Messag
     return found
 
 
-def _sort_all(history: History) -> None:
+def sort_all(history: History) -> None:
+    """Decode a history's messages."""
     before = 0
     for message in history.messages:
         if message.seq != before + 1:

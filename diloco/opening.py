@@ -15,7 +15,13 @@ from pathlib import Path
 from common import bus_nats, log, names, wire
 from common.bus import Bus
 from common.config import Config, load_config, parse_settings
-from common.errors import BusUnavailableError, ConfigError, ObjectMissingError, RunMismatchError
+from common.errors import (
+    BusUnavailableError,
+    ConfigError,
+    ObjectMissingError,
+    RunMismatchError,
+    RunMissingError,
+)
 from common.layout import parse_layout
 from common.nats_server import NatsServer
 from common.service import Runtime
@@ -63,7 +69,8 @@ async def open_run(target: str | Path, *, name: str = "operator") -> AsyncIterat
 
     Raises:
         ConfigError: no such file or folder, or the file cannot be understood.
-        RunMismatchError: the bus or the store has no such run.
+        RunMissingError: the bus has no such run.
+        RunMismatchError: the store has not.
         BusUnavailableError, StoreUnavailableError: bus or store are away.
     """
     config = load_config(find_config(target))
@@ -104,7 +111,7 @@ async def _find(
         if not ended.is_dir():
             raise
         port = urllib.parse.urlsplit(config.bus.url).port
-    except RunMismatchError:
+    except RunMissingError:
         if not ended.is_dir():
             raise
         port = None  # Somebody else's server has come by the old port.
