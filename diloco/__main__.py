@@ -32,10 +32,6 @@ ConfigOption = Annotated[
     Path,
     typer.Option("--config", help="TOML file of the run; docs/configuration.md", metavar="FILE"),
 ]
-RunArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="the run's TOML file, or the folder of a local run"),
-]
 LevelOption = Annotated[
     str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
 ]
