@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+SECONDS ?= 600
 BENCHES ?= merge encode stall wire quality events
 
 BIN := .venv/bin
@@ -10,12 +11,12 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow lint types imports check bench lock clean
+.PHONY: help install demo test test-slow chaos lint types imports check bench lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo '  ARGS="..." is passed on by demo, test, test-slow, bench and lock;'
+	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, bench and lock;'
 	@echo '  PYTHON=... chooses the interpreter of install.'
 
 install: $(STAMP) ## make .venv with the pinned packages and the diloco command
@@ -44,6 +45,9 @@ test: install ## run the tests, without the slow ones
 
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)
+
+chaos: install ## kill, pause and cut off real processes; SECONDS=600, SEED=... to repeat one
+	@$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: install ## ruff: rules and format
 	@$(BIN)/ruff check .

@@ -85,13 +85,21 @@ class Fleet:
 
     def kill(self, name: str) -> None:
         """SIGKILL a daemon and start it again."""
+        if self.daemons[name].pid is not None:
+            self.end(name)
+            self.start_again(name)
+
+    def end(self, name: str) -> None:
+        """SIGKILL a daemon."""
         daemon = self.daemons[name]
-        if daemon.process is None or daemon.process.poll() is not None:
-            return
-        daemon.process.kill()
-        self._collect(daemon)
-        daemon.restarts += 1
-        self._spawn(daemon)
+        if daemon.pid is not None and daemon.process is not None:
+            daemon.process.kill()
+            self._collect(daemon)
+
+    def start_again(self, name: str) -> None:
+        """Start a daemon that was ended."""
+        self.daemons[name].restarts += 1
+        self._spawn(self.daemons[name])
 
     def look_after(self) -> None:
         """Note who has ended; start again who has failed.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import psutil
 import tomli_w
 
 from aggregator.daemon import load_run
@@ -53,6 +54,12 @@ def eventually(
         if time.monotonic() > deadline_s:
             raise AssertionError(f"not within {within_s:.0f} s: {what}")
         time.sleep(every_s)
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+    )
 
 
 class _Compiled:

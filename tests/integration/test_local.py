@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from audit import read_tape
-from harness import PATIENCE_S, ROOT, World, environment, eventually
+from harness import PATIENCE_S, ROOT, World, all_gone, environment, eventually
 
 SMALL = ["--set", "sync.interval_steps=8", "--set", "sync.fragments=3", "--set", "sync.block=16"]
 FIELDS = {
@@ -49,12 +49,6 @@ def local(run_dir: Path, *options: str) -> "subprocess.Popen[str]":
 def family(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     """All that a process has started, directly or not."""
     return psutil.Process(process.pid).children(recursive=True)
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    return not any(
-        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
-    )
 
 
 def until_training(process: "subprocess.Popen[str]", run_dir: Path, learners: int) -> None:
