@@ -7,6 +7,7 @@ Rules of every backend:
 - `expected_last` is the sequence of the subject's last message, 0 for none: compare-and-swap.
 - `read` yields every matching message from a sequence on, in order, exactly once per call, and
   then waits for new ones; it survives lost connections by itself.
+- `trim` removes what is old of a subject; sequence numbers and compare-and-swap stay as they are.
 - `broadcast` reaches whoever listens now, at most once, and is kept nowhere.
 Subjects use NATS's grammar: tokens joined by '.', '*' matches one token, a last '>' the rest.
 """
@@ -81,6 +82,14 @@ class Bus(Protocol):
 
         Raises:
             StreamMissingError: there is no such stream.
+        """
+
+    async def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+            BusUnavailableError: no answer; nothing, some or all was removed: call again.
         """
 
     def read(self, stream: str, subjects: list[str], start_seq: int) -> AsyncIterator[Message]:
@@ -217,6 +226,13 @@ class _Stream:
             if message and any(subject_matches(s, message.subject) for s in subjects):
                 return message, position
         return None, position
+
+    def trim(self, subject: str, below_seq: int) -> None:
+        """Forget messages of a subject below a sequence, but not its last one."""
+        end = min(below_seq, self.last_of.get(subject, 0))
+        for message in [m for m in self.log.values() if m.subject == subject and m.seq < end]:
+            del self.log[message.seq]
+            self._bytes -= _size(message)
 
     def _oldest(self) -> Message:
         return self.log[next(iter(self.log))]
@@ -369,6 +385,15 @@ class MemoryBus:
             BusError: no such stream, or the bus is closed.
         """
         return self._open_broker().stream(stream).last_seq
+
+    async def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+
+        Raises:
+            BusError: no such stream, or the bus is closed.
+        """
+        check_subject(subject)
+        self._open_broker().stream(stream).trim(subject, below_seq)
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int

@@ -14,7 +14,8 @@ Rules:
 
 Permissions a client needs: publish on its own subjects; `$JS.API.STREAM.INFO.<stream>` and
 `$JS.API.STREAM.MSG.GET.<stream>` (or `$JS.API.DIRECT.GET.<stream>.>` with `direct_reads`);
-`$JS.API.CONSUMER.{CREATE,MSG.NEXT,DELETE}.<stream>.*`; subscribe on `<inbox_prefix>.>`.
+`$JS.API.CONSUMER.{CREATE,MSG.NEXT,DELETE}.<stream>.*`; subscribe on `<inbox_prefix>.>`; an
+aggregator, for garbage collection, also `$JS.API.STREAM.PURGE.<stream>`.
 """
 
 import asyncio
@@ -308,6 +309,22 @@ class NatsBus:
             BusError: no such stream, or not permitted.
         """
         return (await self._stream_info(stream)).state.last_seq
+
+    async def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+
+        Raises:
+            BusUnavailableError: no answer; nothing, some or all was removed: call again.
+            BusError: no such stream, or not permitted.
+        """
+        last = await self.last(stream, subject)
+        # Newer messages may come meanwhile, older ones cannot: the last one is safe.
+        end = min(below_seq, last.seq) if last is not None else 0
+        if end > 1:
+            await self._call(
+                f"$JS.API.STREAM.PURGE.{stream}",
+                lambda js: js.purge_stream(stream, seq=end, subject=subject),
+            )
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int

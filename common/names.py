@@ -16,8 +16,14 @@ Objects: one prefix per learner, so that one access rule fences it.
 """
 
 import re
+from typing import NamedTuple
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+_VERSION_OBJECT = re.compile(r"([0-9]{8,19})-(delta|view|outer|record)-[0-9a-f]{32}")
+_SHARD = re.compile(
+    rf"({NAME.pattern})/update/([0-9]{{1,19}})/"
+    r"([0-9]{1,19})-([0-9]{1,19})-([0-9]{1,19})\.[0-9]{1,19}"
+)
 
 
 def valid_name(name: str) -> bool:
@@ -128,12 +134,16 @@ def learner_prefix(run: str, learner: str) -> str:
     return f"{learners_prefix(run)}{learner}/"
 
 
+def updates_prefix(run: str, learner: str, fragment: int) -> str:
+    """Prefix of the shards of a learner's updates of a fragment."""
+    return f"{learner_prefix(run, learner)}update/{fragment}/"
+
+
 def shard(
     run: str, learner: str, fragment: int, epoch: int, incarnation: int, seq: int, index: int
 ) -> str:
     """Object of one shard of an update; incarnations count anew in each epoch."""
-    prefix = learner_prefix(run, learner)
-    return f"{prefix}update/{fragment}/{epoch}-{incarnation}-{seq}.{index}"
+    return f"{updates_prefix(run, learner, fragment)}{epoch}-{incarnation}-{seq}.{index}"
 
 
 def fragment_prefix(run: str, fragment: int) -> str:
@@ -144,6 +154,35 @@ def fragment_prefix(run: str, fragment: int) -> str:
 def version_object(run: str, fragment: int, version: int, what: str, digest: str) -> str:
     """Object `what` (delta, view, outer, record) of a version; its name holds its content."""
     return f"{fragment_prefix(run, fragment)}{version:08d}-{what}-{digest}"
+
+
+class VersionObject(NamedTuple):
+    """What the name of a version's object says; its name has the form of `version_object`."""
+
+    version: int
+    what: str
+
+
+def parse_version_object(run: str, fragment: int, name: str) -> VersionObject | None:
+    """What a name below `fragment_prefix` says; None if it is none of ours."""
+    found = _VERSION_OBJECT.fullmatch(name.removeprefix(fragment_prefix(run, fragment)))
+    return VersionObject(int(found[1]), found[2]) if found else None
+
+
+class ShardName(NamedTuple):
+    """Which update a shard is of, as its name says."""
+
+    learner: str
+    fragment: int
+    epoch: int
+    incarnation: int
+    seq: int
+
+
+def parse_shard(run: str, name: str) -> ShardName | None:
+    """What a name below `learners_prefix` says; None if it is no shard's."""
+    found = _SHARD.fullmatch(name.removeprefix(learners_prefix(run)))
+    return ShardName(found[1], *(int(found[part]) for part in range(2, 6))) if found else None
 
 
 def checkpoint_prefix(run: str) -> str:

@@ -183,24 +183,36 @@ async def read_record(context: RunContext, payload: bytes) -> wire.Record:
 
 
 class Recorded(NamedTuple):
-    """A record, and where and when the tape has it (seconds since the epoch)."""
+    """A record, and where and when the tape has it (seconds since the epoch).
+
+    `body`: the object that holds it, if it is too large for the tape.
+    """
 
     record: wire.Record
     record_seq: int
     stored_at_s: float
+    body: wire.ObjectRef | None = None
 
 
-async def records_of(context: RunContext, fragment: int) -> AsyncIterator[Recorded]:
+async def records_of(
+    context: RunContext, fragment: int, start_seq: int = 1
+) -> AsyncIterator[Recorded]:
     """A fragment's records, from the oldest that the tape still has to the newest of now.
+
+    Those before `start_seq` are passed over.
 
     Raises:
         RunMismatchError, IntegrityError: as `last_record`.
     """
     _, newest_seq = await last_record(context, fragment)
-    messages = context.bus.read(context.tape, [names.record(context.run, fragment)], 1)
+    if start_seq > newest_seq:
+        return
+    messages = context.bus.read(context.tape, [names.record(context.run, fragment)], start_seq)
     async for message in messages:
         record = await read_record(context, message.payload)
-        yield Recorded(record, message.seq, message.time_s)
+        found = wire.decode_record(message.payload)
+        body = found.body if isinstance(found, wire.RecordPointer) else None
+        yield Recorded(record, message.seq, message.time_s, body)
         if message.seq >= newest_seq:
             return
 

@@ -23,7 +23,7 @@ from common.bus import (
     subjects_overlap,
 )
 from common.bus_nats import connect
-from common.errors import BusError, BusUnavailableError, SwapLostError
+from common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
 
 Connect: TypeAlias = Callable[[], Awaitable[Bus]]
 Scenario: TypeAlias = Callable[[Connect, str], Coroutine[Any, Any, None]]
@@ -114,6 +114,77 @@ def test_swap_succeeds_only_on_the_subjects_last_message(play: Play) -> None:
         last = await bus.last(t, f"{t}.a")
         assert last is not None
         assert last.payload == b"v1"
+
+    play(scenario)
+
+
+def test_trim_takes_the_old_messages_of_one_subject_and_never_its_last(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        await bus.create_stream(t, [f"{t}.>"], LIMITS)
+        for turn in range(4):
+            await bus.publish(f"{t}.a", b"%d" % turn)  # sequences 1, 3, 5, 7
+            await bus.publish(f"{t}.a.b", b"%d" % turn)  # 2, 4, 6, 8
+
+        async def left() -> list[int]:
+            reader = bus.read(t, [f"{t}.>"], 1)
+            found: list[int] = []
+            while not found or found[-1] < 8:
+                found += [m.seq for m in await take(reader, 1)]
+            await finish(reader)
+            return found
+
+        for nothing in (0, 1):
+            await bus.trim(t, f"{t}.a", nothing)
+        await bus.trim(t, f"{t}.none", 99)
+        assert await left() == [1, 2, 3, 4, 5, 6, 7, 8]
+        await bus.trim(t, f"{t}.a", 5)
+        assert await left() == [2, 4, 5, 6, 7, 8]
+        await bus.trim(t, f"{t}.a", 5)
+        await bus.trim(t, f"{t}.a", 99)
+        assert await left() == [2, 4, 6, 7, 8]
+        await bus.trim(t, f"{t}.a.b", 7)
+        assert await left() == [7, 8]
+
+    play(scenario)
+
+
+def test_a_trimmed_subject_goes_on_as_before(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        await bus.create_stream(t, [f"{t}.>"], LIMITS)
+        follower = bus.read(t, [f"{t}.a"], 1)
+        first = await bus.publish(f"{t}.a", b"0", msg_id="first", expected_last=0)
+        second = await bus.publish(f"{t}.a", b"1", msg_id="second", expected_last=first)
+        await take(follower, 1)
+        await bus.trim(t, f"{t}.a", 99)
+        last = await bus.last(t, f"{t}.a")
+        assert last is not None
+        assert (last.seq, last.payload) == (second, b"1")
+        assert await bus.last_sequence(t) == 2
+        assert await bus.publish(f"{t}.a", b"0", msg_id="first") == first
+        with pytest.raises(SwapLostError):
+            await bus.publish(f"{t}.a", b"fork", expected_last=0)
+        third = await bus.publish(f"{t}.a", b"2", expected_last=second)
+        assert [m.seq for m in await take(follower, 2)] == [second, third]
+        late = bus.read(t, [f"{t}.a"], 1)
+        assert [m.seq for m in await take(late, 2)] == [second, third]
+        await finish(follower)
+        await finish(late)
+
+    play(scenario)
+
+
+def test_trim_refuses_patterns_and_streams_that_are_not_there(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        await bus.create_stream(t, [f"{t}.>"], LIMITS)
+        await bus.publish(f"{t}.a", b"")
+        for pattern in (f"{t}.*", f"{t}.>"):
+            with pytest.raises(BusError):
+                await bus.trim(t, pattern, 99)
+        with pytest.raises(StreamMissingError):
+            await bus.trim(f"{t}-none", f"{t}.a", 99)
 
     play(scenario)
 

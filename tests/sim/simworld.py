@@ -189,6 +189,13 @@ class ActorBus:
         await self._actor.wait()
         return await self._inner.last_sequence(stream)
 
+    async def trim(self, stream, subject, below_seq) -> None:
+        await self._actor.wait()
+        broker = self._actor.world.broker
+        self._actor.effect(
+            lambda: broker.stream(stream).trim(subject, below_seq), BusUnavailableError
+        )
+
     async def read(self, stream, subjects, start_seq) -> AsyncIterator[Message]:
         async for message in self._inner.read(stream, subjects, start_seq):
             while self._actor.cut():  # noqa: ASYNC110 - virtual time

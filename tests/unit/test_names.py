@@ -44,6 +44,36 @@ def test_two_shards_have_two_names(one, other):
     assert (one == other) == (names.shard("r", "l", *one) == names.shard("r", "l", *other))
 
 
+@given(valid, valid, st.tuples(*[counts] * 5), st.from_regex("[0-9a-f]{32}", fullmatch=True))
+def test_names_of_objects_can_be_read_back(run, learner, numbers, digest):
+    found = names.parse_shard(run, names.shard(run, learner, *numbers))
+    assert found == (learner, *numbers[:4])
+    for what in ("delta", "view", "outer", "record"):
+        name = names.version_object(run, numbers[0], numbers[1], what, digest)
+        assert names.parse_version_object(run, numbers[0], name) == (numbers[1], what)
+        assert names.parse_version_object(run, numbers[0] + 1, name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "r/learner/l/update/0/0-1-1",
+        "r/learner/l/update/0/1-1.0",
+        "r/learner/l/update/0/0-1-1.0.0",
+        "r/learner/l/checkpoint/0-1-1.0",
+        "r/learner/l/x/update/0/0-1-1.0",
+        "s/learner/l/update/0/0-1-1.0",
+        "r/global/0/00000001-delta-",
+        f"r/global/0/00000001-other-{'0' * 32}",
+        f"r/global/0/1-delta-{'0' * 32}",
+        f"r/global/layout-{'0' * 32}",
+    ],
+)
+def test_what_is_no_name_of_ours_is_not_read(name):
+    assert names.parse_shard("r", name) is None
+    assert names.parse_version_object("r", 0, name) is None
+
+
 def matches(pattern: str, subject: str) -> bool:
     """NATS: `*` is one token, `>` is the rest."""
     asked, found = pattern.split("."), subject.split(".")
