@@ -32,6 +32,10 @@ ConfigOption = Annotated[
     Path,
     typer.Option("--config", help="TOML file of the run; docs/configuration.md", metavar="FILE"),
 ]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="the run's TOML file, or the folder of a local run"),
+]
 LevelOption = Annotated[
     str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
 ]
@@ -223,6 +227,7 @@ def _say(text: str) -> None:
 @app.command()
 def local(
     learners: Annotated[int, typer.Option(help="number of learner processes", min=1, max=64)] = 4,
+    aggregators: Annotated[int, typer.Option(help="number of aggregators", min=1, max=16)] = 1,
     steps: Annotated[
         int | None, typer.Option(help="length of the run in inner steps [default: 600]", min=1)
     ] = None,
@@ -252,9 +257,9 @@ def local(
     kill: Annotated[
         list[str] | None,
         typer.Option(
-            help="kill a learner with SIGKILL at a step and start it again; may be repeated; "
-            "'none' for nobody [default: the second learner after a third of the run]",
-            metavar="LEARNER@STEP",
+            help="kill a learner or an aggregator with SIGKILL at a step and start it again; may "
+            "be repeated; 'none' for nobody [default: the second learner after a third of the run]",
+            metavar="NAME@STEP",
         ),
     ] = None,
     settings: Annotated[
@@ -274,6 +279,7 @@ def local(
 
     options = LocalOptions(
         learners=learners,
+        aggregators=aggregators,
         steps=steps,
         run_dir=run_dir,
         config=config,
