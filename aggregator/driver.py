@@ -8,7 +8,6 @@ tells the machines which learners are heard of, `conductor.py` when the run stop
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
 from aggregator import machine, policy
@@ -49,19 +48,10 @@ Item = tuple[machine.Event | Recorded | Resettled, Payload | None]
 
 
 class FragmentOwner:
-    """Makes the versions of one fragment, for as long as `own` runs.
+    """Makes the versions of one fragment, for as long as `own` runs."""
 
-    Args:
-        context: the aggregator's.
-        fragment: its index.
-        still_ours: asked when somebody else has committed a record of the fragment.
-    """
-
-    def __init__(
-        self, context: Context, fragment: int, still_ours: Callable[[int], Awaitable[bool]]
-    ) -> None:
+    def __init__(self, context: Context, fragment: int) -> None:
         self.context = context
-        self._still_ours = still_ours
         self.fragment = fragment
         self.state: machine.State | None = None
         self._logger = context.logger.bind(fragment=fragment)
@@ -74,11 +64,10 @@ class FragmentOwner:
         self._newest: wire.Record
         self._settle(context.settings)
 
-    async def own(self) -> bool:
+    async def own(self) -> None:
         """Recover from the tape and make versions; whenever another commits first, recover.
 
-        Returns once the run has ended and every update stored before its end has its record;
-        or, with False, once the fragment is somebody else's.
+        Returns once the run has ended and every update stored before its end has its record.
 
         Raises:
             IntegrityError: what is stored does not give the recorded digests.
@@ -89,11 +78,9 @@ class FragmentOwner:
                 self._broken = asyncio.get_running_loop().create_future()
                 await first_of(self._read_tape(), self._serve(), self._break_with_fetches())
             except SwapLostError as lost:
-                if not await self._still_ours(self.fragment):
-                    return False
-                self._logger.warning("overtaken", expected=lost.expected)
+                self._logger.warning("fenced", subject=lost.subject, expected=lost.expected)
             else:
-                return True
+                return
             finally:
                 self.state = None
                 await cancel(*self._fetches)
@@ -475,7 +462,7 @@ class LivenessWatch:
     is heard it is the bus that is silent, and nobody is taken for dead.
     """
 
-    def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
+    def __init__(self, context: Context, owners: list[FragmentOwner]) -> None:
         self._context = context
         self._owners = owners
         self._heard_at_s: dict[str, float] = {}

@@ -194,24 +194,39 @@ class LearnerSection(Section):
         speed: shares of full speed in (0, 1], by learner; a slow one sleeps after each step.
         heartbeat_s: seconds between heartbeats.
         compile_cache: folder in which compiled programs are kept between lives.
-        leave_s: longest wait, at a clean end, for uploads that are under way.
+        leave_s: longest wait, at a clean end, until all that was trained is sent.
+        checkpoint_dir: folder of checkpoints of the inner optimizer, in {run}/{learner} below it;
+            None for no checkpoints.
+        checkpoint_every_s: seconds between two checkpoints.
+        checkpoint_keep: newest checkpoints that are kept.
+        checkpoint_upload: also put them into the object store.
+        warm_start: a learner that has no checkpoint of its own begins with another learner's
+            inner optimizer, from the object store.
     """
 
     speed: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
     heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
     compile_cache: str | None = None
     leave_s: NonNegative = 20.0
+    checkpoint_dir: str | None = None
+    checkpoint_every_s: Annotated[float, Field(gt=0)] = 300.0
+    checkpoint_keep: Steps = 2
+    checkpoint_upload: bool = False
+    warm_start: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "LearnerSection":
+        if self.checkpoint_upload and self.checkpoint_dir is None:
+            raise ValueError(
+                "checkpoint_upload uploads what is in checkpoint_dir, which is not set"
+            )
+        return self
 
 
 class AggregatorSection(Section):
-    """How an aggregator works.
-
-    Attributes:
-        lease_s: a fragment whose owner was not heard of for so long is taken over by another.
-    """
+    """How an aggregator works."""
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = "aggregator"
-    lease_s: Annotated[float, Field(ge=1)] = 5.0
 
 
 class RunSettings(Section):

@@ -57,6 +57,10 @@ class IntegrityError(DilocoError):
     """Stored or recomputed bits differ from what was recorded: never retried, always reported."""
 
 
+class CheckpointError(DilocoError):
+    """A learner's checkpoint cannot be used, or cannot be made; training goes on without it."""
+
+
 class StoreError(DilocoError):
     """The object store failed."""
 

@@ -11,8 +11,6 @@ Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.stop                        the stop rule was met: send what is unsent
     diloco.{run}.end                         nothing after this counts
 Bounded stream (`ops_stream`): diloco.{run}.heartbeat.{learner}, diloco.{run}.rejected.{learner}
-Leases, a bucket of keys and values (`leases_stream`): $KV.diloco-{run}_leases.fragment.{fragment},
-    $KV.diloco-{run}_leases.aggregator.{life}
 Not kept: diloco.{run}.round.{fragment}      a round is open
 Objects: one prefix per learner, so that one access rule fences it.
 """
@@ -44,31 +42,6 @@ def ops_stream(run: str) -> str:
     No run's name holds a '_', so that this is no other run's tape.
     """
     return f"diloco-{run}_ops"
-
-
-def leases_bucket(run: str) -> str:
-    """Who owns which fragment: a bucket of keys and values, in NATS's words."""
-    return f"diloco-{run}_leases"
-
-
-def leases_stream(run: str) -> str:
-    """The stream behind the bucket."""
-    return f"KV_{leases_bucket(run)}"
-
-
-def leases_subjects(run: str) -> list[str]:
-    """Every subject of the leases."""
-    return [f"$KV.{leases_bucket(run)}.>"]
-
-
-def fragment_lease(run: str, fragment: int | str) -> str:
-    """Subject of the lease of a fragment."""
-    return f"$KV.{leases_bucket(run)}.fragment.{fragment}"
-
-
-def aggregator_lease(run: str, life: str) -> str:
-    """Subject by which an aggregator says that it is there."""
-    return f"$KV.{leases_bucket(run)}.aggregator.{life}"
 
 
 def tape_subjects(run: str) -> list[str]:
@@ -171,6 +144,16 @@ def shard(
 ) -> str:
     """Object of one shard of an update; incarnations count anew in each epoch."""
     return f"{updates_prefix(run, learner, fragment)}{epoch}-{incarnation}-{seq}.{index}"
+
+
+def learner_checkpoints(run: str, learner: str) -> str:
+    """Prefix of a learner's uploaded checkpoints."""
+    return f"{learner_prefix(run, learner)}checkpoint/"
+
+
+def learner_checkpoint(run: str, learner: str, local_step: int, digest: str) -> str:
+    """Object of one checkpoint of a learner's; its name holds the digest of its bytes."""
+    return f"{learner_checkpoints(run, learner)}{local_step:012d}-{digest}"
 
 
 def fragment_prefix(run: str, fragment: int) -> str:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from diloco.local import LocalOptions
 
 DEFAULT_STEPS = 600
+# A local run is short, and somebody may want to see a learner return.
+CHECKPOINT_S = 15.0
 
 
 def local_document(
@@ -34,6 +36,8 @@ def local_document(
         }
     learner = document.setdefault("learner", {})
     learner.setdefault("compile_cache", str(run_dir / "compiled"))
+    learner.setdefault("checkpoint_dir", str(run_dir / "checkpoints"))
+    learner.setdefault("checkpoint_every_s", CHECKPOINT_S)
     if options.speed:
         learner["speed"] = _speeds(options.speed, learners)
     document["store"] = {"url": str(run_dir / "store")}
@@ -87,22 +91,3 @@ def assign(document: dict[str, Any], assignment: str) -> None:
     for part in path[:-1]:
         section = section.setdefault(part, {})
     section[path[-1]] = value
-
-
-def parse_fragments(text: str) -> frozenset[int]:
-    """Fragments from a list such as 0-11 or 0,3,5-7.
-
-    Raises:
-        ConfigError: it is no such list.
-    """
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
-            raise ConfigError(
-                f"--fragments {text!r}: {part!r} is no fragment and no range",
-                hint="for example --fragments 0-11, or --fragments 0,3,5-7",
-            )
-        found.update(range(int(first), int(last) + 1))
-    return frozenset(found)

@@ -50,6 +50,15 @@ class Background:
         """The newest version of every fragment, and where this learner's data goes on."""
         return self._run(self._adopter.load()), self._run(self._adopter.position())
 
+    def fetch(self, what: str, function: Callable[[], T]) -> T:
+        """Call a function that reads the store; passing faults are waited out.
+
+        Raises:
+            DilocoError: one that is no passing fault.
+        """
+        runtime, logger = self._context.runtime, self._context.logger
+        return self._run(runtime.retry(what, lambda: runtime.call(function), logger=logger))
+
     def join(self, heartbeat: Callable[[int], wire.Heartbeat], every_s: float) -> int:
         """Begin a life: announce it, follow the records, send heartbeats; its incarnation."""
         incarnation = self._run(self._publisher.join(socket.gethostname()))

@@ -17,6 +17,7 @@ from learner import sync, tree
 from learner.adopt import starts
 from learner.background import Background, run_loop
 from learner.publish import Context
+from learner.recovery import Saver, open_folder, restore
 from learner.replica import Replica
 from learner.task import Params, Task, params_shapes, run_task
 from learner.train import Meter, Trainer, make_inner_step
@@ -83,6 +84,8 @@ def _serve(
         trainer.train()
         trainer.flush(config.learner.leave_s)
         background.leave(trainer.position, config.learner.leave_s)
+        if trainer.saver is not None:
+            trainer.saver.close()
         why = "run ended" if trainer.state.stopping else "asked to"
         context.logger.info("left", why=why, local_step=trainer.state.local_step)
     finally:
@@ -135,5 +138,13 @@ def _prepare(
         speed=config.learner.speed.get(context.learner, 1.0),
     )
     trainer.compile()
-    background.join(meter.heartbeat, config.learner.heartbeat_s)
+    folder = open_folder(context, config.learner)
+    like = jax.eval_shape(task.optimizer.init, replica.trained)
+    restored = restore(context, config.learner, folder, like, background.fetch)
+    if restored is not None:
+        trainer.optimizer_state = restored.state
+        meter.local_step, meter.tokens = restored.local_step, restored.tokens
+    incarnation = background.join(meter.heartbeat, config.learner.heartbeat_s)
+    if folder is not None:
+        trainer.saver = Saver(context, config.learner, folder, incarnation)
     return trainer

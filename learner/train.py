@@ -21,7 +21,9 @@ from common import wire
 from common.errors import TaskError
 from learner import sync, tree
 from learner.background import Background
+from learner.checkpoint import copied
 from learner.publish import Outgoing, Traffic
+from learner.recovery import Progress, Saver
 from learner.replica import Replica
 from learner.task import Batch, Params, Task
 
@@ -138,6 +140,7 @@ class Trainer:
     speed: float = 1.0
     clock: Callable[[], float] = time.time
     optimizer_state: Any = None
+    saver: Saver | None = None
     _loss: jax.Array | None = None
     _payloads: dict[tuple[int, int], Any] = field(default_factory=dict)
 
@@ -148,11 +151,12 @@ class Trainer:
         batch = next(self.task.batches(self.meter.learner, self.position))
         optimizer_state = self.task.optimizer.init(copies)
         step = self._global_step()
-        jax.block_until_ready(self.inner_step(copies, optimizer_state, batch, step))
+        jax.block_until_ready(self.inner_step(copies, copied(optimizer_state), batch, step))
 
     def train(self) -> None:
         """Train until the run stops or this learner is asked to leave."""
-        self.optimizer_state = self.task.optimizer.init(self.replica.trained)
+        if self.optimizer_state is None:
+            self.optimizer_state = self.task.optimizer.init(self.replica.trained)
         self.meter.state = "training"
         while not (self.state.stopping or self.state.leaving):
             began_s = time.perf_counter()
@@ -163,6 +167,15 @@ class Trainer:
             self._slow_down(began_s)
             took_s = time.perf_counter() - began_s
             self.meter.stepped(took_s, self.task.tokens_per_batch, read)
+            if self.saver is not None:
+                self.saver.offer(self.optimizer_state, self.progress)
+        if self.saver is not None:
+            self.saver.save(self.optimizer_state, self.progress())
+
+    def progress(self) -> Progress:
+        """How far this learner is."""
+        meter = self.meter
+        return Progress(meter.local_step, meter.tokens, self.position, meter.global_step)
 
     def step(self) -> jax.Array:
         """Dispatch one inner step on the next batch; its loss, still being computed."""

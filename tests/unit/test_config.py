@@ -95,6 +95,8 @@ REFUSED = [
     ("bus", "ops_max_bytes", 1),
     ("learner", "heartbeat_s", 0),
     ("learner", "leave_s", -1),
+    ("learner", "checkpoint_every_s", 0),
+    ("learner", "checkpoint_keep", 0),
     ("aggregator", "name", "A b"),
     ("outer", "learning_rate", float("nan")),
     ("quorum", "deadline_s", float("inf")),
@@ -126,6 +128,12 @@ def test_settings_that_contradict_each_other_are_both_named(sync, named):
     message = refusal(sync=sync)
     assert "'sync'" in message
     assert all(part in message for part in named)
+
+
+def test_what_is_uploaded_must_be_kept_first():
+    message = refusal(learner={"checkpoint_upload": True})
+    assert "'learner'" in message
+    assert "checkpoint_dir" in message
 
 
 def test_alpha_goes_with_overwriting():

@@ -34,6 +34,9 @@ def test_a_learners_objects_are_under_its_prefix_alone(run, learner, numbers):
     if len(learner) > 1:
         assert not own.startswith(names.learner_prefix(run, learner[:-1]))
     assert not own.startswith(names.fragment_prefix(run, numbers[0]))
+    checkpoint = names.learner_checkpoint(run, learner, numbers[0], "0" * 32)
+    assert checkpoint.startswith(names.learner_prefix(run, learner))
+    assert not own.startswith(names.learner_checkpoints(run, learner))
 
 
 numbers = st.tuples(*[st.integers(0, 300)] * 5)

@@ -1,0 +1,438 @@
+"""Checkpoints of the inner optimizer: what comes back is what was there, or nothing does."""
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from common.config import LearnerSection, RunSettings
+from common.errors import CheckpointError
+from common.layout import Tensor, make_layout
+from common.service import Runtime
+from common.store import MemoryStore
+from learner import checkpoint
+from learner.optimizer import adamw
+from learner.publish import Context
+from learner.recovery import Progress, Restored, Saver, open_folder, restore
+
+PROGRESS = Progress(local_step=12, tokens=96, position=14, global_step=11)
+PARAMS = {
+    "kernel": jnp.linspace(-1, 1, 24).reshape(4, 6),
+    "half": jnp.linspace(0, 1, 6).astype(jnp.bfloat16),
+    "none": jnp.zeros((0, 3)),
+}
+OPTIMIZERS = {
+    "adamw": adamw(),
+    "adam": optax.scale_by_adam(mu_dtype=jnp.bfloat16),
+    "momentum and noise": optax.chain(optax.trace(0.9), optax.add_noise(0.1, 0.5, 3)),
+    "nothing": optax.identity(),
+    "masked": optax.masked(optax.scale_by_adam(), {"kernel": True, "half": False, "none": False}),
+}
+
+
+class Log:
+    """Keeps what was logged."""
+
+    def __init__(self):
+        self.lines = []
+
+    def info(self, action, **fields):
+        self.lines.append((action, fields))
+
+    debug = warning = info
+
+    def fields(self, action):
+        return [fields for name, fields in self.lines if name == action]
+
+
+class Learner:
+    """A learner's context, its folder, and what it does with them."""
+
+    def __init__(self, tmp_path, store=None, name="one", run="r", width=16, **section):
+        if not section.pop("without_folder", False):
+            section.setdefault("checkpoint_dir", str(tmp_path / "checkpoints"))
+        self.section = LearnerSection(**section)
+        self.logger = Log()
+        layout = make_layout(
+            [Tensor(name="w", shape=(width, 8), dtype="float32")], fragments=1, block=16
+        )
+        self.context = Context(
+            settings=RunSettings(run={"name": run, "steps": 10}),
+            layout=layout,
+            epoch=0,
+            bus=None,
+            store=store or MemoryStore(),
+            runtime=Runtime(),
+            logger=self.logger,
+            learner=name,
+        )
+        self.folder = open_folder(self.context, self.section)
+
+    def save(self, state, local_step=12):
+        saver = Saver(self.context, self.section, self.folder, 7)
+        saver.save(state, PROGRESS._replace(local_step=local_step))
+        saver.close()
+        assert not self.logger.fields("checkpoint_failed")
+
+    def restore(self, like) -> Restored | None:
+        like = jax.eval_shape(lambda: like)
+        return restore(self.context, self.section, self.folder, like, lambda _, read: read())
+
+    @property
+    def path(self) -> Path:
+        return Path(self.section.checkpoint_dir) / self.context.run / self.context.learner
+
+    def skipped(self):
+        return [
+            (found["where"], found["why"]) for found in self.logger.fields("checkpoint_skipped")
+        ]
+
+
+def adam_state(seed=0):
+    """The state of Adam after a step, all of its leaves different."""
+    adam = optax.scale_by_adam()
+    gradient = jax.tree.map(lambda leaf: jnp.cos(leaf + seed), PARAMS)
+    return adam.update(gradient, adam.init(PARAMS))[1]
+
+
+def check_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert isinstance(one, jax.Array)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert bits(one) == bits(other)
+
+
+def bits(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+@pytest.mark.parametrize("upload", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_was_saved_comes_back(tmp_path, name, upload):
+    optimizer = OPTIMIZERS[name]
+    state = optimizer.init(PARAMS)
+    for step in range(3):
+        gradient = jax.tree.map(lambda leaf, s=step: jnp.sin(leaf + s), PARAMS)
+        _, state = optimizer.update(gradient, state, PARAMS)
+    learner = Learner(tmp_path, checkpoint_upload=upload)
+    learner.save(state)
+    if upload:
+        shutil.rmtree(learner.path)
+    later = Learner(tmp_path, learner.context.store)
+    restored = later.restore(optimizer.init(PARAMS))
+    assert (restored.local_step, restored.tokens) == (12, 96)
+    check_same(restored.state, state)
+    (found,) = later.logger.fields("checkpoint_restored")
+    assert (found["where"], found["of"]) == ("store" if upload else "folder", "one")
+    # It can be trained on from.
+    jax.jit(optimizer.update, donate_argnums=1)(PARAMS, restored.state, PARAMS)
+
+
+def test_nothing_is_restored_where_nothing_is(tmp_path):
+    learner = Learner(tmp_path, warm_start=True)
+    assert learner.restore(adam_state()) is None
+    assert not learner.logger.lines
+
+
+def test_the_newest_are_kept(tmp_path):
+    learner = Learner(tmp_path, checkpoint_keep=2, checkpoint_upload=True)
+    for local_step in (10, 20, 30, 40):
+        learner.save(adam_state(local_step), local_step)
+    assert learner.folder.numbers() == [4, 3]
+    stored = checkpoint.stored(learner.context.store, "r", "one")
+    assert [one.local_step for one in stored] == [40, 30]
+    assert len(learner.context.store.list("")) == 2
+    check_same(learner.restore(adam_state()).state, adam_state(40))
+
+
+def test_a_line_of_checkpoints_that_was_left_goes(tmp_path):
+    """With the newest damaged a learner goes on from fewer steps; the damaged one is not kept."""
+    learner = Learner(tmp_path, checkpoint_keep=2, checkpoint_upload=True)
+    for local_step in (30, 40, 35):
+        learner.save(adam_state(local_step), local_step)
+    assert learner.folder.numbers() == [3, 2]
+    stored = checkpoint.stored(learner.context.store, "r", "one")
+    assert [one.local_step for one in stored] == [35, 30]
+
+
+def test_what_is_saved_is_of_the_step_at_which_it_was_asked(tmp_path):
+    """The next step is given the old arrays to overwrite, while the copy waits for the worker."""
+    big = {"kernel": jnp.ones((512, 512))}
+    adam = optax.scale_by_adam()
+
+    def update(state):
+        for _ in range(4):
+            _, state = adam.update(jax.tree.map(jnp.ones_like, big), state)
+        return state
+
+    step = jax.jit(update, donate_argnums=0)
+    learner = Learner(tmp_path)
+    saver = Saver(learner.context, learner.section, learner.folder, 7)
+    state = step(adam.init(big))
+    expected = jax.tree.map(np.array, state)
+    gate = threading.Event()
+    saver._worker.submit(gate.wait)
+    saver.save(state, PROGRESS)
+    for _ in range(5):
+        state = step(state)
+    gate.set()
+    saver.close()
+    assert not learner.logger.fields("checkpoint_failed")
+    check_same(learner.restore(state).state, jax.tree.map(jnp.asarray, expected))
+
+
+def test_one_at_a_time_and_only_when_due(tmp_path):
+    learner = Learner(tmp_path, checkpoint_every_s=1e-9)
+    saver = Saver(learner.context, learner.section, learner.folder, 7)
+    asked = []
+
+    def progress():
+        asked.append(1)
+        return PROGRESS
+
+    while len(asked) < 2:
+        saver.offer(adam_state(), progress)
+        assert saver._worker._work_queue.qsize() <= 1
+    saver.close()
+    assert len(learner.logger.fields("checkpoint_saved")) == 2
+    patient = Saver(learner.context, LearnerSection(), learner.folder, 7)
+    patient.offer(adam_state(), progress)
+    patient.close()
+    assert len(asked) == 2
+
+
+# --- What is not healthy
+
+
+def data_files(learner, number):
+    """Files with the arrays' bytes, the largest first."""
+    files = [path for path in (learner.path / str(number)).rglob("*") if path.is_file()]
+    return sorted(files, key=lambda path: path.stat().st_size, reverse=True)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
+def flip_arrays(learner):
+    state = learner.path / "2" / "state"
+    for path in state.rglob("d/*"):
+        flip(path)
+
+
+def truncate(learner):
+    for path in (learner.path / "2" / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:-7])
+
+
+def forget_facts(learner):
+    shutil.rmtree(learner.path / "2" / "facts")
+
+
+def spoil_facts(learner):
+    (path,) = [p for p in (learner.path / "2" / "facts").rglob("*") if p.name == "metadata"]
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "surprise": 1}))
+
+
+def other_digest(learner):
+    (path,) = [p for p in (learner.path / "2" / "facts").rglob("*") if p.name == "metadata"]
+    facts = json.loads(path.read_text())
+    facts["leaves"][1]["digest"] = "0" * 32
+    path.write_text(json.dumps(facts))
+
+
+def half_written(learner):
+    """As a process leaves it that is killed before the end of a save."""
+    shutil.rmtree(learner.path / "2" / "state")
+    for path in (learner.path / "2").glob("*"):
+        if path.is_file():
+            path.unlink()
+
+
+def empty(learner):
+    shutil.rmtree(learner.path / "2")
+    (learner.path / "2").mkdir()
+
+
+DAMAGES = [flip_arrays, truncate, forget_facts, spoil_facts, other_digest, half_written, empty]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_one_is_skipped_for_the_one_before(tmp_path, damage):
+    learner = Learner(tmp_path)
+    learner.save(adam_state(1), 10)
+    learner.save(adam_state(2), 20)
+    damage(learner)
+    later = Learner(tmp_path)
+    restored = later.restore(adam_state())
+    assert restored.local_step == 10
+    check_same(restored.state, adam_state(1))
+    assert [where for where, _ in later.skipped()] == ["folder"]
+    # And the next one can be made, though the name was taken by the damaged one.
+    later.save(adam_state(3), 15)
+    check_same(Learner(tmp_path).restore(adam_state()).state, adam_state(3))
+
+
+def saved_by(tmp_path, state=None, **other):
+    """A checkpoint of a learner that is not quite this one, in its place, before a good one."""
+    good = Learner(tmp_path)
+    good.save(adam_state(1), 10)
+    wrong = Learner(tmp_path, **other)
+    wrong.folder = good.folder
+    wrong.save(adam_state(2) if state is None else state, 20)
+    return Learner(tmp_path)
+
+
+WRONG = {
+    "another run": ({"run": "other"}, None, "run other, not r"),
+    "another learner": ({"name": "two"}, None, "learner two, not one"),
+    "another layout": ({"width": 32}, None, "layout"),
+    "another shape": ({}, "shape", "float32[5, 6], not"),
+    "another optimizer": ({}, "trace", "leaf .trace"),
+    "fewer leaves": ({}, "fewer", "leaves, not"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_foreign_one_is_skipped_for_the_one_before(tmp_path, name):
+    other, kind, why = WRONG[name]
+    states = {
+        None: lambda: None,
+        "shape": lambda: optax.scale_by_adam().init(PARAMS | {"kernel": jnp.ones((5, 6))}),
+        "trace": lambda: optax.trace(0.9).init(PARAMS),
+        "fewer": lambda: optax.ScaleByAdamState(adam_state().count, adam_state().mu, ()),
+    }
+    later = saved_by(tmp_path, states[kind](), **other)
+    restored = later.restore(adam_state())
+    assert restored.local_step == 10
+    ((where, found),) = later.skipped()
+    assert where == "folder"
+    assert why in found
+
+
+def test_what_is_not_finite_is_neither_saved_nor_restored(tmp_path, monkeypatch):
+    learner = Learner(tmp_path)
+    learner.save(adam_state(1), 10)
+    broken = adam_state(2)._replace(nu=PARAMS | {"kernel": PARAMS["kernel"].at[0, 0].set(jnp.nan)})
+    saver = Saver(learner.context, learner.section, learner.folder, 7)
+    saver.save(broken, PROGRESS)
+    saver.close()
+    ((failed),) = learner.logger.fields("checkpoint_failed")
+    assert "not finite" in failed["why"]
+    assert learner.folder.numbers() == [1]
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_check_finite", lambda path, array: None)
+        other = Learner(tmp_path)
+        other.save(broken, 20)
+    later = Learner(tmp_path)
+    assert later.restore(adam_state()).local_step == 10
+    assert "not finite" in later.skipped()[0][1]
+
+
+def test_training_goes_on_when_a_checkpoint_cannot_be_written(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    learner = Learner(tmp_path)
+    saver = Saver(learner.context, learner.section, learner.folder, 7)
+    saver.save(adam_state(), PROGRESS)
+    saver.close()
+    assert len(learner.logger.fields("checkpoint_failed")) == 1
+
+
+# --- In the store
+
+
+def uploaded(store):
+    return [info.name for info in store.list("r/learner/")]
+
+
+def replace(store, name, data):
+    """Other bytes, under a name that fits them."""
+    store.delete(name)
+    from common import shards
+
+    store.put(f"{name.rsplit('-', 1)[0]}-{shards.digest(data)}", data)
+
+
+def flipped(data):
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+HOSTILE = {
+    "other bytes": lambda data: flipped(data),
+    "truncated": lambda data: data[:-5],
+    "no header": lambda data: b"\xff" * 64,
+    "nothing": lambda data: b"",
+    "no metadata": lambda data: data.replace(b'"facts"', b'"fakts"', 1),
+    "too large": lambda data: data + bytes(1 << 20),
+    "pickle": lambda data: b"\x80\x04cos\nsystem\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_bad_object_of_another_learner_is_skipped(tmp_path, name):
+    store = MemoryStore()
+    Learner(tmp_path, store, "two", checkpoint_upload=True).save(adam_state(2), 20)
+    (object_name,) = uploaded(store)
+    replace(store, object_name, HOSTILE[name](store.get(object_name)))
+    Learner(tmp_path, store, "three", checkpoint_upload=True).save(adam_state(1), 10)
+    learner = Learner(tmp_path, store, without_folder=True, warm_start=True)
+    restored = learner.restore(adam_state())
+    check_same(restored.state, adam_state(1))
+    assert (restored.local_step, restored.tokens) == (0, 0), "another one's counters"
+    assert [where for where, _ in learner.skipped()] == ["warm_start"]
+    (found,) = learner.logger.fields("checkpoint_restored")
+    assert (found["where"], found["of"]) == ("warm_start", "three")
+
+
+def test_bytes_that_are_not_those_of_the_name(tmp_path):
+    store = MemoryStore()
+    Learner(tmp_path, store, checkpoint_upload=True).save(adam_state(2), 20)
+    (name,) = uploaded(store)
+    data = flipped(store.get(name))
+    store.delete(name)
+    store.put(name, data)
+    learner = Learner(tmp_path / "elsewhere", store)
+    assert learner.restore(adam_state()) is None
+    assert "digest" in learner.skipped()[0][1]
+
+
+def test_a_warm_start_only_if_asked_and_only_without_ones_own(tmp_path):
+    store = MemoryStore()
+    Learner(tmp_path, store, "two", checkpoint_upload=True).save(adam_state(2), 20)
+    assert Learner(tmp_path, store).restore(adam_state()) is None
+    cold = Learner(tmp_path / "elsewhere", store, without_folder=True)
+    assert cold.restore(adam_state()) is None
+    own = Learner(tmp_path, store, warm_start=True)
+    own.save(adam_state(1), 10)
+    check_same(own.restore(adam_state()).state, adam_state(1))
+
+
+def test_an_object_that_goes_meanwhile_and_a_name_of_no_checkpoint(tmp_path):
+    store = MemoryStore()
+    store.put("r/learner/two/update/0/0-1-1.0", b"a shard")
+    store.put("r/learner/two/checkpoint/notes", b"not ours")
+    Learner(tmp_path, store, "two", checkpoint_upload=True).save(adam_state(2), 20)
+    learner = Learner(tmp_path, store, warm_start=True)
+    (found,) = checkpoint.stored(store, "r")
+    learner.context.store.delete(found.name)
+    assert learner.restore(adam_state()) is None
+    assert not learner.logger.lines
+
+
+def test_a_random_key_of_another_kind_is_refused():
+    key = jax.random.key(0, impl="rbg")
+    arrays = checkpoint.on_host(key)
+    with pytest.raises(CheckpointError, match="random key"):
+        checkpoint._on_device("key", arrays["00000"], key)
