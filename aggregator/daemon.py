@@ -2,16 +2,18 @@
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from aggregator.conductor import Conductor
 from aggregator.context import Context
 from aggregator.driver import FragmentOwner, LivenessWatch
+from aggregator.leases import Everything, Leases
 from common import bus_nats, log, names
 from common.bus import Bus
 from common.config import Config, check_same_run, parse_settings, warnings
-from common.errors import IntegrityError
+from common.errors import ConfigError, IntegrityError
 from common.layout import Layout, parse_layout
-from common.service import Runtime, cancel, on_signals
+from common.service import Runtime, all_of, cancel, first_of, on_signals
 from common.store import ObjectStore, open_store
 from common.tape import load_specification
 
@@ -32,46 +34,107 @@ async def load_run(
     return layout, specification.epoch
 
 
-async def aggregate(context: Context) -> None:
-    """Own every fragment of the run until its end is on the tape.
+class Owners:
+    """The fragments that this process owns, a task for each.
+
+    Args:
+        context: the aggregator's.
+        still_ours: whether a fragment's lease stands, asked of the server.
+        done: called once nothing of a fragment is left to do.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        still_ours: Callable[[int], Awaitable[bool]],
+        done: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self._context = context
+        self._still_ours = still_ours
+        self._done = done
+        self._tasks: dict[int, asyncio.Future[None]] = {}
+        self._owners: dict[int, FragmentOwner] = {}
+        self.damaged: list[IntegrityError] = []
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def all(self) -> Collection[FragmentOwner]:
+        """The owners of now, as they come and go."""
+        return self._owners.values()
+
+    def take(self, fragment: int) -> None:
+        """Begin to own a fragment."""
+        self._owners[fragment] = FragmentOwner(self._context, fragment, self._still_ours)
+        self._tasks[fragment] = asyncio.ensure_future(self._own(fragment))
+
+    async def drop(self, fragments: Iterable[int]) -> None:
+        """Cease to own fragments; what was not committed is forgotten."""
+        dropped = [f for f in fragments if f in self._tasks]
+        for fragment in dropped:
+            del self._owners[fragment]
+        await cancel(*(self._tasks.pop(fragment) for fragment in dropped))
+
+    async def drop_all(self) -> None:
+        """Cease to own anything."""
+        await self.drop([*self._tasks])
+
+    async def failure(self) -> None:
+        """Raise what ends the whole aggregator, once an owner has met it."""
+        await self._failed
+
+    async def _own(self, fragment: int) -> None:
+        try:
+            if await self._owners[fragment].own():
+                await self._done(fragment)
+        except IntegrityError as error:
+            # It stands still until an operator has looked; the others go on.
+            self._context.logger.exception("fragment_stopped", hint=error.hint)
+            self.damaged.append(error)
+        except Exception as error:  # noqa: BLE001 - raised by `failure`
+            if not self._failed.done():
+                self._failed.set_exception(error)
+
+
+async def aggregate(context: Context, leases: Leases | None = None) -> None:
+    """Own fragments of the run until its end is on the tape and nothing is left to answer.
+
+    Args:
+        context: the aggregator's.
+        leases: divide the fragments among several; None to own all of them without asking.
 
     Raises:
         IntegrityError: a fragment's stored objects do not give the recorded digests; raised
             once nothing else is left to do.
     """
-    fragments = range(len(context.layout.fragments))
-    owners = [FragmentOwner(context, fragment) for fragment in fragments]
-    work = [asyncio.ensure_future(owner.own()) for owner in owners]
-    work.append(asyncio.ensure_future(Conductor(context).conduct()))
-    watch = asyncio.ensure_future(LivenessWatch(context, owners).watch())
-    damaged: list[IntegrityError] = []
+    held: Leases | Everything = leases or Everything(context)
+    owners = Owners(context, held.still_ours, held.done)
     try:
-        running = {watch, *work}
-        while running > {watch}:
-            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                try:
-                    task.result()
-                except IntegrityError as error:
-                    # Its fragment stands still until an operator has looked; the others go on.
-                    context.logger.exception("fragment_stopped", hint=error.hint)
-                    damaged.append(error)
+        await first_of(
+            all_of(held.hold(owners.take, owners.drop), Conductor(context).conduct()),
+            LivenessWatch(context, owners.all()).watch(),
+            owners.failure(),
+        )
     finally:
-        await cancel(watch, *work)
-    if damaged:
-        raise damaged[0]
+        await owners.drop_all()
+        await held.release()
+    if owners.damaged:
+        raise owners.damaged[0]
 
 
-def serve(config: Config) -> None:
+def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
     """Run an aggregator until the run ends or a signal asks it to stop.
 
+    Args:
+        config: the whole file.
+        pinned: the fragments to keep to; None for a share of all.
+
     Raises:
+        ConfigError: the run has no such fragments.
         DilocoError: what stops it for good, with what to do.
     """
-    asyncio.run(_serve(config))
+    asyncio.run(_serve(config, pinned))
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, pinned: frozenset[int] | None) -> None:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     on_signals(lambda: loop.call_soon_threadsafe(asked.set))
@@ -95,8 +158,10 @@ async def _serve(config: Config) -> None:
             runtime=runtime,
             logger=logger,
         )
-        logger.info("started", fragments=len(layout.fragments))
-        work = asyncio.ensure_future(aggregate(context))
+        _check_pinned(pinned, len(layout.fragments))
+        logger.info("started", fragments=sorted(pinned) if pinned else len(layout.fragments))
+        leases = Leases(context, config.aggregator.lease_s, pinned)
+        work = asyncio.ensure_future(aggregate(context, leases))
         stop = asyncio.ensure_future(asked.wait())
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -108,3 +173,11 @@ async def _serve(config: Config) -> None:
         logger.info("stopped")
     finally:
         await bus.close()
+
+
+def _check_pinned(pinned: frozenset[int] | None, fragments: int) -> None:
+    if pinned and max(pinned) >= fragments:
+        raise ConfigError(
+            f"the run has fragments 0 to {fragments - 1}, and no fragment {max(pinned)}",
+            hint="give --fragments others, or leave it out for a share of all",
+        )

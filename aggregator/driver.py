@@ -8,6 +8,7 @@ tells the machines which learners are heard of, `conductor.py` when the run stop
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
 from aggregator import machine, policy
@@ -48,10 +49,19 @@ Item = tuple[machine.Event | Recorded | Resettled, Payload | None]
 
 
 class FragmentOwner:
-    """Makes the versions of one fragment, for as long as `own` runs."""
+    """Makes the versions of one fragment, for as long as `own` runs.
 
-    def __init__(self, context: Context, fragment: int) -> None:
+    Args:
+        context: the aggregator's.
+        fragment: its index.
+        still_ours: asked when somebody else has committed a record of the fragment.
+    """
+
+    def __init__(
+        self, context: Context, fragment: int, still_ours: Callable[[int], Awaitable[bool]]
+    ) -> None:
         self.context = context
+        self._still_ours = still_ours
         self.fragment = fragment
         self.state: machine.State | None = None
         self._logger = context.logger.bind(fragment=fragment)
@@ -64,10 +74,11 @@ class FragmentOwner:
         self._newest: wire.Record
         self._settle(context.settings)
 
-    async def own(self) -> None:
+    async def own(self) -> bool:
         """Recover from the tape and make versions; whenever another commits first, recover.
 
-        Returns once the run has ended and every update stored before its end has its record.
+        Returns once the run has ended and every update stored before its end has its record;
+        or, with False, once the fragment is somebody else's.
 
         Raises:
             IntegrityError: what is stored does not give the recorded digests.
@@ -78,9 +89,11 @@ class FragmentOwner:
                 self._broken = asyncio.get_running_loop().create_future()
                 await first_of(self._read_tape(), self._serve(), self._break_with_fetches())
             except SwapLostError as lost:
-                self._logger.warning("fenced", subject=lost.subject, expected=lost.expected)
+                if not await self._still_ours(self.fragment):
+                    return False
+                self._logger.warning("overtaken", expected=lost.expected)
             else:
-                return
+                return True
             finally:
                 self.state = None
                 await cancel(*self._fetches)
@@ -462,7 +475,7 @@ class LivenessWatch:
     is heard it is the bus that is silent, and nobody is taken for dead.
     """
 
-    def __init__(self, context: Context, owners: list[FragmentOwner]) -> None:
+    def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
         self._context = context
         self._owners = owners
         self._heard_at_s: dict[str, float] = {}

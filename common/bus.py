@@ -5,6 +5,7 @@ Rules of every backend:
 - `publish` returns once the message is durable. With the same `msg_id` again (within the
   stream's duplicate window) it stores nothing and returns the first one's sequence.
 - `expected_last` is the sequence of the subject's last message, 0 for none: compare-and-swap.
+- With `ttl_s` a message vanishes so long after it was stored, in a stream of `last_only`.
 - `read` yields every matching message from a sequence on, in order, exactly once per call, and
   then waits for new ones; it survives lost connections by itself.
 - `trim` removes what is old of a subject; sequence numbers and compare-and-swap stay as they are.
@@ -35,13 +36,18 @@ class Message(NamedTuple):
 
 
 class StreamLimits(NamedTuple):
-    """What a stream keeps; 0 means no limit. The tape has none: garbage collection trims it."""
+    """What a stream keeps; 0 means no limit. The tape has none: garbage collection trims it.
+
+    `last_only`: of each subject its last message alone, which may have a time to live: a bucket
+    of keys and values, as NATS calls it.
+    """
 
     max_age_s: float = 0.0
     max_bytes: int = 0
     max_message_bytes: int = 1 << 20
     duplicate_window_s: float = 120.0
     replicas: int = 1
+    last_only: bool = False
 
 
 class Bus(Protocol):
@@ -61,13 +67,15 @@ class Bus(Protocol):
         *,
         msg_id: str | None = None,
         expected_last: int | None = None,
+        ttl_s: float | None = None,
     ) -> int:
         """Append a message to the stream that owns `subject`; its sequence.
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
             BusUnavailableError: no answer; the message may or may not have been stored.
-            BusError: refused for good (no such stream, too large, not permitted).
+            BusError: refused for good (no such stream, too large, not permitted; `ttl_s` below a
+                second, or in a stream that is not `last_only`).
         """
 
     async def last(self, stream: str, subject: str) -> Message | None:
@@ -179,13 +187,21 @@ class _Stream:
         self.log: dict[int, Message] = {}  # by sequence, oldest first
         self.last_of: dict[str, int] = {}  # by subject, of the messages still in the log
         self._bytes = 0
+        self._ends_at_s: dict[int, float] = {}  # of messages with a time to live
         self._ids: dict[str, Message] = {}  # by msg_id, oldest first, within the window
 
     def append(
-        self, subject: str, payload: bytes, msg_id: str, expected: int | None, now_s: float
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str,
+        expected: int | None,
+        ttl_s: float | None,
+        now_s: float,
     ) -> int:
         """Store a message, or find that it is there already; its sequence. As `Bus.publish`."""
         self.expire(now_s)
+        check_ttl(ttl_s, allowed=self.limits.last_only)
         most = self.limits.max_message_bytes
         if most and len(payload) > most:
             raise BusError(f"message of {len(payload)} bytes: stream {self.name!r} takes {most}")
@@ -195,10 +211,14 @@ class _Stream:
             raise SwapLostError(subject, expected)
         if msg_id in self._ids:
             return self._ids[msg_id].seq
+        if self.limits.last_only and subject in self.last_of:
+            self._drop(self.last_of[subject])
         self.last_seq += 1
         message = Message(subject, self.last_seq, now_s, payload, msg_id)
         self.log[message.seq] = message
         self.last_of[subject] = message.seq
+        if ttl_s is not None:
+            self._ends_at_s[message.seq] = now_s + ttl_s
         self._bytes += _size(message)
         if msg_id:
             self._ids[msg_id] = message
@@ -207,6 +227,8 @@ class _Stream:
 
     def expire(self, now_s: float) -> None:
         """Forget what is older than the stream's limits allow."""
+        for seq in [seq for seq, end_s in self._ends_at_s.items() if end_s <= now_s]:
+            self._drop(seq)
         if age := self.limits.max_age_s:
             while self.log and self._oldest().time_s <= now_s - age:
                 self._drop_oldest()
@@ -242,7 +264,11 @@ class _Stream:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        message = self.log.pop(next(iter(self.log)))
+        self._drop(next(iter(self.log)))
+
+    def _drop(self, seq: int) -> None:
+        message = self.log.pop(seq)
+        self._ends_at_s.pop(seq, None)
         self._bytes -= _size(message)
         if self.last_of[message.subject] == message.seq:
             del self.last_of[message.subject]
@@ -279,7 +305,12 @@ class MemoryBroker:
         self._streams[stream] = _Stream(stream, list(subjects), limits)
 
     def publish(
-        self, subject: str, payload: bytes, msg_id: str | None, expected_last: int | None
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str | None,
+        expected_last: int | None,
+        ttl_s: float | None = None,
     ) -> int:
         """As `Bus.publish`."""
         check_subject(subject)
@@ -288,7 +319,8 @@ class MemoryBroker:
                 break
         else:
             raise BusError(f"no stream takes subject {subject!r}")
-        seq = stream.append(subject, bytes(payload), msg_id or "", expected_last, self._clock())
+        now_s = self._clock()
+        seq = stream.append(subject, bytes(payload), msg_id or "", expected_last, ttl_s, now_s)
         for reader in self._readers:
             reader.set()
         return seq
@@ -359,14 +391,16 @@ class MemoryBus:
         *,
         msg_id: str | None = None,
         expected_last: int | None = None,
+        ttl_s: float | None = None,
     ) -> int:
         """Append a message to the stream that owns `subject`; its sequence.
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
-            BusError: no such stream, too large, or the bus is closed.
+            BusError: no such stream, too large, a time to live where none can be, or the bus is
+                closed.
         """
-        return self._open_broker().publish(subject, payload, msg_id, expected_last)
+        return self._open_broker().publish(subject, payload, msg_id, expected_last, ttl_s)
 
     async def last(self, stream: str, subject: str) -> Message | None:
         """The last message of `subject` (no wildcards), or None.
@@ -482,6 +516,19 @@ def check_limits(limits: StreamLimits) -> None:
         raise BusError(
             f"duplicate_window_s is {limits.duplicate_window_s}: it must be more than 0 "
             f"and within max_age_s ({limits.max_age_s})"
+        )
+
+
+def check_ttl(ttl_s: float | None, *, allowed: bool) -> None:
+    """Refuse a time to live that no server takes.
+
+    Raises:
+        BusError: less than a second, or in a stream that is not `last_only`.
+    """
+    if ttl_s is not None and (ttl_s < 1 or not allowed):
+        raise BusError(
+            f"a message cannot live for {ttl_s} s",
+            hint="at least 1 s, and only in a stream of `last_only`",
         )
 
 

@@ -47,6 +47,7 @@ from common.bus import (
     check_patterns,
     check_settings,
     check_subject,
+    check_ttl,
     stream_settings,
     stream_went_back,
 )
@@ -248,6 +249,7 @@ class NatsBus:
         *,
         msg_id: str | None = None,
         expected_last: int | None = None,
+        ttl_s: float | None = None,
     ) -> int:
         """Append a message to the stream that owns `subject`; its sequence.
 
@@ -258,14 +260,18 @@ class NatsBus:
             SwapLostError: the subject's last message is not `expected_last`.
             BusUnavailableError: no answer within `CALL_TIMEOUT_S`, or no stream takes the subject
                 now; the message may or may not have been stored.
-            BusError: refused for good (too large, not permitted, closed).
+            BusError: refused for good (too large, not permitted, closed; a time to live below a
+                second, or in a stream that is not `last_only`).
         """
         check_subject(subject)
+        check_ttl(ttl_s, allowed=True)
         headers: dict[str, str] = {}
         if msg_id is not None:
             headers[api.Header.MSG_ID.value] = msg_id
         if expected_last is not None:
             headers[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value] = str(expected_last)
+        if ttl_s is not None:
+            headers[api.Header.MSG_TTL.value] = f"{round(ttl_s * 1000)}ms"
         try:
             ack = await self._call(
                 subject, lambda js: js.publish(subject, bytes(payload), headers=headers or None)
@@ -758,6 +764,11 @@ def _stream_config(stream: str, subjects: list[str], limits: StreamLimits) -> ap
         duplicate_window=limits.duplicate_window_s,
         num_replicas=limits.replicas,
         allow_direct=True,
+        # With these NATS's own tools take it for a bucket of keys and values.
+        max_msgs_per_subject=1 if limits.last_only else -1,
+        allow_msg_ttl=limits.last_only,
+        allow_rollup_hdrs=limits.last_only,
+        deny_delete=limits.last_only,
     )
 
 
@@ -771,6 +782,7 @@ def _settings(config: api.StreamConfig) -> dict[str, object]:
             max_message_bytes=max(config.max_msg_size or 0, 0),
             duplicate_window_s=config.duplicate_window,
             replicas=config.num_replicas or 1,
+            last_only=config.max_msgs_per_subject == 1,
         ),
     )
 

@@ -224,9 +224,14 @@ class LearnerSection(Section):
 
 
 class AggregatorSection(Section):
-    """How an aggregator works."""
+    """How an aggregator works.
+
+    Attributes:
+        lease_s: a fragment whose owner was not heard of for so long is taken over by another.
+    """
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = "aggregator"
+    lease_s: Annotated[float, Field(ge=1)] = 5.0
 
 
 class RunSettings(Section):

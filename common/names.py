@@ -11,6 +11,8 @@ Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.stop                        the stop rule was met: send what is unsent
     diloco.{run}.end                         nothing after this counts
 Bounded stream (`ops_stream`): diloco.{run}.heartbeat.{learner}, diloco.{run}.rejected.{learner}
+Leases, a bucket of keys and values (`leases_stream`): $KV.diloco-{run}_leases.fragment.{fragment},
+    $KV.diloco-{run}_leases.aggregator.{life}
 Not kept: diloco.{run}.round.{fragment}      a round is open
 Objects: one prefix per learner, so that one access rule fences it.
 """
@@ -42,6 +44,31 @@ def ops_stream(run: str) -> str:
     No run's name holds a '_', so that this is no other run's tape.
     """
     return f"diloco-{run}_ops"
+
+
+def leases_bucket(run: str) -> str:
+    """Who owns which fragment: a bucket of keys and values, in NATS's words."""
+    return f"diloco-{run}_leases"
+
+
+def leases_stream(run: str) -> str:
+    """The stream behind the bucket."""
+    return f"KV_{leases_bucket(run)}"
+
+
+def leases_subjects(run: str) -> list[str]:
+    """Every subject of the leases."""
+    return [f"$KV.{leases_bucket(run)}.>"]
+
+
+def fragment_lease(run: str, fragment: int | str) -> str:
+    """Subject of the lease of a fragment."""
+    return f"$KV.{leases_bucket(run)}.fragment.{fragment}"
+
+
+def aggregator_lease(run: str, life: str) -> str:
+    """Subject by which an aggregator says that it is there."""
+    return f"$KV.{leases_bucket(run)}.aggregator.{life}"
 
 
 def tape_subjects(run: str) -> list[str]:

@@ -118,6 +118,17 @@ async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
         await cancel(*tasks)
 
 
+async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
+    """Run until all of these have ended, or one has failed; then cancel the others and raise."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        await cancel(*tasks)
+
+
 async def cancel(*tasks: "asyncio.Future[None]") -> None:
     """Cancel tasks and wait until they have ended."""
     for task in tasks:

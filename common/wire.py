@@ -390,6 +390,25 @@ class End(Body):
     record_seqs: tuple[Positive, ...]
 
 
+class Lease(Body):
+    """Who owns a fragment; or, under a key of its own, that an aggregator is there.
+
+    Attributes:
+        aggregator: name, for people; `life` tells one process from every other.
+        state: "held"; "released" for whoever takes it; "done": the fragment's last record is
+            committed and nothing is left to answer.
+        ttl_s: it holds for so long after it was stored.
+        pinned: the fragments that this aggregator keeps to, nil if it takes its share of all.
+    """
+
+    kind: ClassVar[str] = "lease"
+    aggregator: Name
+    life: Digest
+    state: Literal["held", "released", "done"]
+    ttl_s: Seconds
+    pinned: tuple[Count, ...] | None
+
+
 class RoundOpen(Body):
     """A round is open: whoever has work for this fragment may send it now."""
 

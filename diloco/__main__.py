@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from common import log
-from common.config import Config, load_config
+from common.config import Config, load_config, make_config
 from common.errors import DilocoError
 
 app = typer.Typer(
@@ -32,6 +32,10 @@ ConfigOption = Annotated[
     Path,
     typer.Option("--config", help="TOML file of the run; docs/configuration.md", metavar="FILE"),
 ]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="the run's TOML file, or the folder of a local run"),
+]
 LevelOption = Annotated[
     str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
 ]
@@ -43,16 +47,38 @@ def _load(path: Path, level: str) -> Config:
 
 
 @app.command()
-def aggregator(config: ConfigOption, log_level: LevelOption = "info") -> None:
+def aggregator(
+    config: ConfigOption,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="its name in records and logs [default: of the file]"),
+    ] = None,
+    fragments: Annotated[
+        str | None,
+        typer.Option(
+            help="own these fragments and no others, such as 0-11 or 0,3,5-7 "
+            "[default: a share of all]",
+            metavar="LIST",
+        ),
+    ] = None,
+    log_level: LevelOption = "info",
+) -> None:
     """Merge the learners' updates and commit new versions, until the run ends.
 
-    The first SIGINT or SIGTERM asks for a clean stop, the second ends the process at once. Killed
-    at any point, a new one goes on where it was. Logs are JSON lines on standard error.
+    Any number may run: they divide the fragments by leases, and take over from one that dies. The
+    first SIGINT or SIGTERM asks for a clean stop, the second ends the process at once. Killed at
+    any point, a new one goes on where it was. Logs are JSON lines on standard error.
     """
+    from diloco.settings import parse_fragments
+
+    pinned = None if fragments is None else parse_fragments(fragments)
     loaded = _load(config, log_level)
+    if name is not None:
+        section = {**loaded.aggregator.model_dump(), "name": name}
+        loaded = make_config({**loaded.model_dump(), "aggregator": section}, source="--name")
     from aggregator.daemon import serve
 
-    serve(loaded)
+    serve(loaded, pinned)
 
 
 @app.command()
@@ -94,16 +120,6 @@ def run_create(
         f"{len(layout.fragments)} fragments, layout {layout.digest}",
         soft_wrap=True,
     )
-
-
-RunArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="the run: its TOML file, or the folder of a local run",
-        show_default=False,
-    ),
-]
 
 
 @run_app.command("set")
@@ -211,6 +227,7 @@ def _say(text: str) -> None:
 @app.command()
 def local(
     learners: Annotated[int, typer.Option(help="number of learner processes", min=1, max=64)] = 4,
+    aggregators: Annotated[int, typer.Option(help="number of aggregators", min=1, max=16)] = 1,
     steps: Annotated[
         int | None, typer.Option(help="length of the run in inner steps [default: 600]", min=1)
     ] = None,
@@ -240,9 +257,9 @@ def local(
     kill: Annotated[
         list[str] | None,
         typer.Option(
-            help="kill a learner with SIGKILL at a step and start it again; may be repeated; "
-            "'none' for nobody [default: the second learner after a third of the run]",
-            metavar="LEARNER@STEP",
+            help="kill a learner or an aggregator with SIGKILL at a step and start it again; may "
+            "be repeated; 'none' for nobody [default: the second learner after a third of the run]",
+            metavar="NAME@STEP",
         ),
     ] = None,
     settings: Annotated[
@@ -262,6 +279,7 @@ def local(
 
     options = LocalOptions(
         learners=learners,
+        aggregators=aggregators,
         steps=steps,
         run_dir=run_dir,
         config=config,

@@ -150,7 +150,9 @@ async def make_streams(bus: Bus, run: str, streams: BusSection) -> None:
     tape = StreamLimits(duplicate_window_s=streams.duplicate_window_s, replicas=streams.replicas)
     ops = tape._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)
     await bus.create_stream(names.tape_stream(run), names.tape_subjects(run), tape)
+    leases = tape._replace(last_only=True)
     await bus.create_stream(names.ops_stream(run), names.ops_subjects(run), ops)
+    await bus.create_stream(names.leases_stream(run), names.leases_subjects(run), leases)
 
 
 async def _store_constants(

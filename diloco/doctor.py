@@ -32,7 +32,7 @@ from common.store import ObjectStore, open_store
 from common.tape import RunContext
 from diloco import remake, symptoms
 from diloco.audit import Account, Audit, audit
-from diloco.history import History, read_history, read_stream
+from diloco.history import History, read_history
 from diloco.observe import LearnerView
 from diloco.opening import OpenRun, find_config, open_run
 from diloco.symptoms import Finding
@@ -251,7 +251,7 @@ async def _examine_run(
 ) -> None:
     """Tape, learners, fragments and objects."""
     history, found, objects = await _look(context, deep=deep, progress=progress)
-    views = await _heartbeats(context)
+    views = await _heartbeats(context, history)
     now_s = context.runtime.clock()
     report.account = found.account
     report.findings += [
@@ -281,15 +281,16 @@ async def _look(
     return history, found, objects
 
 
-async def _heartbeats(context: RunContext) -> dict[str, LearnerView]:
-    """The newest heartbeat of each learner."""
+async def _heartbeats(context: RunContext, history: History) -> dict[str, LearnerView]:
+    """The newest heartbeat of each learner that is still kept."""
     views: dict[str, LearnerView] = {}
-    subjects = names.ops_subjects(context.run)
-    for message in await read_stream(context.bus, names.ops_stream(context.run), subjects):
-        if ".heartbeat." in message.subject:
+    stream = names.ops_stream(context.run)
+    for learner in {join.learner for _, join in history.joins}:
+        message = await context.bus.last(stream, names.heartbeat(context.run, learner))
+        if message is not None:
             with contextlib.suppress(WireError):
                 beat = wire.decode(wire.Heartbeat, message.payload)
-                views[beat.learner] = LearnerView(beat, message.time_s)
+                views[learner] = LearnerView(beat, message.time_s)
     return views
 
 

@@ -145,7 +145,9 @@ class Fleet:
 
     def stop(self, *, within_s: float) -> None:
         """Ask all to end, learners first, and end those that do not."""
-        order = sorted(self.daemons.values(), key=lambda daemon: daemon.name == "aggregator")
+        order = sorted(
+            self.daemons.values(), key=lambda daemon: daemon.name.startswith("aggregator")
+        )
         for group in (order[:-1], order[-1:]):
             for daemon in group:
                 if daemon.pid is not None and daemon.process is not None:

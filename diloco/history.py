@@ -16,13 +16,13 @@ from typing import NamedTuple
 from common import names, wire
 from common.bus import Bus, Message
 from common.config import RunSettings, parse_settings
-from common.errors import IntegrityError, ObjectMissingError, WireError
+from common.errors import BusUnavailableError, IntegrityError, ObjectMissingError, WireError
 from common.layout import Layout
 from common.store import ObjectStore
 from common.tape import RunContext, get_object, load_specification, parse_changed
 
-# A tape that ends in other traffic still must answer within so long.
-READ_S = 60.0
+# A server that says that there are messages gives the next one within so long.
+SILENCE_S = 30.0
 
 
 class Sent(NamedTuple):
@@ -164,7 +164,7 @@ async def read_history(context: RunContext) -> History:
     Raises:
         RunMismatchError: there is no such run.
         BusError, StoreUnavailableError: bus or store are away.
-        TimeoutError: the bus answers, but does not give what it has.
+        BusUnavailableError: the bus does not give what it has in time.
     """
     specification = await load_specification(context.bus, context.run)
     history = History(
@@ -180,24 +180,27 @@ async def read_history(context: RunContext) -> History:
 
 
 async def read_stream(bus: Bus, stream: str, subjects: list[str]) -> list[Message]:
-    """Every message that a stream holds now; `subjects` must be all that it takes.
+    """Every message that a stream holds now.
+
+    Its newest one must be there, and of one of `subjects`: so it is on a tape.
 
     Raises:
         StreamMissingError: there is no such stream.
-        TimeoutError: the bus answers, but does not give what it has.
+        BusUnavailableError: the bus does not give what it has in time.
     """
     last = await bus.last_sequence(stream)
     found: list[Message] = []
     if not last:
         return found
-    async with (
-        asyncio.timeout(READ_S),
-        contextlib.aclosing(bus.read(stream, subjects, 1)) as reading,  # type: ignore[type-var]
-    ):
-        async for message in reading:
-            found.append(message)
-            if message.seq >= last:
-                break
+    async with contextlib.aclosing(bus.read(stream, subjects, 1)) as reading:  # type: ignore[type-var]
+        while not found or found[-1].seq < last:
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    found.append(await anext(reading))
+            except TimeoutError as error:
+                raise BusUnavailableError(
+                    f"stream {stream!r}: after {len(found)} messages none came for {SILENCE_S:g} s"
+                ) from error
     return found
 
 

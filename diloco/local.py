@@ -41,6 +41,7 @@ class LocalOptions:
     """The options of `diloco local`, as given."""
 
     learners: int
+    aggregators: int
     steps: int | None
     run_dir: Path | None
     config: Path | None
@@ -54,7 +55,7 @@ class LocalOptions:
 
 @dataclass
 class _Kill:
-    learner: str
+    name: str
     step: int
     done: bool = False
 
@@ -75,7 +76,8 @@ def run_local(options: LocalOptions) -> int:
         )
     learners = [f"learner-{index}" for index in range(options.learners)]
     document = local_document(options, name, learners, run_dir)
-    kills = _plan_kills(options.kill, learners, document["run"]["steps"])
+    aggregators = aggregator_names(options.aggregators)
+    kills = _plan_kills(options.kill, learners, aggregators, document["run"]["steps"])
     run_dir.mkdir(parents=True, exist_ok=True)
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
@@ -91,11 +93,18 @@ def run_local(options: LocalOptions) -> int:
     return status
 
 
-def _plan_kills(wanted: list[str] | None, learners: list[str], steps: int) -> list[_Kill]:
+def aggregator_names(count: int) -> list[str]:
+    """What the aggregators of a local run are called."""
+    return ["aggregator", *(f"aggregator-{index}" for index in range(1, count))]
+
+
+def _plan_kills(
+    wanted: list[str] | None, learners: list[str], aggregators: list[str], steps: int
+) -> list[_Kill]:
     """Whom to kill when.
 
     Raises:
-        ConfigError: not LEARNER@STEP, or nobody of that name.
+        ConfigError: not NAME@STEP, or nobody of that name.
     """
     if wanted is None:
         return [_Kill(learners[1], steps // 3)] if len(learners) > 1 else []
@@ -104,9 +113,10 @@ def _plan_kills(wanted: list[str] | None, learners: list[str], steps: int) -> li
         if item == "none":
             continue
         name, at, step = item.partition("@")
-        if not at or not step.isdecimal() or name not in learners:
+        if not at or not step.isdecimal() or name not in learners + aggregators:
+            known = ", ".join(learners + aggregators)
             raise ConfigError(
-                f"--kill {item!r}: expected LEARNER@STEP with one of {', '.join(learners)}",
+                f"--kill {item!r}: expected NAME@STEP with one of {known}",
                 hint=f"for example --kill {learners[-1]}@{steps // 3}, or --kill none",
             )
         kills.append(_Kill(name, int(step)))
@@ -186,7 +196,8 @@ class LocalRun:
 
     def _start_daemons(self) -> None:
         path = str(self.config_path)
-        self.fleet.start("aggregator", ["aggregator", "--config", path])
+        for name in aggregator_names(self.options.aggregators):
+            self.fleet.start(name, ["aggregator", "--config", path, "--name", name])
         for index, name in enumerate(self.learners):
             cores = _cores(index, len(self.learners))
             self.fleet.start(name, ["learner", "--config", path, "--learner", name], cores)
@@ -216,8 +227,8 @@ class LocalRun:
         for kill in self.kills:
             if not kill.done and observer.observed.global_step >= kill.step:
                 kill.done = True
-                self.fleet.kill(kill.learner)
-                self.note = f"{kill.learner} was killed at step {kill.step} and started again"
+                self.fleet.kill(kill.name)
+                self.note = f"{kill.name} was killed at step {kill.step} and started again"
 
     def _frame(self, observer: Observer) -> screen.Frame:
         beats = [seen.heartbeat for seen in observer.observed.learners.values()]

@@ -91,3 +91,22 @@ def assign(document: dict[str, Any], assignment: str) -> None:
     for part in path[:-1]:
         section = section.setdefault(part, {})
     section[path[-1]] = value
+
+
+def parse_fragments(text: str) -> frozenset[int]:
+    """Fragments from a list such as 0-11 or 0,3,5-7.
+
+    Raises:
+        ConfigError: it is no such list.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
+            raise ConfigError(
+                f"--fragments {text!r}: {part!r} is no fragment and no range",
+                hint="for example --fragments 0-11, or --fragments 0,3,5-7",
+            )
+        found.update(range(int(first), int(last) + 1))
+    return frozenset(found)

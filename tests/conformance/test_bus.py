@@ -621,3 +621,65 @@ def test_subjects_overlap(one: str, two: str, overlap: bool) -> None:
             check_patterns([one, two])
     else:
         check_patterns([one, two])
+
+
+def test_a_lease_is_held_by_one_and_expires(play: Play) -> None:
+    async def scenario(client: Connect, token: str) -> None:
+        one, other = await client(), await client()
+        bucket = f"$KV.{token}"
+        await one.create_stream(f"KV_{token}", [f"{bucket}.>"], StreamLimits(last_only=True))
+        held = await one.publish(f"{bucket}.a", b"one", expected_last=0, ttl_s=1.0)
+        with pytest.raises(SwapLostError):
+            await other.publish(f"{bucket}.a", b"other", expected_last=0, ttl_s=1.0)
+        renewed = await one.publish(f"{bucket}.a", b"one", expected_last=held, ttl_s=1.0)
+        assert renewed > held
+        with pytest.raises(SwapLostError):
+            await one.publish(f"{bucket}.a", b"stale", expected_last=held, ttl_s=1.0)
+        await one.publish(f"{bucket}.b", b"for ever", expected_last=0)
+        last = await one.last(f"KV_{token}", f"{bucket}.a")
+        assert last is not None
+        assert (last.seq, last.payload) == (renewed, b"one")
+
+        while await other.last(f"KV_{token}", f"{bucket}.a") is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        with pytest.raises(SwapLostError):
+            await one.publish(f"{bucket}.a", b"late", expected_last=renewed, ttl_s=1.0)
+        assert await other.publish(f"{bucket}.a", b"other", expected_last=0, ttl_s=1.0) > renewed
+        kept = await one.last(f"KV_{token}", f"{bucket}.b")
+        assert kept is not None
+        assert kept.payload == b"for ever"
+
+    play(scenario)
+
+
+def test_a_stream_of_last_messages_keeps_one_for_each_subject(play: Play) -> None:
+    async def scenario(client: Connect, token: str) -> None:
+        bus = await client()
+        limits = StreamLimits(last_only=True)
+        await bus.create_stream(token, [f"{token}.>"], limits)
+        await bus.create_stream(token, [f"{token}.>"], limits)
+        for number in range(3):
+            await bus.publish(f"{token}.a", b"%d" % number)
+            await bus.publish(f"{token}.b", b"%d" % number)
+        found = await take(bus.read(token, [f"{token}.>"], 1), 2)
+        assert [(m.subject, m.seq, m.payload) for m in found] == [
+            (f"{token}.a", 5, b"2"),
+            (f"{token}.b", 6, b"2"),
+        ]
+        with pytest.raises(BusError, match="last_only"):
+            await bus.create_stream(token, [f"{token}.>"], StreamLimits())
+
+    play(scenario)
+
+
+def test_a_time_to_live_is_a_second_at_least_and_not_for_the_tape(play: Play) -> None:
+    async def scenario(client: Connect, token: str) -> None:
+        bus = await client()
+        await bus.create_stream(token, [f"{token}.>"], LIMITS)
+        with pytest.raises(BusError):
+            await bus.publish(f"{token}.a", b"", ttl_s=0.5)
+        with pytest.raises(BusError):
+            await bus.publish(f"{token}.a", b"", ttl_s=2.0)
+        assert await bus.last(token, f"{token}.a") is None
+
+    play(scenario)

@@ -158,8 +158,8 @@ def test_wrong_options_are_answered_with_a_sentence(tmp_path, tidy):
     wrong = {
         ("--speed", "1,2"): "expected 2 shares of full speed in (0, 1]",
         ("--speed", "fast"): "expected numbers joined by commas",
-        ("--kill", "nobody@3"): "expected LEARNER@STEP with one of learner-0, learner-1",
-        ("--kill", "learner-0"): "expected LEARNER@STEP",
+        ("--kill", "nobody@3"): "expected NAME@STEP with one of learner-0, learner-1",
+        ("--kill", "learner-0"): "expected NAME@STEP",
         ("--set", "momentum=0"): "expected section.key=value",
         ("--set", "sync.fragmets=3"): "unknown key 'sync.fragmets'",
         ("--set", "outer.momentum=2"): "outer.momentum",

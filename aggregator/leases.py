@@ -1,0 +1,349 @@
+"""Who owns which fragment: leases in a bucket of keys with a time to live.
+
+Any number of aggregators divide a run's fragments among them; when one is not heard of for the
+length of its leases, the others take over what it had. A lease only avoids wasted work: what keeps
+two owners apart is the compare-and-swap on the fragment's records.
+
+Rules:
+- A key that expires sends no message. So everybody follows the bucket's stream, counts what was
+  not renewed for its time to live as free, and lets the server judge: it takes an acquisition only
+  when the key is not there.
+- A renewal that is refused because the key has expired is an acquisition; only somebody else's
+  key means that the fragment is lost. When all were cut off, nobody loses anything.
+- Fragments that an aggregator is pinned to are left to it while it lives.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from aggregator.context import Context, identity
+from common import names, shards, wire
+from common.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
+from common.service import first_of
+
+# How often one looks for fragments to take, at most.
+LOOK_S = 0.5
+# What others have said is read for so long before the first look.
+SETTLE_S = 0.3
+# A fragment that is given up is free for all at once; its key need not stay.
+RELEASED_S = 1.0
+# The longest farewell to a bus that does not answer.
+FAREWELL_S = 2.0
+
+Pinned = frozenset[int] | None
+
+
+class Plan(NamedTuple):
+    """What an aggregator takes, the likeliest to be left to it first, and gives up."""
+
+    acquire: tuple[int, ...]
+    release: tuple[int, ...]
+
+
+def plan(
+    me: str, members: Mapping[str, Pinned], holders: Mapping[int, str | None], fragments: int
+) -> Plan:
+    """The step of one aggregator towards an even division.
+
+    Args:
+        me: this aggregator's life.
+        members: what each live aggregator, this one too, is pinned to; None: to nothing.
+        holders: who holds each fragment that is not done; None for nobody.
+        fragments: P, of the run.
+    """
+    held = {fragment for fragment, holder in holders.items() if holder == me}
+    free = {fragment for fragment, holder in holders.items() if holder is None}
+    pinned = members[me]
+    if pinned is not None:
+        return Plan(_by_rank(me, free & pinned), tuple(sorted(held - pinned)))
+    reserved: set[int] = set().union(*(kept for kept in members.values() if kept is not None))
+    target = _share(me, members, [f for f in range(fragments) if f in holders.keys() - reserved])
+    keep = _by_rank(me, held - reserved)[:target]
+    wanted = _by_rank(me, free - reserved)[: target - len(keep)]
+    return Plan(wanted, tuple(sorted(held - set(keep))))
+
+
+def _share(me: str, members: Mapping[str, Pinned], fragments: Collection[int]) -> int:
+    """How many of `fragments` are this aggregator's: equal numbers, the rest to the first."""
+    sharing = sorted(life for life, pinned in members.items() if pinned is None)
+    each, rest = divmod(len(fragments), len(sharing))
+    return each + (sharing.index(me) < rest)
+
+
+def _by_rank(me: str, fragments: Iterable[int]) -> tuple[int, ...]:
+    """In an order of this aggregator's own, so that two seldom reach for the same."""
+    return tuple(sorted(fragments, key=lambda fragment: shards.digest(f"{me}-{fragment}".encode())))
+
+
+class _Seen(NamedTuple):
+    """The newest message of a key, and when it was heard."""
+
+    lease: wire.Lease
+    revision: int
+    heard_at_s: float
+
+
+def _now_s() -> float:
+    """A clock that nobody sets: what counts here is how long ago something was."""
+    return asyncio.get_running_loop().time()
+
+
+class Leases:
+    """One aggregator's leases.
+
+    Args:
+        context: the aggregator's.
+        ttl_s: time to live of a lease.
+        pinned: the fragments to keep to; None for a share of all.
+    """
+
+    def __init__(self, context: Context, ttl_s: float, pinned: Pinned = None) -> None:
+        self._context = context
+        self._ttl_s = ttl_s
+        self._pinned = pinned
+        self._life = identity(context)
+        self._seen: dict[str, _Seen] = {}
+        self._held: dict[int, int] = {}
+        self._membership = 0
+        self._renewed_at_s = 0.0
+        self._renewing = asyncio.Lock()
+        self._lost: set[int] = set()
+        self._done: set[int] = set()
+
+    async def hold(
+        self,
+        take: Callable[[int], None],
+        drop: Callable[[Iterable[int]], Awaitable[None]],
+    ) -> None:
+        """Take, keep and give up fragments until all that this aggregator answers for are done.
+
+        Args:
+            take: begins to own a fragment.
+            drop: ceases to own fragments; returns once nothing of them is under way.
+        """
+        await first_of(self._follow(), self._keep(take, drop))
+
+    async def still_ours(self, fragment: int) -> bool:
+        """Whether the lease of a fragment stands; asked of the server."""
+        await self._renew()
+        return fragment in self._held
+
+    async def done(self, fragment: int) -> None:
+        """Say that nothing of a fragment is left to do; nobody takes it again."""
+        await self._context.runtime.retry(
+            "giving up a lease", lambda: self._say_done(fragment), logger=self._context.logger
+        )
+
+    async def release(self) -> None:
+        """Give up everything, so that others need not wait for its end."""
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await asyncio.gather(*(self._give_up(fragment) for fragment in [*self._held]))
+                subject = names.aggregator_lease(self._context.run, self._life)
+                await self._publish(subject, "released", self._membership)
+        except (DilocoError, TimeoutError):
+            self._context.logger.info("leases_left", after_s=self._ttl_s)
+
+    # What others say
+
+    async def _follow(self) -> None:
+        run = self._context.run
+        messages = self._context.bus.read(names.leases_stream(run), names.leases_subjects(run), 1)
+        async for message in messages:
+            try:
+                lease = wire.decode(wire.Lease, message.payload)
+            except WireError as error:
+                self._context.logger.warning(
+                    "unreadable", subject=message.subject, reason=error.reason
+                )
+                continue
+            self._seen[message.subject] = _Seen(lease, message.seq, _now_s())
+
+    def _standing(self, subject: str) -> wire.Lease | None:
+        """The lease that a key stands for, unless it has been given up or has expired."""
+        seen = self._seen.get(subject)
+        if seen is None or seen.lease.state == "released":
+            return None
+        age_s = _now_s() - seen.heard_at_s
+        return None if seen.lease.state == "held" and age_s > seen.lease.ttl_s else seen.lease
+
+    def _members(self) -> dict[str, Pinned]:
+        prefix = names.aggregator_lease(self._context.run, "")
+        standing = [self._standing(key) for key in self._seen if key.startswith(prefix)]
+        members = {
+            lease.life: None if lease.pinned is None else frozenset(lease.pinned)
+            for lease in standing
+            if lease is not None
+        }
+        return members | {self._life: self._pinned}
+
+    def _holders(self) -> dict[int, str | None]:
+        holders: dict[int, str | None] = {}
+        for fragment in range(len(self._context.layout.fragments)):
+            lease = self._standing(names.fragment_lease(self._context.run, fragment))
+            if fragment in self._held:
+                holders[fragment] = self._life
+            elif lease is None or lease.life == self._life:
+                holders[fragment] = None
+            elif lease.state != "done":
+                holders[fragment] = lease.life
+            else:
+                self._done.add(fragment)
+        return {fragment: life for fragment, life in holders.items() if fragment not in self._done}
+
+    # What this one does
+
+    async def _keep(
+        self,
+        take: Callable[[int], None],
+        drop: Callable[[Iterable[int]], Awaitable[None]],
+    ) -> None:
+        await self._renew()
+        await asyncio.sleep(SETTLE_S)
+        while not self._finished():
+            if _now_s() - self._renewed_at_s > self._ttl_s / 3:
+                await self._renew()
+            if self._lost:
+                lost, self._lost = self._lost, set()
+                await drop(lost)
+            wanted = plan(
+                self._life, self._members(), self._holders(), len(self._context.layout.fragments)
+            )
+            await drop(wanted.release)
+            for fragment in wanted.release:
+                await self._give_up(fragment)
+            for fragment in wanted.acquire:
+                if await self._acquire(fragment):
+                    take(fragment)
+            await asyncio.sleep(min(LOOK_S, self._ttl_s / 5))
+
+    def _finished(self) -> bool:
+        mine = range(len(self._context.layout.fragments)) if self._pinned is None else self._pinned
+        return self._done >= set(mine)
+
+    async def _renew(self) -> None:
+        """Renew all that is held, and this aggregator's own key; note what is lost."""
+        async with self._renewing:
+            self._renewed_at_s = _now_s()
+            await asyncio.gather(
+                self._renew_membership(), *(self._renew_one(f) for f in [*self._held])
+            )
+            lost = self._lost & self._held.keys()
+            for fragment in lost:
+                del self._held[fragment]
+            if lost:
+                self._context.logger.warning("fenced", fragments=sorted(lost))
+
+    async def _renew_membership(self) -> None:
+        subject = names.aggregator_lease(self._context.run, self._life)
+        try:
+            self._membership = await self._publish(subject, "held", self._membership)
+        except SwapLostError:
+            # It has expired, or the answer of a renewal was lost; the next renewal is right again.
+            last = await self._last(subject)
+            self._membership = last.revision if last else 0
+        except BusUnavailableError:
+            pass
+
+    async def _renew_one(self, fragment: int) -> None:
+        subject = names.fragment_lease(self._context.run, fragment)
+        for expected in (self._held[fragment], 0):
+            try:
+                self._held[fragment] = await self._publish(subject, "held", expected)
+            except SwapLostError:
+                continue
+            except BusUnavailableError:
+                pass  # While the bus is away nobody can take it either.
+            return
+        last = await self._last(subject)
+        if last is not None and last.lease.life == self._life:
+            self._held[fragment] = last.revision  # Ours; the answer of a renewal was lost.
+        elif last is not None:
+            self._lost.add(fragment)
+
+    async def _acquire(self, fragment: int) -> bool:
+        subject = names.fragment_lease(self._context.run, fragment)
+        seen = self._seen.get(subject)
+        given_up = seen is not None and seen.lease.state == "released"
+        for expected in (seen.revision, 0) if seen is not None and given_up else (0,):
+            try:
+                self._held[fragment] = await self._publish(subject, "held", expected)
+            except SwapLostError:
+                continue
+            except BusUnavailableError:
+                return False
+            return True
+        return False
+
+    async def _give_up(self, fragment: int) -> None:
+        revision = self._held.pop(fragment, None)
+        if revision is None:
+            return
+        try:
+            subject = names.fragment_lease(self._context.run, fragment)
+            await self._publish(subject, "released", revision)
+        except (SwapLostError, BusUnavailableError):
+            return  # It expires by itself.
+
+    async def _say_done(self, fragment: int) -> None:
+        subject = names.fragment_lease(self._context.run, fragment)
+        revision = self._held.get(fragment, 0)
+        with contextlib.suppress(SwapLostError):  # Whoever has it now finds out the same.
+            await self._publish(subject, "done", revision)
+        self._held.pop(fragment, None)
+        self._done.add(fragment)
+
+    async def _last(self, subject: str) -> _Seen | None:
+        """What stands under a key; None also when nobody can tell now."""
+        try:
+            last = await self._context.bus.last(names.leases_stream(self._context.run), subject)
+            if last is None:
+                return None
+            return _Seen(wire.decode(wire.Lease, last.payload), last.seq, 0.0)
+        except (BusUnavailableError, WireError):
+            return None
+
+    async def _publish(self, subject: str, state: str, expected: int) -> int:
+        ttl_s = {"held": self._ttl_s, "released": RELEASED_S, "done": None}[state]
+        lease = wire.Lease(
+            aggregator=self._context.name,
+            life=self._life,
+            state=state,  # type: ignore[arg-type]
+            ttl_s=ttl_s or 0.0,
+            pinned=None if self._pinned is None else tuple(sorted(self._pinned)),
+        )
+        return await self._context.bus.publish(
+            subject, wire.encode(lease), expected_last=expected, ttl_s=ttl_s
+        )
+
+
+class Everything:
+    """In place of leases, for one that owns every fragment without asking anybody."""
+
+    def __init__(self, context: Context) -> None:
+        self._fragments = range(len(context.layout.fragments))
+        self._left = set(self._fragments)
+        self._all_done = asyncio.Event()
+
+    async def hold(
+        self, take: Callable[[int], None], _drop: Callable[[Iterable[int]], Awaitable[None]]
+    ) -> None:
+        """Take all fragments; return once they are done."""
+        for fragment in self._fragments:
+            take(fragment)
+        await self._all_done.wait()
+
+    async def still_ours(self, _fragment: int) -> bool:
+        """They are."""
+        return True
+
+    async def done(self, fragment: int) -> None:
+        """Nothing of a fragment is left to do."""
+        self._left.discard(fragment)
+        if not self._left:
+            self._all_done.set()
+
+    async def release(self) -> None:
+        """Nobody waits for them."""

@@ -1,0 +1,93 @@
+"""How aggregators divide fragments: `aggregator.leases.plan`, step by step until nothing moves."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aggregator.leases import plan
+
+lives = st.lists(st.from_regex(r"[0-9a-f]{4}", fullmatch=True), min_size=1, max_size=6, unique=True)
+
+
+def settle(members, holders, fragments):
+    """Everybody takes steps, one after the other, until nobody has anything to do."""
+    for moves in range(200):
+        idle = True
+        for me in members:
+            found = plan(me, members, holders, fragments)
+            assert all(holders[f] is None for f in found.acquire)
+            assert all(holders[f] == me for f in found.release)
+            for fragment in found.release:
+                holders[fragment] = None
+            for fragment in found.acquire:
+                holders[fragment] = me
+            idle = idle and not (found.acquire or found.release)
+        if idle:
+            return moves
+    raise AssertionError("it never settles")
+
+
+def counts(members, holders):
+    return sorted(sum(holder == me for holder in holders.values()) for me in members)
+
+
+@given(lives, st.integers(1, 40))
+def test_shares_are_even_and_everything_is_owned(found, fragments):
+    members = dict.fromkeys(found)
+    holders = dict.fromkeys(range(fragments))
+    settle(members, holders, fragments)
+    shares = counts(members, holders)
+    assert None not in holders.values()
+    assert shares[-1] - shares[0] <= 1
+
+
+@given(lives, st.integers(1, 40), st.data())
+def test_those_who_come_and_go_are_evened_out(found, fragments, data):
+    members = dict.fromkeys(found)
+    holders = dict.fromkeys(range(fragments))
+    settle(members, holders, fragments)
+    gone = data.draw(st.sampled_from(found))
+    kept = {f: h for f, h in holders.items() if h != gone}
+    members = {me: None for me in members if me != gone} | {"new": None}
+    holders = {f: (None if h == gone else h) for f, h in holders.items()}
+    settle(members, holders, fragments)
+    shares = counts(members, holders)
+    assert shares[-1] - shares[0] <= 1
+    # Nobody gives up more than the newcomer and the rest of the division ask for.
+    moved = sum(holders[f] != h for f, h in kept.items())
+    assert moved <= fragments // len(members) + len(members)
+
+
+@given(lives, st.integers(1, 40))
+def test_nothing_moves_once_it_is_even(found, fragments):
+    members = dict.fromkeys(found)
+    holders = dict.fromkeys(range(fragments))
+    settle(members, holders, fragments)
+    assert settle(members, holders, fragments) == 0
+
+
+@given(lives, st.integers(2, 40), st.data())
+def test_who_is_pinned_gets_what_it_is_pinned_to_and_nothing_else(found, fragments, data):
+    members = dict.fromkeys(found)
+    holders = dict.fromkeys(range(fragments))
+    settle(members, holders, fragments)
+    pinned = data.draw(st.frozensets(st.integers(0, fragments - 1), min_size=1))
+    members["pin"] = pinned
+    settle(members, holders, fragments)
+    assert {f for f, holder in holders.items() if holder == "pin"} == pinned
+    shares = counts(found, holders)
+    assert shares[-1] - shares[0] <= 1
+    assert None not in holders.values()
+
+
+def test_a_pinned_one_alone_leaves_the_rest():
+    holders = dict.fromkeys(range(4))
+    assert plan("me", {"me": frozenset({1, 3})}, holders, 4).acquire in ((1, 3), (3, 1))
+
+
+@given(lives, st.integers(1, 40), st.data())
+def test_what_is_done_is_nobodys(found, fragments, data):
+    members = dict.fromkeys(found)
+    done = data.draw(st.frozensets(st.integers(0, fragments - 1)))
+    holders = {f: None for f in range(fragments) if f not in done}
+    settle(members, holders, fragments)
+    assert None not in holders.values()
