@@ -26,6 +26,7 @@ from common.errors import (
     RunMissingError,
     StoreError,
     StoreUnavailableError,
+    StreamMissingError,
     WireError,
 )
 from common.store import ObjectStore, open_store
@@ -258,6 +259,7 @@ async def _examine_run(
         *symptoms.aggregator_clocks(history),
         *symptoms.learners(history, views, now_s),
         *symptoms.fragments(history, found, now_s),
+        *symptoms.owners(history, await _leases(context)),
         *symptoms.tape(history, found),
         *symptoms.objects(objects, deep=deep),
     ]
@@ -292,6 +294,19 @@ async def _heartbeats(context: RunContext, history: History) -> dict[str, Learne
                 beat = wire.decode(wire.Heartbeat, message.payload)
                 views[learner] = LearnerView(beat, message.time_s)
     return views
+
+
+async def _leases(context: RunContext) -> dict[int, wire.Lease]:
+    """Who has a lease of which fragment."""
+    found: dict[int, wire.Lease] = {}
+    stream = names.leases_stream(context.run)
+    for fragment in range(len(context.layout.fragments)):
+        subject = names.fragment_lease(context.run, fragment)
+        with contextlib.suppress(StreamMissingError, WireError):
+            message = await context.bus.last(stream, subject)
+            if message is not None:
+                found[fragment] = wire.decode(wire.Lease, message.payload)
+    return found
 
 
 def show(report: Report, console: Console) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from common import wire
 from common.config import RunSettings, warnings
 from diloco.audit import Audit, Breach
 from diloco.history import History
@@ -210,6 +211,27 @@ def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]
             sentence=f"{state}: {len(versions)} fragments at versions {min(versions, default=0)} "
             f"to {max(versions, default=0)}",
         )
+
+
+def owners(history: History, leases: dict[int, wire.Lease]) -> Iterator[Finding]:
+    """Fragments that no aggregator has a lease of, while the run goes on."""
+    if history.end is not None:
+        return
+    states = {fragment: lease.state for fragment, lease in leases.items()}
+    free = [f for f in sorted(history.records) if states.get(f, "released") == "released"]
+    if free and history.joins:
+        listed = ", ".join(str(fragment) for fragment in free[:12])
+        yield Finding(
+            severity="warning",
+            about="owners",
+            sentence=f"no aggregator owns fragment {listed}{' ...' if len(free) > 12 else ''}",
+            advice="start an aggregator; one that was just killed is replaced within its lease",
+            runbook=FRAGMENT_STOPPED,
+        )
+    shares = Counter(lease.aggregator for lease in leases.values() if lease.state == "held")
+    if shares and not free:
+        listed = ", ".join(f"{name} {count}" for name, count in sorted(shares.items()))
+        yield Finding(severity="ok", about="owners", sentence=f"fragments are owned by {listed}")
 
 
 def tape(history: History, found: Audit) -> Iterator[Finding]:

@@ -215,11 +215,10 @@ class Chaos:
                 still = [name for name, daemon in daemons.items() if daemon.pid is not None]
                 raise BrokenError(f"not within {PATIENCE_S:.0f} s: {still} leave after the stop")
             time.sleep(0.2)
-        statuses = {
-            name: daemon.process.poll() for name, daemon in daemons.items() if daemon.process
-        }
-        if any(statuses.values()):
-            raise BrokenError(f"daemons ended with {statuses}")
+        for name, daemon in daemons.items():
+            if daemon.process is not None and daemon.process.poll():
+                status, tail = daemon.process.poll(), self.stage.fleet.tail(daemon)
+                raise BrokenError(f"{name} ended with status {status} after the stop:\n{tail}")
 
     def _account(self, calm: tuple[float, float], chaos: tuple[float, float]) -> dict[str, Any]:
         history = self.history()
@@ -321,6 +320,7 @@ def chaos_document(folder: Path, url: str) -> dict[str, Any]:
         sync={"interval_steps": 16, "min_steps": 4},
         quorum={"min_learners": 2, "deadline_s": 6.0, "live_s": 3.0, "grace_cap_s": 1.0},
         store={"url": str(folder / "disk" / "store")},
+        aggregator={"lease_s": 3.0},
         learner={"heartbeat_s": 0.5, "compile_cache": str(folder / "compiled")},
     )
 

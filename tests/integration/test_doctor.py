@@ -156,12 +156,14 @@ def test_a_run_under_way_and_what_goes_wrong_with_it(
         run={"steps": 1_000_000},
         quorum={"deadline_s": 1.0, "live_s": 3.0},
         sync={"announce_again_s": 1.0},
+        aggregator={"lease_s": 1.0},
     )
     aggregator, learners = world.aggregator(), [world.learner(f"learner-{i}") for i in range(2)]
     world.until(lambda: min(read_tape(world).versions()) > 3, "versions")
     report = asyncio.run(examine(str(world.config_path), deep=True))
     assert report.healthy, report.findings
     assert not findings(report, "warning"), report.findings
+    assert any("owned by aggregator 3" in finding.sentence for finding in report.findings)
 
     aggregator.kill()
     learners[1].kill()
@@ -174,7 +176,8 @@ def test_a_run_under_way_and_what_goes_wrong_with_it(
     report = world.until(ill, "findings")
     stopped = {error.about for error in findings(report, "error")}
     assert stopped <= {f"fragment {fragment}" for fragment in range(3)}
-    assert {warning.about for warning in findings(report, "warning")} == {"learner learner-1"}
+    warnings = {warning.about for warning in findings(report, "warning")}
+    assert warnings == {"learner learner-1", "owners"}
 
 
 # The audit, on copies of a good tape
