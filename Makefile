@@ -3,7 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 SECONDS ?= 600
-BENCHES ?= merge encode stall wire quality events
+BENCHES ?= merge encode stall wire quality events failover
 
 BIN := .venv/bin
 STAMP := .venv/installed
