@@ -3,8 +3,8 @@
     .venv/bin/python -m bench.failover [--parameters 50000000] [--learners 2] [--trials 6]
 
 Two real aggregators, one nats-server, a folder as the store. One aggregator owns every fragment,
-the other stands by, pinned to the same ones. The learners here do not train: each sends a stored update
-of a fragment whenever a record has resolved its last one, so that rounds follow one another and
+the other stands by, pinned to the same ones. The learners here do not train: each sends a stored
+update of a fragment whenever a record has resolved its last one, so that rounds go on and
 updates are always on their way when the owner dies. What is shown is the time less the lease: what
 notices, recovers (outer state, re-merge of recorded inputs) and makes the next version.
 """
