@@ -1,7 +1,7 @@
 """Real runs for tests: processes as an operator starts them, a tape and a store to look into.
 
-`World` is one run: its configuration, its processes, what its learners noted. `tape.py` beside
-this file reads a run's tape and store and holds DESIGN.md's invariants against them.
+`World` is one run: its configuration, its processes, what its learners noted. `audit.py` beside
+this file reads a run's tape and holds every invariant against it.
 """
 
 import asyncio
