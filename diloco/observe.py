@@ -29,16 +29,21 @@ class Observed:
     """
 
     versions: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
     totals: dict[int, wire.Totals] = field(default_factory=dict)
     recent: list[wire.Record] = field(default_factory=list)
     learners: dict[str, LearnerView] = field(default_factory=dict)
     heartbeats: dict[tuple[str, int], wire.Heartbeat] = field(default_factory=dict)
     updates_sent: int = 0
     bytes_up: int = 0
-    global_step: int = 0
     stopped: bool = False
     ended: bool = False
     rejections: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def global_step(self) -> int:
+        """The run's clock, of the fragment that is furthest; a rollback sets it back."""
+        return max(self.steps.values(), default=0)
 
     @property
     def versions_made(self) -> int:
@@ -120,7 +125,7 @@ class Observer:
         observed = self.observed
         observed.versions[record.fragment] = record.version
         observed.totals[record.fragment] = record.totals
-        observed.global_step = max(observed.global_step, record.global_step)
+        observed.steps[record.fragment] = record.global_step
         for rejected in record.rejected:
             observed.rejections[rejected.reason] += 1
         if record.inputs:
