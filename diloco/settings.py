@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 DEFAULT_STEPS = 600
 # A local run is short, and somebody may want to see a learner return.
 CHECKPOINT_S = 15.0
+# After Ctrl-C nobody wants to wait long, and the whole run ends.
+LEAVE_S = 5.0
 
 
 def local_document(
@@ -38,6 +40,7 @@ def local_document(
     learner.setdefault("compile_cache", str(run_dir / "compiled"))
     learner.setdefault("checkpoint_dir", str(run_dir / "checkpoints"))
     learner.setdefault("checkpoint_every_s", CHECKPOINT_S)
+    learner.setdefault("leave_s", LEAVE_S)
     if options.speed:
         learner["speed"] = _speeds(options.speed, learners)
     document["store"] = {"url": str(run_dir / "store")}

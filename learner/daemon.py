@@ -83,11 +83,14 @@ def _serve(
         context.logger.info("started", position=trainer.position)
         trainer.train()
         trainer.flush(config.learner.leave_s)
+        lost = sync.unsent(trainer.state)
+        if lost and not trainer.state.ended:
+            context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
         background.leave(trainer.position, config.learner.leave_s)
         if trainer.saver is not None:
             trainer.saver.close()
         why = "run ended" if trainer.state.stopping else "asked to"
-        context.logger.info("left", why=why, local_step=trainer.state.local_step)
+        context.logger.info("left", why=why, local_step=trainer.meter.local_step)
     finally:
         background.close()
         asyncio.run_coroutine_threadsafe(bus.close(), loop).result()

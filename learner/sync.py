@@ -40,12 +40,13 @@ def sync_rules(sync: SyncSection) -> SyncRules:
 
 
 class InFlight(NamedTuple):
-    """An update on its way; `announced_at_s` is 0 until its manifest is on the tape.
+    """An update of `steps` on its way; `announced_at_s` is 0 until its manifest is on the tape.
 
     `void`: a rollback came meanwhile; it will be rejected, and its codes are forgotten.
     """
 
     seq: int
+    steps: int
     announced_at_s: float = 0.0
     attempt: int = 0
     void: bool = False
@@ -241,12 +242,27 @@ def must_wait(rules: SyncRules, state: State) -> bool:
 
 
 def flushed(state: State) -> bool:
-    """Whether all that will be sent is on the tape, after `Stop` or `Leave`; after `End` it is."""
+    """Whether all that was trained is on the tape, after `Stop` or `Leave`; after `End` it is over.
+
+    What is unsent of a fragment whose update is in flight is sent once a record resolves that one.
+    """
     return state.ended or all(
-        (fragment.final or (state.leaving and not state.stopping))
-        and (fragment.in_flight is None or fragment.in_flight.announced_at_s > 0)
+        fragment.final and (fragment.in_flight is None or fragment.in_flight.announced_at_s > 0)
         for fragment in state.fragments
     )
+
+
+def unsent(state: State) -> dict[int, int]:
+    """Steps that no manifest on the tape covers, by fragment that has any."""
+    found = {}
+    for index, fragment in enumerate(state.fragments):
+        flying = fragment.in_flight
+        steps = fragment.steps
+        if flying is not None and not flying.announced_at_s:
+            steps += flying.steps
+        if steps:
+            found[index] = steps
+    return found
 
 
 def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
@@ -344,7 +360,7 @@ def _send(
         tokens=0,
         due_steps=rules.interval_steps,
         next_seq=fragment.next_seq + 1,
-        in_flight=InFlight(fragment.next_seq),
+        in_flight=InFlight(fragment.next_seq, fragment.steps),
         final=ending,
     )
 

@@ -190,7 +190,7 @@ class Trainer:
         """Send what is unsent, after the stop or before leaving.
 
         A run's end is waited for, since others wait for this learner's word; a learner that only
-        leaves gives up after `within_s`.
+        leaves gives up after `within_s`: the record that it waits for may be long in coming.
         """
         self.meter.state = "flushing"
         began_s = time.perf_counter()
