@@ -146,7 +146,7 @@ def _prepare(
     restored = restore(context, config.learner, folder, like, background.fetch)
     if restored is not None:
         trainer.optimizer_state = restored.state
-        meter.local_step, meter.tokens = restored.local_step, restored.tokens
+        meter.local_step, meter.earlier_tokens = restored.local_step, restored.tokens
     incarnation = background.join(meter.heartbeat, config.learner.heartbeat_s)
     if folder is not None:
         trainer.saver = Saver(context, config.learner, folder, incarnation)

@@ -76,6 +76,7 @@ def _finite(loss: float) -> float:
 class Meter:
     """What a learner knows of its own work; read by the heartbeat from another thread.
 
+    `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
     `stall_s` is the training thread's time in synchronization; `run_s` all its time since the
     first step.
     """
@@ -86,6 +87,7 @@ class Meter:
     local_step: int = 0
     global_step: int = 0
     tokens: int = 0
+    earlier_tokens: int = 0
     loss: float = 0.0
     step_time_s: float = 0.0
     tokens_per_s: float = 0.0
@@ -175,7 +177,8 @@ class Trainer:
     def progress(self) -> Progress:
         """How far this learner is."""
         meter = self.meter
-        return Progress(meter.local_step, meter.tokens, self.position, meter.global_step)
+        tokens = meter.earlier_tokens + meter.tokens
+        return Progress(meter.local_step, tokens, self.position, meter.global_step)
 
     def step(self) -> jax.Array:
         """Dispatch one inner step on the next batch; its loss, still being computed."""

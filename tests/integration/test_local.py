@@ -106,7 +106,9 @@ def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
     tape.check()
     assert summary["versions"] == sum(tape.versions())
     assert summary["updates_merged"] == len(tape.merged())
-    assert summary["updates_sent"] == len(tape.sent())
+    # Who is late back, by the load on this machine, may send after the end.
+    in_time = [at for at in tape.sent().values() if at.stream_seq < tape.end[0]]
+    assert summary["updates_sent"] == len(in_time)
     assert len(tape.lives("learner-1")) == 2
     assert len(tape.lives("learner-0")) == 1
 
