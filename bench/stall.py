@@ -57,15 +57,15 @@ def make_trainer(config: Config, background: Background, context: Context) -> Tr
     """A learner as `learner.daemon` makes it."""
     settings = config.settings()
     task = run_task(settings)
-    loaded, position = background.load()
+    loaded = background.load()
     trained, constants = tree.split(params_shapes(task))
     rules = sync.sync_rules(settings.sync)
     return Trainer(
         task=task,
         replica=Replica(settings.sync, context.layout, trained, [i.view for i in loaded]),
         inner_step=make_inner_step(task, constants),
-        batches=task.batches(context.learner, position),
-        position=position,
+        batches=task.batches(context.learner, 0),
+        position=0,
         background=background,
         rules=rules,
         state=sync.begin(rules, starts(loaded)),

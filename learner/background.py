@@ -46,9 +46,13 @@ class Background:
 
     # For the training loop
 
-    def load(self) -> tuple[list[Loaded], int]:
-        """The newest version of every fragment, and where this learner's data goes on."""
-        return self._run(self._adopter.load()), self._run(self._adopter.position())
+    def load(self) -> list[Loaded]:
+        """The newest version of every fragment."""
+        return self._run(self._adopter.load())
+
+    def position(self) -> int:
+        """Where this learner's data goes on; only once it has joined is that certain."""
+        return self._run(self._adopter.position())
 
     def fetch(self, what: str, function: Callable[[], T]) -> T:
         """Call a function that reads the store; passing faults are waited out.

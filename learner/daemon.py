@@ -119,9 +119,9 @@ def _prepare(
     background: Background,
     asked: Callable[[], bool],
 ) -> Trainer:
-    """Everything before the first step: newest versions, compiled programs, then the join."""
+    """Everything before the first step: versions, programs, the join, and the place in the data."""
     settings = context.settings
-    loaded, position = background.load()
+    loaded = background.load()
     trained, _ = tree.split(params_shapes(task))
     replica = Replica(settings.sync, context.layout, trained, [item.view for item in loaded])
     meter = Meter(context.learner, context.traffic)
@@ -131,8 +131,8 @@ def _prepare(
         task=task,
         replica=replica,
         inner_step=inner_step,
-        batches=task.batches(context.learner, position),
-        position=position,
+        batches=task.batches(context.learner, 0),
+        position=0,
         background=background,
         rules=rules,
         state=sync.begin(rules, starts(loaded)),
@@ -150,4 +150,7 @@ def _prepare(
     incarnation = background.join(meter.heartbeat, config.learner.heartbeat_s)
     if folder is not None:
         trainer.saver = Saver(context, config.learner, folder, incarnation)
+    # Not before: an update of an earlier life that is still on its way is merged if it is stored
+    # before the join, and rejected behind it.
+    trainer.seek(background.position())
     return trainer

@@ -6,6 +6,7 @@ is away, updates wait here and training goes on.
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -62,6 +63,7 @@ class Publisher:
         self._context = context
         self._post = post
         self._manifests: dict[int, wire.Manifest] = {}
+        self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._nonce = f"{context.runtime.chance.getrandbits(128):032x}"
         self.incarnation = 0
 
@@ -129,9 +131,14 @@ class Publisher:
         context.traffic.bytes_up += sum(len(data) for data in packed)
 
     async def republish(self, again: sync.Republish) -> None:
-        """Announce an update again that no record has resolved for long."""
+        """Announce an update again that no record has resolved for long.
+
+        Not while it is still being announced, or a newer one is: the next life's data goes on
+        behind the last manifest of each subject, so that no older one may come behind it.
+        """
         manifest = self._manifests.get(again.fragment)
-        if manifest is not None and manifest.seq == again.seq:
+        announcing = self._announcing[again.fragment].locked()
+        if manifest is not None and manifest.seq == again.seq and not announcing:
             await self._announce(manifest.model_copy(update={"attempt": again.attempt}))
 
     async def beat(self, state: Callable[[], wire.Heartbeat], every_s: float) -> None:
@@ -175,7 +182,8 @@ class Publisher:
     async def _announce(self, manifest: wire.Manifest) -> None:
         subject = names.update(self._context.run, manifest.learner, manifest.fragment)
         identity = f"{self._nonce}-{manifest.fragment}-{manifest.seq}-{manifest.attempt}"
-        await self._publish(subject, manifest, identity)
+        async with self._announcing[manifest.fragment]:
+            await self._publish(subject, manifest, identity)
         now_s = self._context.runtime.clock()
         self._post(sync.Published(now_s, manifest.fragment, manifest.seq))
 

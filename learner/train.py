@@ -155,6 +155,11 @@ class Trainer:
         step = self._global_step()
         jax.block_until_ready(self.inner_step(copies, copied(optimizer_state), batch, step))
 
+    def seek(self, position: int) -> None:
+        """Go on with the data from `position`."""
+        self.position = position
+        self.batches = self.task.batches(self.meter.learner, position)
+
     def train(self) -> None:
         """Train until the run stops or this learner is asked to leave."""
         if self.optimizer_state is None:

@@ -1,0 +1,91 @@
+"""The learner's outbound side: in which order its manifests come to stand on the tape."""
+
+import asyncio
+import contextlib
+
+import ml_dtypes
+import numpy as np
+import structlog
+
+from common import names, wire
+from common.bus import MemoryBus, StreamLimits
+from common.config import RunSettings
+from common.layout import Tensor, make_layout
+from common.quantize import Encoded
+from common.service import Runtime
+from common.store import MemoryStore
+from learner import sync
+from learner.publish import Context, Outgoing, Publisher
+
+LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
+
+
+class HeldBus(MemoryBus):
+    """Manifests wait in `held` until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = []
+
+    async def publish(self, subject, payload, **how):
+        if ".update." in subject:
+            self.held.append(asyncio.get_running_loop().create_future())
+            await self.held[-1]
+        return await super().publish(subject, payload, **how)
+
+
+def make_publisher(bus):
+    settings = RunSettings.model_validate(
+        {
+            "run": {"name": "r", "steps": 9},
+            "sync": {"fragments": 1, "codec": "float32", "block": 16},
+        }
+    )
+    context = Context(
+        settings=settings, layout=LAYOUT, epoch=0, bus=bus, store=MemoryStore(), runtime=Runtime(),
+        logger=structlog.get_logger(), learner="learner-0",
+    )  # fmt: skip
+    return Publisher(context, lambda event, payload=None: None)
+
+
+def outgoing(seq):
+    part = Encoded(np.zeros(0, ml_dtypes.bfloat16), np.zeros(32, np.float32))
+    return Outgoing(
+        send=sync.Send(0, seq, 0, "0" * 32, 8, 800, final=False), parts=[part], position=8 * seq,
+        local_step=8 * seq, loss=0.0, step_time_s=1.0, dispatched_at_s=0.0,
+    )  # fmt: skip
+
+
+async def settle(*tasks):
+    for _ in range(200):
+        await asyncio.sleep(0.001)
+        if all(task.done() for task in tasks):
+            return
+
+
+def test_no_manifest_comes_behind_a_newer_one_of_its_fragment(run_async):
+    async def scenario():
+        bus = HeldBus()
+        await bus.create_stream("diloco-r", names.tape_subjects("r"), StreamLimits())
+        publisher = make_publisher(bus)
+        await publisher.join("here")
+        first = asyncio.ensure_future(publisher.send(outgoing(1)))
+        await settle(first)
+        bus.held.pop().set_result(None)
+        await first
+        # Announced again, and while that is on its way the next update is sent.
+        again = asyncio.ensure_future(publisher.republish(sync.Republish(0, 1, 1)))
+        await settle(again)
+        newer = asyncio.ensure_future(publisher.send(outgoing(2)))
+        third = asyncio.ensure_future(publisher.republish(sync.Republish(0, 2, 1)))
+        while not (again.done() and newer.done()):
+            await settle(again, newer)
+            with contextlib.suppress(IndexError):
+                bus.held.pop().set_result(None)  # what was published last arrives first
+        await asyncio.wait([third], timeout=1)
+        found = bus.broker.stream("diloco-r").log.values()
+        return [wire.decode(wire.Manifest, m.payload) for m in found if ".update." in m.subject]
+
+    manifests = run_async(scenario())
+    assert [manifest.seq for manifest in manifests] == [1, 1, 2]
+    assert [manifest.position for manifest in manifests] == [8, 8, 16]
