@@ -17,6 +17,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from common.errors import BusError, StreamMissingError, SwapLostError
@@ -113,6 +114,7 @@ class Bus(Protocol):
         """Release the connection."""
 
 
+@lru_cache(maxsize=1 << 14)
 def subject_matches(pattern: str, subject: str) -> bool:
     """Whether `subject` (without wildcards) is one that `pattern` stands for."""
     patterns, tokens = pattern.split("."), subject.split(".")

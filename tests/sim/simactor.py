@@ -1,0 +1,198 @@
+"""One life of a process in the simulation, and what may go wrong with it.
+
+An actor has its own clients of bus and store (`simbus.py`, `simstore.py`), its own clock and its
+own chance, and counts what it does to the world: it can be killed at its k-th effect, before or
+after it. It can be paused for any time and then goes on with the state it had.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simbus import ActorBus
+from simloop import ACTOR
+from simstore import ActorStore
+
+from common.errors import DilocoError
+from common.service import Runtime
+
+if TYPE_CHECKING:
+    from simworld import World
+
+
+class Killed(BaseException):
+    """The actor is dead: raised at everything it still tries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """How often single operations go wrong: probabilities, and mean durations in seconds.
+
+    Attributes:
+        delay: of an operation, a delivery or an answer that takes `delay_s`.
+        lost_request: nothing happens, and an error comes.
+        lost_answer: it happens, and an error comes.
+        late_request: an error comes, and it happens `late_s` later: it lay in a client's buffer.
+        duplicate: it happens, and an error comes after the duplicate window has passed, so that
+            sending it again stores it twice.
+        redelivered: a reader gets a message again that it had.
+        lost_broadcast: nobody hears it.
+        store_refused, store_lost_answer: as for requests, of the store.
+        store_slow: a call takes `slow_s`.
+        late_object: `get` of others misses an object for `visible_s` after `put` returned.
+    """
+
+    delay: float = 0.0
+    delay_s: float = 0.05
+    lost_request: float = 0.0
+    lost_answer: float = 0.0
+    late_request: float = 0.0
+    late_s: float = 3.0
+    duplicate: float = 0.0
+    redelivered: float = 0.0
+    lost_broadcast: float = 0.0
+    store_refused: float = 0.0
+    store_lost_answer: float = 0.0
+    store_slow: float = 0.0
+    slow_s: float = 2.0
+    late_object: float = 0.0
+    visible_s: float = 1.0
+
+
+CALM = Faults()
+
+
+class Actor:
+    """One life of a process.
+
+    Args:
+        name: of the process.
+        world: in which it lives.
+        faults: of its operations.
+        offset_s, drift: of its clock, against the world's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world: "World",
+        faults: Faults = CALM,
+        *,
+        offset_s: float = 0.0,
+        drift: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.world = world
+        self.faults = faults
+        self.offset_s = offset_s
+        self.drift = drift
+        self.operations = 0
+        self.kill_at: int | None = None
+        self.killed_before = True
+        self.dead = False
+        self.bus_cut_until_s = 0.0
+        self.store_cut_until_s = 0.0
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.chance = random.Random(f"{world.seed}-{name}-{world.lives}")
+        world.lives += 1
+        world.actors[self] = None
+        self._context = copy_context()
+        self._context.run(ACTOR.set, self)
+        self.bus = ActorBus(self)
+        self.store = ActorStore(self)
+        self.runtime = Runtime(clock=self.clock, offload=self._offload, chance=self.chance)
+
+    def clock(self) -> float:
+        """Seconds since the epoch as this machine has them."""
+        return self.world.clock() + self.world.loop.now_s * self.drift + self.offset_s
+
+    # Faults
+
+    def hit(self, rate: float, kind: str) -> bool:
+        """Whether a fault of this rate happens now; counted if it does."""
+        if rate and self.chance.random() < rate:
+            self.world.injected[kind] += 1
+            return True
+        return False
+
+    def lasting(self, mean_s: float) -> float:
+        return self.chance.expovariate(1 / mean_s)
+
+    async def delay(self) -> None:
+        """Take some time now and then, and find out whether one still lives."""
+        if self.hit(self.faults.delay, "delay"):
+            await asyncio.sleep(self.lasting(self.faults.delay_s))
+        self.check()
+
+    async def _offload(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        faults = self.faults
+        await self.delay()
+        if self.hit(faults.store_slow, "store_slow"):
+            await asyncio.sleep(self.lasting(faults.slow_s))
+            self.check()
+        result = function(*args, **kwargs)
+        if faults.delay:
+            await self.delay()
+        return result
+
+    def check(self) -> None:
+        """Refuse to go on once this actor is dead."""
+        if self.dead:
+            raise Killed
+
+    def bus_is_cut(self) -> bool:
+        return self.world.loop.now_s < self.bus_cut_until_s
+
+    def store_is_cut(self) -> bool:
+        return self.world.loop.now_s < self.store_cut_until_s
+
+    def effect(self, what: str, name: str, action: Callable[[], Any]) -> Any:
+        """Do something to the world, unless this is the effect that the actor dies at."""
+        self.check()
+        self.operations += 1
+        self.world.note(self, what, name)
+        if self.operations == self.kill_at:
+            self.world.injected["crash"] += 1
+            if not self.killed_before:
+                action()
+            self.kill()
+            raise Killed
+        return action()
+
+    def later(self, after_s: float, action: Callable[[], Any]) -> None:
+        """Do something to the world later, whether this actor lives or not; refusals are lost."""
+
+        def act() -> None:
+            try:
+                action()
+            except DilocoError:
+                self.world.note(self, "refused", "what came late")
+
+        self.world.loop.call_later(after_s, act, context=self.world.context)
+
+    # Life
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Run something as a part of this process."""
+        task = self.world.loop.create_task(coroutine, context=self._context)
+        self.tasks.append(task)
+        return task
+
+    def kill(self) -> None:
+        """End this life, as SIGKILL does: nothing it still tries reaches the world."""
+        self.dead = True
+        self.world.actors.pop(self, None)
+        self.world.note(self, "killed", "")
+        self.world.loop.thaw(self)
+        for task in self.tasks:
+            task.cancel()
+
+    def pause(self, for_s: float) -> None:
+        """Stop this process for a while, as SIGSTOP and SIGCONT do."""
+        loop = self.world.loop
+        self.world.note(self, "paused", f"{for_s:.1f} s")
+        loop.freeze(self)
+        loop.call_later(for_s, loop.thaw, self, context=self.world.context)

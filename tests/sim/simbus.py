@@ -1,0 +1,231 @@
+"""The simulation's bus: the in-memory broker's streams, and each actor's faulty client of them.
+
+The broker is told of every message it stores (`hear`), and hands messages to their readers by
+subject, so that a run with many readers costs no more than its deliveries.
+"""
+
+import asyncio
+import bisect
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from common.bus import (
+    MemoryBroker,
+    MemoryBus,
+    Message,
+    StreamLimits,
+    check_patterns,
+    stream_went_back,
+    subject_matches,
+)
+from common.errors import BusUnavailableError
+
+if TYPE_CHECKING:
+    from simactor import Actor
+
+# Messages that a reader may get again.
+REDELIVERED = 64
+
+
+class Reader:
+    """What one `read` call has not taken yet."""
+
+    def __init__(self, stream: str, subjects: list[str]) -> None:
+        self.stream = stream
+        self.subjects = subjects
+        self.queue: deque[Message] = deque()
+        self.ready: asyncio.Future[None] | None = None
+
+    def give(self, message: Message) -> None:
+        self.queue.append(message)
+        if self.ready is not None and not self.ready.done():
+            self.ready.set_result(None)
+
+
+class SimBroker(MemoryBroker):
+    """The world's streams.
+
+    Args:
+        clock: seconds since the epoch.
+        hear: is given every message once it is stored.
+    """
+
+    def __init__(self, clock: Callable[[], float], hear: Callable[[str, Message], None]) -> None:
+        super().__init__(clock)
+        self._hear = hear
+        self._open: dict[Reader, None] = {}
+        self._routes: dict[str, list[Reader]] = {}
+        self._owners: dict[str, str] = {}
+        self._seqs: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+
+    def publish(
+        self, subject: str, payload: bytes, msg_id: str | None, expected_last: int | None
+    ) -> int:
+        owner = self._owners.get(subject)
+        if owner is None:
+            seq = super().publish(subject, payload, msg_id, expected_last)
+            owner = self._owners[subject] = next(
+                name
+                for name, stream in self._streams.items()
+                if any(subject_matches(pattern, subject) for pattern in stream.subjects)
+            )
+            self._stored(owner, seq)
+            return seq
+        stream = self._streams[owner]
+        before = stream.last_seq
+        seq = stream.append(subject, payload, msg_id or "", expected_last, self._clock())
+        if seq > before:
+            self._stored(owner, seq)
+        return seq
+
+    def _stored(self, owner: str, seq: int) -> None:
+        message = self._streams[owner].log[seq]
+        self._seqs[owner][message.subject].append(seq)
+        for reader in self._route(owner, message.subject):
+            reader.give(message)
+        self._hear(owner, message)
+
+    def forget(self, msg_id: str) -> None:
+        """Go on as if the duplicate window had passed for this message."""
+        for stream in self._streams.values():
+            stream._ids.pop(msg_id, None)
+
+    def _route(self, owner: str, subject: str) -> list[Reader]:
+        route = self._routes.get(subject)
+        if route is None:
+            route = self._routes[subject] = [
+                reader
+                for reader in self._open
+                if reader.stream == owner
+                and any(subject_matches(pattern, subject) for pattern in reader.subjects)
+            ]
+        return route
+
+    def open_reader(self, stream: str, subjects: list[str], start_seq: int) -> Reader:
+        """A reader that has all that is stored from `start_seq` on, and gets what comes."""
+        check_patterns(subjects)
+        found = self.stream(stream)
+        if start_seq > found.last_seq + 1:
+            raise stream_went_back(stream, start_seq, found.last_seq)
+        reader = Reader(stream, subjects)
+        stored: list[int] = []
+        for subject, seqs in self._seqs[stream].items():
+            if any(subject_matches(pattern, subject) for pattern in subjects):
+                stored.extend(seqs[bisect.bisect_left(seqs, start_seq) :])
+        reader.queue.extend(found.log[seq] for seq in sorted(stored) if seq in found.log)
+        self._open[reader] = None
+        self._routes.clear()
+        return reader
+
+    def close_reader(self, reader: Reader) -> None:
+        """Forget a reader."""
+        del self._open[reader]
+        self._routes.clear()
+
+
+class ActorBus:
+    """One actor's client of the world's broker."""
+
+    def __init__(self, actor: "Actor") -> None:
+        self._actor = actor
+
+    @property
+    def _broker(self) -> SimBroker:
+        return self._actor.world.broker
+
+    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+        self._actor.check()
+        self._broker.create_stream(stream, subjects, limits)
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        msg_id: str | None = None,
+        expected_last: int | None = None,
+    ) -> int:
+        await self._actor.delay()
+        actor, faults = self._actor, self._actor.faults
+
+        def store() -> int:
+            return self._broker.publish(subject, payload, msg_id, expected_last)
+
+        if actor.bus_is_cut() or actor.hit(faults.lost_request, "lost_request"):
+            actor.check()
+            raise BusUnavailableError(f"{actor.name}: request lost")
+        if actor.hit(faults.late_request, "late_request"):
+            actor.check()
+            # Whatever is sent again is sent behind it: a copy never comes after the window.
+            window_s = 0.9 * actor.world.duplicate_window_s
+            actor.later(min(actor.lasting(faults.late_s), window_s), store)
+            raise BusUnavailableError(f"{actor.name}: request late")
+        seq: int = actor.effect("publish", subject, store)
+        if msg_id and actor.hit(faults.duplicate, "duplicate"):
+            self._broker.forget(msg_id)
+            raise BusUnavailableError(f"{actor.name}: answer lost for long")
+        if actor.hit(faults.lost_answer, "lost_answer"):
+            raise BusUnavailableError(f"{actor.name}: answer lost")
+        return seq
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        await self._ask()
+        return await MemoryBus(self._broker).last(stream, subject)
+
+    async def last_sequence(self, stream: str) -> int:
+        await self._ask()
+        return await MemoryBus(self._broker).last_sequence(stream)
+
+    async def _ask(self) -> None:
+        actor = self._actor
+        await actor.delay()
+        if actor.bus_is_cut() or actor.hit(actor.faults.lost_request, "lost_request"):
+            raise BusUnavailableError(f"{actor.name}: request lost")
+
+    async def read(
+        self, stream: str, subjects: list[str], start_seq: int
+    ) -> AsyncIterator[Message]:
+        self._actor.check()
+        reader = self._broker.open_reader(stream, subjects, start_seq)
+        queue = reader.queue
+        # Whoever reads one subject up to a certain message relies on getting each once.
+        again = self._actor.faults.redelivered if len(subjects) > 1 else 0.0
+        recent: deque[Message] = deque(maxlen=REDELIVERED)
+        try:
+            while True:
+                if not queue:
+                    reader.ready = self._actor.world.loop.create_future()
+                    await reader.ready
+                    reader.ready = None
+                message = queue.popleft()
+                await self._deliver()
+                yield message
+                if again:
+                    recent.append(message)
+                    if self._actor.hit(again, "redelivered"):
+                        yield self._actor.chance.choice(recent)
+        finally:
+            self._broker.close_reader(reader)
+
+    async def _deliver(self) -> None:
+        actor = self._actor
+        actor.world.delivered += 1
+        while actor.bus_is_cut():  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(actor.bus_cut_until_s - actor.world.loop.now_s)
+        await actor.delay()
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        actor = self._actor
+        actor.check()
+        if not actor.bus_is_cut() and not actor.hit(actor.faults.lost_broadcast, "lost_broadcast"):
+            self._broker.broadcast(subject, payload)
+
+    async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        async for item in MemoryBus(self._broker).listen(subject):
+            if not self._actor.bus_is_cut():
+                await self._actor.delay()
+                yield item
+
+    async def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,352 @@
+"""The checkers: what must hold after every message stored and every object stored or deleted.
+
+They keep accounts of their own, from what the broker and the store hold, and believe no actor.
+The first thing that does not hold ends the simulation as a `Violation`.
+"""
+
+import bisect
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from simtensors import TOKENS, Covers
+
+from aggregator.fragment import FragmentArrays
+from common import names, shards, wire
+from common.bus import Message
+from common.errors import DilocoError
+
+if TYPE_CHECKING:
+    from simworld import World
+
+# Why an honest update may be rejected.
+HONEST = {"superseded", "ended", "late", "missing", "rolled_back", "stale"}
+
+
+class Violation(Exception):  # noqa: N818 - no error of ours, but of what is tested
+    """Something that must hold does not.
+
+    Args:
+        rule: names the checker.
+        about: the fragment, learner or object concerned, as it stands in traces.
+    """
+
+    def __init__(self, rule: str, about: str, what: str) -> None:
+        super().__init__(rule, about, what)
+        self.rule = rule
+        self.about = about
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.about}: {self.what}"
+
+
+class UpdateId(NamedTuple):
+    learner: str
+    incarnation: int
+    seq: int
+
+
+class Sent(NamedTuple):
+    """An update whose manifest is on the tape."""
+
+    manifest: wire.Manifest
+    first_seq: int
+    covers: Covers
+
+
+@dataclass
+class Chain:
+    """A fragment as the tape has it.
+
+    `unresolved` holds each update without a record, oldest first; `merged` the steps merged of
+    each learner, as sorted starts and their stops.
+    """
+
+    record: wire.Record | None = None
+    record_seq: int = 0
+    sent: dict[UpdateId, Sent] = field(default_factory=dict)
+    unresolved: dict[UpdateId, int] = field(default_factory=dict)
+    fates: Counter[str] = field(default_factory=Counter)
+    merged: dict[int, tuple[list[int], list[int]]] = field(
+        default_factory=lambda: defaultdict(lambda: ([], []))
+    )
+    # Where the next update of a life begins, and how far any life has sent.
+    next_start: dict[tuple[str, int], int] = field(default_factory=dict)
+    until: dict[str, int] = field(default_factory=dict)
+    arrays: FragmentArrays | None = None
+    versions: int = 0
+
+
+class Checkers:
+    """All invariants of one run.
+
+    Args:
+        world: whose broker and store call `on_message`, `on_stored` and `on_deleted`.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.chains = [Chain() for _ in world.layout.fragments]
+        self.joined: dict[str, int] = {}
+        self.stopped = False
+        self.end_seq = 0
+        self._handlers = {
+            "join": self._on_join,
+            "update": self._on_update,
+            "record": self._on_record,
+            "stop": self._on_stop,
+            "end": self._on_end,
+        }
+
+    # Hooks
+
+    def on_message(self, stream: str, message: Message) -> None:
+        if stream != names.tape_stream(self._world.run_name):
+            return
+        kind = message.subject.split(".", 3)[2]
+        handler = self._handlers.get(kind)
+        if handler is not None:
+            self._guard(handler, message)
+
+    def on_stored(self, name: str) -> None:
+        """A new object is there."""
+
+    def on_deleted(self, name: str) -> None:
+        """An object is about to go."""
+
+    def _guard(self, handler, *arguments) -> None:
+        """Whatever a checker finds ends the simulation, not the actor that was the occasion."""
+        try:
+            handler(*arguments)
+        except Violation as violation:
+            self._world.fail(violation)
+        except (DilocoError, ValueError, KeyError, AssertionError) as error:
+            self._world.fail(Violation("readable", str(arguments[0])[:200], repr(error)))
+
+    # The tape
+
+    def _on_join(self, message: Message) -> None:
+        join = wire.decode(wire.Join, message.payload)
+        self.joined[join.learner] = message.seq
+
+    def _on_update(self, message: Message) -> None:
+        manifest = wire.decode(wire.Manifest, message.payload)
+        chain = self.chains[manifest.fragment]
+        update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
+        known = chain.sent.get(update)
+        if known is not None:
+            same = known.manifest.model_copy(update={"attempt": manifest.attempt}) == manifest
+            self._hold(same, "manifest", update, "announced again with other contents")
+            return
+        covers = self._covers(update, manifest)
+        chain.sent[update] = Sent(manifest, message.seq, covers)
+        chain.unresolved[update] = message.seq
+        chain.fates["sent"] += 1
+        chain.fates["tokens_sent"] += manifest.tokens
+        self._check_data(chain, update, covers)
+
+    def _covers(self, update: UpdateId, manifest: wire.Manifest) -> Covers:
+        for entry in manifest.shards:
+            self._hold(entry.name in self._world.store, "objects", update, f"no {entry.name}")
+        world = self._world
+        covers = world.tensors.covers(world.store, manifest, world.layout.block)
+        self._hold(
+            f"learner-{covers.learner}" == manifest.learner
+            and covers.stop - covers.start == manifest.steps
+            and manifest.tokens == manifest.steps * TOKENS
+            and manifest.position >= covers.stop,
+            "data", update, f"{covers} in a manifest of {manifest.steps} to {manifest.position}",
+        )  # fmt: skip
+        return covers
+
+    def _check_data(self, chain: Chain, update: UpdateId, covers: Covers) -> None:
+        """Each step is sent once: lives follow each other, and each leaves nothing out."""
+        if update.incarnation != self.joined.get(update.learner):
+            return  # Stored after a newer life has joined: it will be rejected.
+        expected = chain.next_start.get(update[:2])
+        self._hold(
+            covers.start == expected if expected is not None
+            else covers.start >= chain.until.get(update.learner, 0),
+            "data", update, f"{covers}, but {expected or chain.until} was to follow",
+        )  # fmt: skip
+        chain.next_start[update[:2]] = chain.until[update.learner] = covers.stop
+
+    def _on_record(self, message: Message) -> None:
+        record = self._read(message.payload)
+        chain = self.chains[record.fragment]
+        self._check_link(chain, record)
+        self._check_objects(record)
+        for taken in record.inputs:
+            self._resolve(chain, record, taken, "merged")
+            self._merge(chain, taken)
+        for taken in record.rejected:
+            self._resolve(chain, record, taken, "rejected")
+            honest = taken.reason in HONEST
+            self._hold(honest, "rejected", self._id(taken), f"{taken.reason}: {taken.detail}")
+        self._check_position(chain, record)
+        self._check_totals(chain, record)
+        self._remake(chain, record)
+        chain.record, chain.record_seq = record, message.seq
+
+    def _read(self, payload: bytes) -> wire.Record:
+        found = wire.decode_record(payload)
+        if isinstance(found, wire.RecordPointer):
+            found = wire.decode(wire.Record, self._world.store.get(found.body.name))
+        return found
+
+    def _check_link(self, chain: Chain, record: wire.Record) -> None:
+        """Versions are 0, 1, 2 ... without gap or fork, and each record builds on the last."""
+        about, before = f"fragment {record.fragment}", chain.record
+        if before is None:
+            first = (record.version, record.base_seq, record.base_digest) == (0, 0, "")
+            self._hold(first, "chain", about, f"begins with {record.version}")
+            return
+        moves = record.what in ("version", "restore")
+        self._hold(record.version == before.version + moves, "chain", about,
+                   f"{record.what} {record.version} after {before.version}")  # fmt: skip
+        self._hold(record.base_seq == chain.record_seq, "chain", about,
+                   f"built on {record.base_seq}, not {chain.record_seq}")  # fmt: skip
+        self._hold(record.base_digest == before.view_digest, "chain", about,
+                   f"version {record.version} is built on another view")  # fmt: skip
+        self._hold(not (before.final and record.what == "version"), "chain", about,
+                   f"version {record.version} after the last")  # fmt: skip
+        forward = record.global_step >= before.global_step or record.what == "restore"
+        self._hold(forward, "chain", about, f"the clock goes back to {record.global_step}")
+        chain.versions += moves
+
+    def _check_objects(self, record: wire.Record) -> None:
+        """What a record names is stored before the record is."""
+        named = [record.snapshot, record.outer, *record.deltas]
+        named += [record.delta] if record.delta else []
+        for ref in named:
+            self._hold(ref.name in self._world.store, "objects", f"fragment {record.fragment}",
+                       f"version {record.version} names {ref.name}, which is not there")  # fmt: skip
+
+    def _resolve(
+        self, chain: Chain, record: wire.Record, taken: wire.Input | wire.Rejected, fate: str
+    ) -> None:
+        """Every update ends in exactly one record."""
+        update = self._id(taken)
+        sent = chain.sent.get(update)
+        self._hold(sent is not None, "resolved", update, f"{fate}, and was never sent")
+        assert sent is not None
+        self._hold(chain.unresolved.pop(update, None) is not None, "resolved", update,
+                   f"{fate} by version {record.version}, and was resolved before")  # fmt: skip
+        self._hold((taken.tokens, taken.steps) == (sent.manifest.tokens, sent.manifest.steps),
+                   "resolved", update, "with other tokens or steps than it has")  # fmt: skip
+        chain.fates[fate] += 1
+        chain.fates[f"tokens_{fate}"] += taken.tokens
+        if isinstance(taken, wire.Input):
+            chain.fates["steps"] += taken.steps
+            same = taken.shards == sent.manifest.shards
+            self._hold(same, "resolved", update, "other shards than it has")
+
+    def _merge(self, chain: Chain, taken: wire.Input) -> None:
+        """No step's progress is merged twice."""
+        update = self._id(taken)
+        covers = chain.sent[update].covers
+        starts, stops = chain.merged[covers.learner]
+        at = bisect.bisect_left(starts, covers.start)
+        free = (at == 0 or stops[at - 1] <= covers.start) and (
+            at == len(starts) or covers.stop <= starts[at]
+        )
+        self._hold(free, "data", update, f"{covers} was merged before")
+        starts.insert(at, covers.start)
+        stops.insert(at, covers.stop)
+
+    def _check_position(self, chain: Chain, record: wire.Record) -> None:
+        """The position passes no unresolved update, and never goes back."""
+        about = f"fragment {record.fragment}"
+        if chain.record is not None:
+            self._hold(record.position >= chain.record.position, "position", about,
+                       f"{record.position} after {chain.record.position}")  # fmt: skip
+        for update, first_seq in chain.unresolved.items():
+            self._hold(first_seq >= record.position, "position", update,
+                       f"at {first_seq}, unresolved and behind {record.position}")  # fmt: skip
+            break  # They are in order.
+
+    def _check_totals(self, chain: Chain, record: wire.Record) -> None:
+        """Tokens sent = merged + rejected + in flight, and the record's sums are these."""
+        fates, totals = chain.fates, record.totals
+        flying = sum(chain.sent[update].manifest.tokens for update in chain.unresolved)
+        about = f"fragment {record.fragment}"
+        balance = fates["tokens_merged"] + fates["tokens_rejected"] + flying
+        self._hold(fates["tokens_sent"] == balance, "tokens", about, f"{dict(fates)}, {flying}")
+        found = (totals.updates_merged, totals.updates_rejected, totals.tokens_merged,
+                 totals.tokens_rejected, totals.steps_merged)  # fmt: skip
+        counted = tuple(
+            fates[name]
+            for name in ("merged", "rejected", "tokens_merged", "tokens_rejected", "steps")
+        )
+        self._hold(found == counted, "totals", about, f"{found}, counted are {counted}")
+
+    def _remake(self, chain: Chain, record: wire.Record) -> None:
+        """Every version, merged again from the one before, has its digests."""
+        about = f"fragment {record.fragment}"
+        if chain.arrays is None:
+            world = self._world
+            chain.arrays = FragmentArrays.from_objects(
+                world.settings, world.layout, record.fragment,
+                view=world.store.get(record.snapshot.name),
+                outer_state=world.store.get(record.outer.name),
+            )  # fmt: skip
+        elif record.what == "version":
+            chain.arrays.merge_again(record, self._world.store)
+        digest = shards.digest(chain.arrays.view)
+        self._hold(digest == record.view_digest, "digests", about, f"version {record.version}")
+
+    def _on_stop(self, message: Message) -> None:
+        self._hold(not self.stopped, "end", message.subject, "stopped twice")
+        self.stopped = True
+
+    def _on_end(self, message: Message) -> None:
+        end = wire.decode(wire.End, message.payload)
+        self._hold(not self.end_seq, "end", message.subject, "ended twice")
+        self.end_seq = message.seq
+        records = [chain.record for chain in self.chains]
+        final = all(record is not None and record.final for record in records)
+        self._hold(final, "end", message.subject, "before every fragment's last version")
+        versions = tuple(record.version for record in records if record is not None)
+        self._hold(end.versions == versions, "end", message.subject, f"{end.versions}")
+
+    # Learners
+
+    def on_adopted(self, learner: str, fragment: int, view: np.ndarray, digest: str) -> None:
+        """A learner has adopted a record: its view is the aggregator's, bit for bit."""
+        if shards.digest(view) != digest:
+            about = f"{learner} fragment {fragment}"
+            self._world.fail(Violation("view", about, f"is not {digest}"))
+
+    def on_stepped(self, learner: str, waited_s: float) -> None:
+        """No step waits for anybody."""
+        if waited_s > 1e-6:
+            self._world.fail(Violation("waits", learner, f"{waited_s:.3f} s"))
+
+    # The end
+
+    def check_resolved(self) -> None:
+        """Once a run has ended, nothing sent before its end is in flight."""
+        self._hold(bool(self.end_seq), "end", "run", "has no end")
+        for index, chain in enumerate(self.chains):
+            late = [u for u, seq in chain.unresolved.items() if seq < self.end_seq]
+            self._hold(not late, "resolved", f"fragment {index}", f"never resolved: {late}")
+
+    def fates(self) -> Counter[str]:
+        """Counts of updates by fate, over all fragments."""
+        total: Counter[str] = Counter()
+        for chain in self.chains:
+            total.update(chain.fates)
+            total["in_flight"] += len(chain.unresolved)
+            total["versions"] += chain.versions
+        return total
+
+    @staticmethod
+    def _id(taken: wire.Input | wire.Rejected) -> UpdateId:
+        return UpdateId(taken.learner, taken.incarnation, taken.seq)
+
+    @staticmethod
+    def _hold(condition: bool, rule: str, about: object, what: str) -> None:
+        if not condition:
+            raise Violation(rule, str(about), what)

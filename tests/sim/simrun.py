@@ -1,0 +1,314 @@
+"""One simulated run under faults: what a seed means, and what became of it.
+
+A seed chooses the run's settings, which kinds of faults there are and how often; each kind has
+chance of its own, so that leaving one out changes nothing about the others. For three quarters of
+the time there are faults; then there are none, and the run must end by itself with every update
+resolved.
+"""
+
+import asyncio
+import contextlib
+import gc
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from simactor import CALM, Actor, Faults
+from simcheck import Violation
+from simtensors import Light
+from simworld import SimLearner, World
+
+from common.config import BusSection
+
+# Kinds of faults of single operations, with the greatest probability of each.
+OPERATIONS = {
+    "delay": 1.0,
+    "lost_request": 0.2,
+    "lost_answer": 0.2,
+    "late_request": 0.1,
+    "duplicate": 0.2,
+    "redelivered": 0.2,
+    "lost_broadcast": 1.0,
+    "store_refused": 0.2,
+    "store_lost_answer": 0.2,
+    "store_slow": 0.1,
+}
+# Kinds of faults that befall whole processes.
+PROCESSES = (
+    "crash",
+    "crash_at_effect",
+    "pause",
+    "partition",
+    "skew",
+    "speeds",
+    "membership",
+    "rivals",
+)
+KINDS = (*OPERATIONS, *PROCESSES)
+# Share of the time with faults, and how much longer than planned the rest may take.
+FAULTY = 0.75
+PATIENCE_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is simulated.
+
+    Attributes:
+        kinds: of faults that may be; which of them are, the seed says.
+        all_kinds: they all are.
+    """
+
+    seed: int
+    minutes: float = 2.0
+    learners: int = 4
+    fragments: int = 3
+    kinds: tuple[str, ...] = KINDS
+    all_kinds: bool = False
+    traced: bool = False
+
+    def chance(self, of: str) -> random.Random:
+        """The seed's chance for one purpose."""
+        return random.Random(f"{self.seed}-{of}")
+
+    def has(self, kind: str) -> bool:
+        """Whether there are faults of a kind: half of all seeds have it."""
+        return kind in self.kinds and (self.all_kinds or self.chance(f"has-{kind}").random() < 0.5)
+
+
+@dataclass
+class Outcome:
+    """What became of a simulation."""
+
+    plan: Plan
+    violation: Violation | None = None
+    injected: Counter[str] = field(default_factory=Counter)
+    fates: Counter[str] = field(default_factory=Counter)
+    events: int = 0
+    simulated_s: float = 0.0
+    cpu_s: float = 0.0
+    world: World | None = None
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """The settings of a plan's run."""
+    chance = plan.chance("settings")
+    interval = max(plan.fragments, chance.choice([4, 8, 12]))
+    return {
+        "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
+        "sync": {
+            "interval_steps": interval,
+            "fragments": plan.fragments,
+            "min_steps": chance.choice([1, 2, 4]),
+            "codec": "float32",
+            "delta_codec": "float32",
+            "block": 16,
+            "shard_elements": 1024,
+            "snapshot_every": chance.choice([1, 2, 5]),
+            "overlap_steps": chance.choice([0, 2]),
+            "announce_again_s": chance.choice([4.0, 20.0]),
+        },
+        "outer": {
+            "optimizer": "sgd",
+            "learning_rate": 1.0,
+            "merge": "average",
+            "participation": chance.random() < 0.3,
+        },
+        "staleness": {"maximum": chance.choice([0, 0, 3])},
+        "quorum": {
+            "min_learners": chance.choice([1, 2, 3]),
+            "live_s": chance.choice([3.0, 6.0]),
+            "deadline_s": chance.choice([8.0, 20.0]),
+        },
+        "bounds": {"norm_refuse": 1e9, "norm_clip": 1e8},
+    }
+
+
+def faults(plan: Plan) -> Faults:
+    """How often single operations go wrong."""
+    rates = {
+        kind: greatest * plan.chance(kind).random() ** 2
+        for kind, greatest in OPERATIONS.items()
+        if plan.has(kind)
+    }
+    chance = plan.chance("durations")
+    return Faults(
+        **rates,
+        delay_s=chance.choice([0.01, 0.1, 0.5]),
+        late_s=chance.choice([1.0, 5.0]),
+        slow_s=chance.choice([1.0, 5.0]),
+        visible_s=chance.choice([0.2, 3.0]),
+    )
+
+
+class Scenario:
+    """The processes of a plan's run, and who troubles them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        # Some updates have two shards, so that an upload can be half done.
+        elements = 2048 if plan.chance("shards").random() < 0.3 else 32
+        self.world = World(
+            settings(plan),
+            seed=plan.seed,
+            tensors=Light(elements),
+            faults=faults(plan),
+            streams=BusSection(duplicate_window_s=plan.chance("window").choice([5.0, 30.0])),
+            traced=plan.traced,
+        )
+        self.calm = False
+        self._clocks = plan.chance("skew")
+        self._effects = plan.chance("crash_at_effect")
+        self.learners = [self._learner(index) for index in range(plan.learners)]
+
+    def _learner(self, index: int) -> SimLearner:
+        step_s = 1.0
+        if self.plan.has("speeds"):
+            step_s = self.plan.chance(f"speed-{index}").choice([0.5, 1.0, 1.0, 3.0])
+        return SimLearner(self.world, index, step_s=step_s)
+
+    def _begin(self, actor: Actor) -> None:
+        """What is peculiar to one life."""
+        actor.faults = CALM if self.calm else self.world.faults
+        if self.plan.has("skew"):
+            actor.offset_s = self._clocks.uniform(-20, 20)
+            actor.drift = self._clocks.uniform(-0.01, 0.01)
+            self.world.injected["skew"] += 1
+        if self.plan.has("crash_at_effect") and not self.calm and self._effects.random() < 0.5:
+            actor.kill_at = self._effects.randint(1, 120)
+            actor.killed_before = self._effects.random() < 0.5
+
+    async def run(self) -> None:
+        """The whole run, to its end."""
+        world, plan = self.world, self.plan
+        await world.create()
+        names = ["one", "two"] if plan.has("rivals") else ["one"]
+        world.injected["rivals"] += len(names) - 1
+        work = [asyncio.ensure_future(self._keep_aggregating(name)) for name in names]
+        work += [asyncio.ensure_future(self._keep_learning(learner)) for learner in self.learners]
+        trouble = [
+            asyncio.ensure_future(make(plan.chance(kind)))
+            for kind, make in (
+                ("crash", self._crash),
+                ("pause", self._pause),
+                ("partition", self._cut),
+                ("membership", self._ask_to_leave),
+            )
+            if plan.has(kind)
+        ]
+        await asyncio.sleep(plan.minutes * 60 * FAULTY)
+        for task in trouble:
+            task.cancel()
+        self._calm_down()
+        await asyncio.gather(*work)
+
+    def _calm_down(self) -> None:
+        self.calm = True
+        for actor in self.world.actors:
+            actor.faults = CALM
+            actor.kill_at = None
+            actor.bus_cut_until_s = actor.store_cut_until_s = 0.0
+
+    # Processes
+
+    async def _keep_aggregating(self, name: str) -> None:
+        chance = self.plan.chance(f"restarts-{name}")
+
+        def next_life() -> tuple[Actor, float]:
+            actor = self.world.aggregator(name)
+            self._begin(actor)
+            return actor, chance.uniform(0.0, 4.0)
+
+        await self.world.keep_aggregating(next_life)
+
+    async def _keep_learning(self, learner: SimLearner) -> None:
+        chance = self.plan.chance(f"restarts-{learner.name}")
+        if self.plan.has("membership") and chance.random() < 0.3:
+            await asyncio.sleep(chance.uniform(0, self.plan.minutes * 30))
+        while not await learner.live(self._begin) or learner.leave_asked:  # noqa: ASYNC110
+            await asyncio.sleep(chance.uniform(0.1, 6.0))
+
+    # Trouble
+
+    def _somebody(self, chance: random.Random) -> Actor:
+        return chance.choice(list(self.world.actors))
+
+    async def _every(self, chance: random.Random, mean_s: float) -> None:
+        await asyncio.sleep(chance.expovariate(1 / mean_s))
+        while not self.world.actors:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.1)
+
+    async def _crash(self, chance: random.Random) -> None:
+        mean_s = chance.choice([5.0, 15.0, 40.0])
+        while True:
+            await self._every(chance, mean_s)
+            self.world.injected["crash"] += 1
+            self._somebody(chance).kill()
+
+    async def _pause(self, chance: random.Random) -> None:
+        mean_s = chance.choice([5.0, 20.0])
+        while True:
+            await self._every(chance, mean_s)
+            self.world.injected["pause"] += 1
+            self._somebody(chance).pause(chance.choice([0.5, 5.0, 15.0]) * chance.uniform(0.5, 2))
+
+    async def _cut(self, chance: random.Random) -> None:
+        mean_s = chance.choice([5.0, 20.0])
+        while True:
+            await self._every(chance, mean_s)
+            self.world.injected["partition"] += 1
+            victim, sides = self._somebody(chance), chance.choice(["bus", "store", "both"])
+            until_s = self.world.loop.now_s + chance.uniform(0.5, 12.0)
+            self.world.note(victim, "cut off", f"{sides} until {until_s:.1f} s")
+            if sides != "store":
+                victim.bus_cut_until_s = until_s
+            if sides != "bus":
+                victim.store_cut_until_s = until_s
+
+    async def _ask_to_leave(self, chance: random.Random) -> None:
+        while True:
+            await self._every(chance, 20.0)
+            self.world.injected["membership"] += 1
+            chance.choice(self.learners).leave_asked = True
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Simulations make no cycles worth collecting, and looking for them costs a sixth."""
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()  # What is imported by now stays, and need not be looked through again.
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def simulate(plan: Plan) -> Outcome:
+    """Simulate one run; what it breaks is in the outcome."""
+    began_s = time.process_time()
+    scenario = Scenario(plan)
+    world = scenario.world
+    outcome = Outcome(plan, injected=world.injected, world=world)
+    with _without_collector():
+        try:
+            world.run(scenario.run, plan.minutes * 60 + PATIENCE_S)
+            world.checkers.check_resolved()
+        except Violation as violation:
+            outcome.violation = violation
+    outcome.fates = world.checkers.fates()
+    outcome.fates["learner_steps"] = world.steps
+    outcome.events = world.events
+    outcome.simulated_s = world.loop.now_s
+    outcome.cpu_s = time.process_time() - began_s
+    return outcome
+
+
+def simulate_alone(plan: Plan) -> Outcome:
+    """As `simulate`, without the world: what one process can tell another."""
+    return replace(simulate(plan), world=None)

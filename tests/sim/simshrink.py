@@ -1,0 +1,129 @@
+"""From a failing seed to a minimal trace: fewer faults, learners and fragments, less time."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from simrun import Outcome, Plan, simulate
+from simworld import World
+
+from common import names, wire
+from common.bus import Message
+
+# Processor time that shrinking may take, and events that a trace shows.
+SHRINK_S = 120.0
+SHOWN = 60
+
+
+def shrink(outcome: Outcome) -> Outcome:
+    """The smallest run found in which the same checker fails, with its trace."""
+    assert outcome.violation is not None
+    began_s = time.process_time()
+    best = outcome
+    smaller = True
+    while smaller and time.process_time() - began_s < SHRINK_S:
+        smaller = False
+        for plan in _smaller(best):
+            found = simulate(plan)
+            if found.violation is not None and found.violation.rule == outcome.violation.rule:
+                best, smaller = found, True
+                break
+    return simulate(replace(best.plan, traced=True))
+
+
+def _smaller(outcome: Outcome) -> Iterator[Plan]:
+    """Plans a step smaller, those that leave out most first."""
+    plan = outcome.plan
+    present = tuple(kind for kind in plan.kinds if plan.has(kind))
+    if present != plan.kinds:
+        yield replace(plan, kinds=present)
+    half = len(present) // 2
+    if half > 1:
+        yield replace(plan, kinds=present[half:])
+        yield replace(plan, kinds=present[:half])
+    for kind in present:
+        yield replace(plan, kinds=tuple(other for other in present if other != kind))
+    for learners in range(1, plan.learners):
+        yield replace(plan, learners=learners)
+    for fragments in range(1, plan.fragments):
+        yield replace(plan, fragments=fragments)
+    if plan.minutes > 0.5:
+        yield replace(plan, minutes=round(plan.minutes / 2, 2))
+
+
+def commit() -> str:
+    """The commit that is checked out, and whether files differ from it."""
+    root = Path(__file__).parent
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return said.stdout.strip() or "unknown"
+
+
+def explain(outcome: Outcome) -> str:
+    """What failed, and the last events that concern it."""
+    plan, violation, world = outcome.plan, outcome.violation, outcome.world
+    assert violation is not None
+    lines = [
+        f"seed {plan.seed} at commit {commit()} fails after {outcome.simulated_s:.1f} s:",
+        f"  {violation}",
+        f"  {plan.learners} learners, {plan.fragments} fragments, {plan.minutes:g} minutes, faults: "
+        + (", ".join(kind for kind in plan.kinds if plan.has(kind)) or "none"),
+    ]
+    if world is not None and world.trace is not None:
+        concerned = [event for event in world.trace if _concerns(violation.about, event)]
+        lines += [_show(world, event) for event in concerned[-SHOWN:]]
+    return "\n".join(lines)
+
+
+Event = tuple[float, str, str, str]
+
+
+def _concerns(about: str, event: Event) -> bool:
+    """Whether an event is of the learner or fragment that a violation is about; else all are."""
+    _, actor, what, name = event
+    if "heartbeat" in name or "rejected" in name:
+        return False
+    learners = [word.strip("'(),") for word in about.split() if "learner-" in word]
+    for learner in (word.rsplit("=", 1)[-1].strip("'") for word in learners):
+        return learner in (actor, *name.split("."), *name.split("/")) or "record" in name
+    if about.startswith("fragment "):
+        fragment = about.split()[1]
+        tokens = {*name.split("."), *name.split("/")}
+        return fragment in tokens or what in {"killed", "paused", "cut off"}
+    return True
+
+
+def _show(world: World, event: Event) -> str:
+    at_s, actor, what, name = event
+    if what.startswith("#"):
+        stream = names.tape_stream(world.run_name)
+        found = world.broker._streams[stream].log.get(int(what[1:]))
+        if found is not None and found.subject == name:
+            name = f"{name} {_describe(found)}"
+    return f"  {at_s:9.3f}  {actor:<12} {what:<9} {name}"
+
+
+def _describe(message: Message) -> str:
+    """What a message of the tape says, in a few words."""
+    kind = message.subject.split(".")[2]
+    if kind == "update":
+        manifest = wire.decode(wire.Manifest, message.payload)
+        return (
+            f"incarnation {manifest.incarnation} seq {manifest.seq} attempt {manifest.attempt} "
+            f"on version {manifest.base_version}, {manifest.steps} steps to {manifest.position}"
+        )
+    if kind == "record":
+        record = wire.decode_record(message.payload)
+        if isinstance(record, wire.RecordPointer):
+            return record.body.name
+        merged = [f"{i.learner}:{i.incarnation}:{i.seq}" for i in record.inputs]
+        rejected = [f"{r.learner}:{r.incarnation}:{r.seq} {r.reason}" for r in record.rejected]
+        return (
+            f"{record.what} {record.version} by {record.aggregator} position {record.position} "
+            f"merges {merged} rejects {rejected} ({record.reason})"
+        )
+    return ""

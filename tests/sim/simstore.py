@@ -1,0 +1,94 @@
+"""The simulation's object store, and each actor's faulty client of it."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from common.errors import ObjectExistsError, ObjectMissingError, StoreUnavailableError
+from common.store import MemoryStore, ObjectInfo
+
+if TYPE_CHECKING:
+    from simactor import Actor
+
+
+class SimStore(MemoryStore):
+    """The world's objects.
+
+    Args:
+        stored, deleted: are given each name, after a new object is there and before one goes.
+    """
+
+    def __init__(self, stored: Callable[[str], None], deleted: Callable[[str], None]) -> None:
+        super().__init__()
+        self._stored = stored
+        self._deleted = deleted
+        # Objects that others than their writers do not see before a time.
+        self.hidden: dict[str, tuple[Actor, float]] = {}
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        if name not in self._objects:
+            super().put(name, data)
+            self._stored(name)
+        elif self._objects[name] != data:
+            raise ObjectExistsError(f"object {name!r} exists with other bytes")
+
+    def get(self, name: str) -> bytes:
+        found = self._objects.get(name)
+        return super().get(name) if found is None else found
+
+    def delete(self, name: str) -> None:
+        if name in self._objects:
+            self._deleted(name)
+        super().delete(name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._objects
+
+
+class ActorStore:
+    """One actor's client of the world's store; its delays are those of `Actor._offload`."""
+
+    def __init__(self, actor: "Actor") -> None:
+        self._actor = actor
+
+    @property
+    def _inner(self) -> SimStore:
+        return self._actor.world.store
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        actor, faults = self._actor, self._actor.faults
+        self._reach()
+        actor.effect("put", name, lambda: self._inner.put(name, data))
+        if actor.hit(faults.late_object, "late_object"):
+            until_s = actor.world.loop.now_s + actor.lasting(faults.visible_s)
+            self._inner.hidden[name] = (actor, until_s)
+        self._answer()
+
+    def get(self, name: str) -> bytes:
+        self._reach()
+        if self._inner.hidden and self._is_hidden(name):
+            raise ObjectMissingError(f"no object {name!r} yet")
+        return self._inner.get(name)
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        self._reach()
+        return [info for info in self._inner.list(prefix) if not self._is_hidden(info.name)]
+
+    def delete(self, name: str) -> None:
+        self._reach()
+        self._actor.effect("delete", name, lambda: self._inner.delete(name))
+        self._answer()
+
+    def _reach(self) -> None:
+        actor = self._actor
+        actor.check()
+        if actor.store_is_cut() or actor.hit(actor.faults.store_refused, "store_refused"):
+            raise StoreUnavailableError(f"{actor.name}: the store does not answer")
+
+    def _answer(self) -> None:
+        actor = self._actor
+        if actor.hit(actor.faults.store_lost_answer, "store_lost_answer"):
+            raise StoreUnavailableError(f"{actor.name}: the store's answer is lost")
+
+    def _is_hidden(self, name: str) -> bool:
+        writer, until_s = self._inner.hidden.get(name, (None, 0.0))
+        return writer is not self._actor and self._actor.world.loop.now_s < until_s

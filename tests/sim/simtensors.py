@@ -1,0 +1,293 @@
+"""What stands for tensors in the simulation.
+
+Every update says which steps of its learner it covers, so that the checkers know what was merged
+once, twice or never. There are two kinds:
+
+- `light()`: vectors of a few elements whose values are digests of all that was merged into them,
+  in order. Only arithmetic is replaced, below `FragmentArrays` and instead of `Replica`; what is
+  merged, when, in which order, and again after a crash, is production code's business. Any other
+  order, input, coefficient or factor gives other digests.
+- dense *ledgers* (`Ledger`): the production arithmetic on vectors whose element (learner,
+  position) counts how often the progress of that batch was sent.
+"""
+
+import contextlib
+import struct
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import xxhash
+
+from aggregator import merge, outer
+from aggregator.merge import Contribution, Grid
+from common import shards, wire
+from common.layout import Layout
+from common.quantize import Encoded, decode_numpy
+from common.store import ObjectStore
+from learner.adopt import Delta, View
+from learner.replica import Replica
+
+TOKENS = 100
+NO_SCALES = np.zeros(0, ml_dtypes.bfloat16)
+
+
+class Covers(NamedTuple):
+    """The steps of one learner, as data positions [start, stop), that an update covers."""
+
+    learner: int
+    start: int
+    stop: int
+
+
+def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -> list[Encoded]:
+    return [
+        shards.unpack(
+            store.get(entry.name), codec="float32", count=entry.stop - entry.start, block=block
+        )
+        for entry in entries
+    ]
+
+
+# --- Light tensors: digests
+
+
+class LightReplica:
+    """`learner.replica.Replica` as far as it matters which steps are unsent, in flight or sent.
+
+    Of each fragment: V - q - theta covers the steps [start, position), q those in flight.
+    """
+
+    def __init__(
+        self, learner: int, layout: Layout, shard_elements: int, views: Sequence[np.ndarray]
+    ) -> None:
+        self._learner = learner
+        self._ranges = [
+            shards.shard_ranges(fragment.size, layout.block, shard_elements)
+            for fragment in layout.fragments
+        ]
+        self.views = list(views)
+        self.position = 0
+        self._starts = [0] * len(views)
+        self._in_flight: dict[int, int] = {}
+
+    def begin(self, position: int) -> None:
+        """All up to here was sent by earlier lives, or is lost."""
+        self.position = position
+        self._starts = [position] * len(self.views)
+
+    def send(self, fragment: int) -> tuple[Encoded, ...]:
+        self._in_flight[fragment] = self.position
+        start = self._starts[fragment]
+        parts = []
+        for begin, stop in self._ranges[fragment]:
+            codes = np.zeros(stop - begin, np.float32)
+            codes[:3] = self._learner + 1, start, self.position
+            parts.append(Encoded(NO_SCALES, codes))
+        return tuple(parts)
+
+    def adopt(self, fragment: int, payload: Delta | View | None, *, resolved: bool) -> None:
+        if isinstance(payload, Delta):
+            self.views[fragment] = self.views[fragment] + payload.encoded.codes
+        elif payload is not None:
+            self.views[fragment] = payload.values
+        if resolved:
+            self._starts[fragment] = self._in_flight.pop(fragment)
+
+    def restore(self, fragment: int, view: View) -> None:
+        self.views[fragment] = view.values
+        self._in_flight.pop(fragment, None)
+        self._starts[fragment] = self.position
+
+
+class _LightSum:
+    """`merge.Accumulator`: a digest of the inputs in their order."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        self.reset()
+
+    def reset(self) -> None:
+        self.inputs = 0
+        self.digest = b""
+
+    def add(self, _codec: str, parts: Sequence[Encoded], coefficients_S: np.ndarray) -> None:
+        codes = b"".join(part.codes.data for part in parts)
+        self.digest = xxhash.xxh3_128_digest(self.digest + codes + coefficients_S.tobytes())
+        self.inputs += 1
+
+
+def _light_norms(_grid: Grid, _codec: str, parts: Sequence[Encoded]) -> np.ndarray:
+    """As long as the steps it covers."""
+    _, start, stop = parts[0].codes[:3]
+    return np.asarray([stop - start], np.float64)
+
+
+def _light_coefficients(_grid: Grid, update: Contribution) -> np.ndarray:
+    share = update.weight * update.discount * update.clip
+    return np.asarray([share], ml_dtypes.bfloat16)
+
+
+def _light_factors(_grid: Grid, _sum: _LightSum, updates: Sequence[Contribution]) -> np.ndarray:
+    return np.asarray([1 / sum(update.weight for update in updates)], np.float32)
+
+
+def _light_close_round(
+    grid: Grid,
+    total: _LightSum,
+    factors_S: np.ndarray,
+    *,
+    theta_N: np.ndarray,
+    view_N: np.ndarray,
+    learning_rate: float,
+    momentum: float,
+    **_: Any,
+) -> Encoded:
+    """New parameters, whole numbers below 256: a digest of the old, the inputs and the factors."""
+    rates = struct.pack("<dd", learning_rate, momentum)
+    digest = xxhash.xxh3_128_digest(theta_N.tobytes() + total.digest + factors_S.tobytes() + rates)
+    theta_N[:] = np.resize(np.frombuffer(digest, np.uint8), grid.size)
+    delta_N = theta_N - view_N
+    view_N[:] = theta_N
+    return Encoded(NO_SCALES, delta_N)
+
+
+class _LightMerge:
+    """Stands for the module `aggregator.merge` in `aggregator.fragment`."""
+
+    Accumulator = _LightSum
+    segment_norms = staticmethod(_light_norms)
+    coefficients = staticmethod(_light_coefficients)
+    factors = staticmethod(_light_factors)
+    make_grid = staticmethod(merge.make_grid)
+
+
+class _LightOuter:
+    """Stands for the module `aggregator.outer` in `aggregator.fragment`."""
+
+    close_round = staticmethod(_light_close_round)
+    make_outer = staticmethod(outer.make_outer)
+    participation = staticmethod(outer.participation)
+    advance_view = staticmethod(outer.advance_view)
+
+
+def _light_flatten(_settings: Any, layout: Layout, fragment: int, _leaves: Any) -> np.ndarray:
+    return np.zeros(layout.fragments[fragment].size, np.float32)
+
+
+@contextlib.contextmanager
+def light() -> Iterator[None]:
+    """Within this, fragments are merged as digests, and equal bytes are decoded once."""
+    with (
+        mock.patch("aggregator.fragment.merge", _LightMerge),
+        mock.patch("aggregator.fragment.outer", _LightOuter),
+        mock.patch("diloco.create._flatten", _light_flatten),
+        decoded_once(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def decoded_once() -> Iterator[None]:
+    """Within this, equal bytes are decoded once, however many actors read them."""
+    with (
+        mock.patch("common.wire.decode", lru_cache(1 << 14)(wire.decode)),
+        mock.patch("common.wire.decode_record", lru_cache(1 << 12)(wire.decode_record)),
+        mock.patch("common.shards.unpack", lru_cache(1 << 14)(shards.unpack)),
+    ):
+        yield
+
+
+class Light:
+    """The world's tensors as digests."""
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+        self.context = light
+
+    def replica(
+        self, learner: int, settings: Any, layout: Layout, views: Sequence[np.ndarray]
+    ) -> LightReplica:
+        return LightReplica(learner, layout, settings.shard_elements, views)
+
+    def train(self, replica: LightReplica, _learner: int, position: int) -> None:
+        """One step on the batch at `position`."""
+        replica.position = position + 1
+
+    def begin(self, replica: LightReplica, position: int) -> None:
+        replica.begin(position)
+
+    def view(self, replica: LightReplica, fragment: int) -> np.ndarray:
+        return replica.views[fragment]
+
+    def covers(self, store: ObjectStore, manifest: wire.Manifest, block: int) -> Covers:
+        """What an update covers.
+
+        Raises:
+            ValueError: its shards disagree, or cover nothing that can be.
+        """
+        found = {
+            tuple(part.codes[:3].astype(int)) for part in _read_parts(store, manifest.shards, block)
+        }
+        if len(found) != 1:
+            raise ValueError(f"shards of one update cover {found}")
+        learner, start, stop = found.pop()
+        return Covers(int(learner) - 1, int(start), int(stop))
+
+
+# --- Dense ledgers
+
+
+class Ledger:
+    """The world's tensors as dense ledgers, with production arithmetic on both sides."""
+
+    LEARNERS = 16
+
+    def __init__(self, rows: int) -> None:
+        self.elements = rows
+        self.context = decoded_once
+
+    @property
+    def _each(self) -> int:
+        return self.elements // self.LEARNERS
+
+    def replica(
+        self, _learner: int, settings: Any, layout: Layout, views: Sequence[np.ndarray]
+    ) -> Replica:
+        like = {tensor.name: jnp.zeros(tensor.shape) for tensor in layout.tensors}
+        return Replica(settings, layout, like, views)
+
+    def train(self, replica: Replica, learner: int, position: int) -> None:
+        """One step's progress: the element of (learner, position) goes down by one."""
+        assert position < self._each
+        element = learner * self._each + position
+        replica.trained = {
+            name: leaf.at[element].add(-1.0) for name, leaf in replica.trained.items()
+        }
+
+    def begin(self, replica: Replica, position: int) -> None:
+        """Nothing to do."""
+
+    def view(self, replica: Replica, fragment: int) -> np.ndarray:
+        return np.asarray(replica._views[fragment])
+
+    def covers(self, store: ObjectStore, manifest: wire.Manifest, block: int) -> Covers:
+        """What an update covers.
+
+        Raises:
+            ValueError: its ledger is not that of one run of steps of one learner.
+        """
+        parts = _read_parts(store, manifest.shards, block)
+        ledger = np.concatenate([decode_numpy("float32", part, block) for part in parts])
+        counts = np.rint(ledger)
+        np.testing.assert_allclose(ledger, counts, atol=1e-2)  # sums of thirds are not exact
+        (steps,) = np.nonzero(counts)
+        start, stop = int(steps[0]), int(steps[-1]) + 1
+        if not (counts[start:stop] == 1).all():
+            raise ValueError(f"counts of elements {start} to {stop} are not all one")
+        learner = start // self._each
+        return Covers(learner, start - learner * self._each, stop - learner * self._each)

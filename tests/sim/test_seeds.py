@@ -1,0 +1,25 @@
+"""Many seeds of faults of every kind, and none breaks an invariant."""
+
+from collections import Counter
+
+import pytest
+from simrun import KINDS, Plan, simulate
+from simshrink import explain, shrink
+
+SEEDS = 200
+
+
+@pytest.mark.timeout(600)
+def test_no_seed_breaks_an_invariant():
+    fates: Counter[str] = Counter()
+    injected: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        outcome = simulate(Plan(seed=seed))
+        if outcome.violation is not None:
+            pytest.fail(explain(shrink(outcome)))
+        fates.update(outcome.fates)
+        injected.update(outcome.injected)
+    assert fates["sent"] == fates["merged"] + fates["rejected"] + fates["in_flight"]
+    assert fates["merged"] > 50 * SEEDS
+    assert fates["rejected"] > 0
+    assert min(injected[kind] for kind in (*KINDS, "crash")) > 0
