@@ -278,22 +278,24 @@ class Leases:
         return False
 
     async def _give_up(self, fragment: int) -> None:
-        revision = self._held.pop(fragment, None)
-        if revision is None:
-            return
-        try:
-            subject = names.fragment_lease(self._context.run, fragment)
-            await self._publish(subject, "released", revision)
-        except (SwapLostError, BusUnavailableError):
-            return  # It expires by itself.
+        async with self._renewing:  # or a renewal under way would take it back
+            revision = self._held.pop(fragment, None)
+            if revision is None:
+                return
+            try:
+                subject = names.fragment_lease(self._context.run, fragment)
+                await self._publish(subject, "released", revision)
+            except (SwapLostError, BusUnavailableError):
+                return  # It expires by itself.
 
     async def _say_done(self, fragment: int) -> None:
         subject = names.fragment_lease(self._context.run, fragment)
-        revision = self._held.get(fragment, 0)
-        with contextlib.suppress(SwapLostError):  # Whoever has it now finds out the same.
-            await self._publish(subject, "done", revision)
-        self._held.pop(fragment, None)
-        self._done.add(fragment)
+        async with self._renewing:  # or a renewal under way would take it back
+            revision = self._held.get(fragment, 0)
+            with contextlib.suppress(SwapLostError):  # Whoever has it now finds out the same.
+                await self._publish(subject, "done", revision)
+            self._held.pop(fragment, None)
+            self._done.add(fragment)
 
     async def _last(self, subject: str) -> _Seen | None:
         """What stands under a key; None also when nobody can tell now."""
