@@ -49,22 +49,34 @@ class SimBroker(MemoryBroker):
     Args:
         clock: seconds since the epoch.
         hear: is given every message once it is stored.
+        trimming: is given every stream, subject and sequence before messages below it go.
     """
 
-    def __init__(self, clock: Callable[[], float], hear: Callable[[str, Message], None]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        hear: Callable[[str, Message], None],
+        trimming: Callable[[str, str, int], None],
+    ) -> None:
         super().__init__(clock)
         self._hear = hear
+        self._trimming = trimming
         self._open: dict[Reader, None] = {}
         self._routes: dict[str, list[Reader]] = {}
         self._owners: dict[str, str] = {}
         self._seqs: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
 
     def publish(
-        self, subject: str, payload: bytes, msg_id: str | None, expected_last: int | None
+        self,
+        subject: str,
+        payload: bytes,
+        msg_id: str | None,
+        expected_last: int | None,
+        ttl_s: float | None = None,
     ) -> int:
         owner = self._owners.get(subject)
         if owner is None:
-            seq = super().publish(subject, payload, msg_id, expected_last)
+            seq = super().publish(subject, payload, msg_id, expected_last, ttl_s)
             owner = self._owners[subject] = next(
                 name
                 for name, stream in self._streams.items()
@@ -74,7 +86,7 @@ class SimBroker(MemoryBroker):
             return seq
         stream = self._streams[owner]
         before = stream.last_seq
-        seq = stream.append(subject, payload, msg_id or "", expected_last, self._clock())
+        seq = stream.append(subject, payload, msg_id or "", expected_last, ttl_s, self._clock())
         if seq > before:
             self._stored(owner, seq)
         return seq
@@ -90,6 +102,14 @@ class SimBroker(MemoryBroker):
         """Go on as if the duplicate window had passed for this message."""
         for stream in self._streams.values():
             stream._ids.pop(msg_id, None)
+
+    def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """As `Bus.trim`."""
+        self._trimming(stream, subject, below_seq)
+        self.stream(stream).trim(subject, below_seq)
+        seqs = self._seqs[stream][subject]
+        log = self._streams[stream].log
+        self._seqs[stream][subject] = [seq for seq in seqs if seq in log]
 
     def _route(self, owner: str, subject: str) -> list[Reader]:
         route = self._routes.get(subject)
@@ -145,12 +165,13 @@ class ActorBus:
         *,
         msg_id: str | None = None,
         expected_last: int | None = None,
+        ttl_s: float | None = None,
     ) -> int:
         await self._actor.delay()
         actor, faults = self._actor, self._actor.faults
 
         def store() -> int:
-            return self._broker.publish(subject, payload, msg_id, expected_last)
+            return self._broker.publish(subject, payload, msg_id, expected_last, ttl_s)
 
         if actor.bus_is_cut() or actor.hit(faults.lost_request, "lost_request"):
             actor.check()
@@ -177,6 +198,13 @@ class ActorBus:
         await self._ask()
         return await MemoryBus(self._broker).last_sequence(stream)
 
+    async def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        await self._ask()
+        name = f"{subject} below {below_seq}"
+        self._actor.effect("trim", name, lambda: self._broker.trim(stream, subject, below_seq))
+        if self._actor.hit(self._actor.faults.lost_answer, "lost_answer"):
+            raise BusUnavailableError(f"{self._actor.name}: answer lost")
+
     async def _ask(self) -> None:
         actor = self._actor
         await actor.delay()
@@ -188,7 +216,7 @@ class ActorBus:
     ) -> AsyncIterator[Message]:
         self._actor.check()
         reader = self._broker.open_reader(stream, subjects, start_seq)
-        queue = reader.queue
+        queue, log = reader.queue, self._broker.stream(stream).log
         # Whoever reads one subject up to a certain message relies on getting each once.
         again = self._actor.faults.redelivered if len(subjects) > 1 else 0.0
         recent: deque[Message] = deque(maxlen=REDELIVERED)
@@ -200,6 +228,8 @@ class ActorBus:
                     reader.ready = None
                 message = queue.popleft()
                 await self._deliver()
+                if message.seq not in log:
+                    continue  # It has been trimmed, or was followed by another, meanwhile.
                 yield message
                 if again:
                     recent.append(message)

@@ -116,6 +116,9 @@ class Checkers:
     def on_deleted(self, name: str) -> None:
         """An object is about to go."""
 
+    def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:
+        """Messages of a subject below a sequence are about to go."""
+
     def _guard(self, handler, *arguments) -> None:
         """Whatever a checker finds ends the simulation, not the actor that was the occasion."""
         try:

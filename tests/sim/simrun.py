@@ -45,6 +45,7 @@ PROCESSES = (
     "skew",
     "speeds",
     "membership",
+    "standby",
     "rivals",
 )
 KINDS = (*OPERATIONS, *PROCESSES)
@@ -185,9 +186,15 @@ class Scenario:
         """The whole run, to its end."""
         world, plan = self.world, self.plan
         await world.create()
-        names = ["one", "two"] if plan.has("rivals") else ["one"]
-        world.injected["rivals"] += len(names) - 1
-        work = [asyncio.ensure_future(self._keep_aggregating(name)) for name in names]
+        lease_s = plan.chance("lease").choice([1.0, 2.5, 5.0])
+        names: dict[str, float | None] = {"one": lease_s}
+        if plan.has("standby"):
+            names |= {"two": lease_s, "three": lease_s}
+            world.injected["standby"] += 2
+        if plan.has("rivals"):
+            names["rival"] = None  # It asks nobody, and believes that it owns everything.
+            world.injected["rivals"] += 1
+        work = [asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()]
         work += [asyncio.ensure_future(self._keep_learning(learner)) for learner in self.learners]
         trouble = [
             asyncio.ensure_future(make(plan.chance(kind)))
@@ -214,11 +221,11 @@ class Scenario:
 
     # Processes
 
-    async def _keep_aggregating(self, name: str) -> None:
+    async def _keep_aggregating(self, name: str, lease_s: float | None) -> None:
         chance = self.plan.chance(f"restarts-{name}")
 
         def next_life() -> tuple[Actor, float]:
-            actor = self.world.aggregator(name)
+            actor = self.world.aggregator(name, lease_s)
             self._begin(actor)
             return actor, chance.uniform(0.0, 4.0)
 

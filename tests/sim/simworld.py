@@ -23,6 +23,7 @@ from simtensors import TOKENS, Ledger, Light
 
 from aggregator.context import Context as AggregatorContext
 from aggregator.daemon import aggregate
+from aggregator.leases import Leases
 from common import names, wire
 from common.bus import Message, subject_matches
 from common.config import BusSection, RunSettings
@@ -86,7 +87,7 @@ class World:
         self.run_name = self.settings.run.name
         self.layout = self._make_layout()
         self.checkers = Checkers(self)
-        self.broker = SimBroker(self.clock, self._hear)
+        self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
         self.store = SimStore(self.checkers.on_stored, self.checkers.on_deleted)
         self.chance = random.Random(f"world-{seed}")
 
@@ -156,8 +157,13 @@ class World:
 
     # Aggregators
 
-    def aggregator(self, name: str = "aggregator", **life: Any) -> Actor:
-        """Start one life of an aggregator; `life` as of `Actor`."""
+    def aggregator(
+        self, name: str = "aggregator", lease_s: float | None = None, **life: Any
+    ) -> Actor:
+        """Start one life of an aggregator; without `lease_s` it owns all fragments, unasked.
+
+        `life` as of `Actor`.
+        """
         actor = Actor(name, self, **{"faults": self.faults, **life})
         context = AggregatorContext(
             settings=self.settings,
@@ -169,7 +175,7 @@ class World:
             logger=structlog.get_logger(),
             name=name,
         )
-        actor.spawn(aggregate(context))
+        actor.spawn(aggregate(context, Leases(context, lease_s) if lease_s else None))
         return actor
 
     async def keep_aggregating(self, next_life: Callable[[], tuple[Actor, float]]) -> None:
