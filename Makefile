@@ -2,6 +2,11 @@
 
 PYTHON ?= python3
 ARGS ?=
+SEEDS ?= 200
+FIRST ?= 0
+MINUTES ?= 2
+LEARNERS ?= 4
+FRAGMENTS ?= 3
 SECONDS ?= 600
 BENCHES ?= merge encode stall wire quality events failover
 
@@ -11,12 +16,12 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow chaos lint types imports check bench lock clean
+.PHONY: help install demo test test-slow chaos lint types imports check bench sim lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, bench and lock;'
+	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, sim, bench and lock;'
 	@echo '  PYTHON=... chooses the interpreter of install.'
 
 install: $(STAMP) ## make .venv with the pinned packages and the diloco command
@@ -42,6 +47,10 @@ demo: install ## train with four learners and an aggregator on this machine
 
 test: install ## run the tests, without the slow ones
 	@$(RUN) pytest -m "not slow" $(ARGS)
+
+sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=3, FIRST= for another first seed
+	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \
+		--learners $(LEARNERS) --fragments $(FRAGMENTS) $(ARGS)
 
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)

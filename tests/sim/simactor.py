@@ -155,7 +155,7 @@ class Actor:
         self.operations += 1
         self.world.note(self, what, name)
         if self.operations == self.kill_at:
-            self.world.injected["crash"] += 1
+            self.world.injected["crash_at_effect"] += 1
             if not self.killed_before:
                 action()
             self.kill()

@@ -169,6 +169,7 @@ class Scenario:
         step_s = 1.0
         if self.plan.has("speeds"):
             step_s = self.plan.chance(f"speed-{index}").choice([0.5, 1.0, 1.0, 3.0])
+            self.world.injected["speeds"] += step_s != 1.0
         return SimLearner(self.world, index, step_s=step_s)
 
     def _begin(self, actor: Actor) -> None:
