@@ -10,7 +10,7 @@ from aggregator.context import Context, identity, swap
 from common import names, wire
 from common.bus import Message
 from common.config import RunSettings
-from common.errors import SwapLostError, WireError
+from common.errors import ObjectMissingError, SwapLostError, WireError
 from common.layout import next_step, offset_steps
 from common.tape import last_record, parse_changed, read_record
 
@@ -86,11 +86,14 @@ class Conductor:
                 self._change(message)
                 continue
             payload = message.payload
-            record = await context.runtime.retry(
-                "reading a record",
-                lambda payload=payload: read_record(context, payload),  # type: ignore[misc]
-                logger=context.logger,
-            )
+            try:
+                record = await context.runtime.retry(
+                    "reading a record",
+                    lambda payload=payload: read_record(context, payload),  # type: ignore[misc]
+                    logger=context.logger,
+                )
+            except ObjectMissingError:
+                continue  # Its body was collected: newer records follow.
             self._note(record, message.seq)
             await self._decide()
 

@@ -3,9 +3,10 @@
 Objects go to names that hold their content; messages that commit go by compare-and-swap.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common import log, names, shards, wire
+from common.config import GcSection
 from common.errors import BusUnavailableError, SwapLostError
 from common.tape import RunContext
 
@@ -15,6 +16,7 @@ class Context(RunContext):
     """What all parts of one aggregator process share; `name` stands in its records."""
 
     name: str
+    gc: GcSection = field(default_factory=GcSection)
 
 
 def identity(context: Context) -> str:

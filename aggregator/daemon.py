@@ -150,6 +150,7 @@ async def _serve(config: Config, pinned: frozenset[int] | None) -> None:
         layout, epoch = await load_run(config, bus, store, runtime)
         context = Context(
             name=config.aggregator.name,
+            gc=config.gc,
             settings=config.settings(),
             layout=layout,
             epoch=epoch,

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
 from aggregator import machine, policy
+from aggregator.collector import Collector
 from aggregator.context import Context, commit_record, identity, store_version_object
 from aggregator.fragment import FragmentArrays, Payload, read_payload
 from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound
@@ -73,6 +74,7 @@ class FragmentOwner:
         self._arrays: FragmentArrays
         self._newest: wire.Record
         self._settle(context.settings)
+        self._collector = Collector(context, fragment, lambda: self.state)
 
     async def own(self) -> bool:
         """Recover from the tape and make versions; whenever another commits first, recover.
@@ -87,7 +89,12 @@ class FragmentOwner:
             try:
                 await self._recover()
                 self._broken = asyncio.get_running_loop().create_future()
-                await first_of(self._read_tape(), self._serve(), self._break_with_fetches())
+                await first_of(
+                    self._read_tape(),
+                    self._serve(),
+                    self._break_with_fetches(),
+                    self._collector.work(),
+                )
             except SwapLostError as lost:
                 if not await self._still_ours(self.fragment):
                     return False
@@ -330,6 +337,8 @@ class FragmentOwner:
         for rejected in record.rejected:
             await self._show_rejection(_rejection(record.fragment, rejected))
         await self._take(committed, None)
+        if record.what == "version" and record.snapshot_version == record.version:
+            self._collector.wake()
 
     async def _draft(self, commit: Commit) -> wire.Record:
         """The record of `commit`, with its objects stored."""

@@ -4,12 +4,22 @@ Every version since that state is merged again from the inputs its record names,
 are compared. Nothing else is needed, and nothing is trusted that does not reproduce.
 """
 
+import contextlib
 from typing import NamedTuple
 
 from aggregator.fragment import FragmentArrays
 from common import names, wire
 from common.config import RunSettings
-from common.tape import RunContext, get_object, last_record, read_record, settings_at
+from common.errors import IntegrityError, ObjectMissingError
+from common.tape import (
+    RunContext,
+    get_object,
+    last_record,
+    lost_for_good,
+    older_snapshot,
+    read_record,
+    settings_at,
+)
 
 
 class Recovered(NamedTuple):
@@ -30,18 +40,36 @@ async def recover(context: RunContext, fragment: int) -> Recovered:
     """Bring a fragment's arrays to its newest record.
 
     Raises:
-        IntegrityError: stored objects do not give the recorded digests.
+        IntegrityError: stored objects do not give the recorded digests, or are gone.
         RunMismatchError: the run has no such fragment.
         BusUnavailableError, StoreUnavailableError: passing faults; call again.
     """
     newest, newest_seq = await last_record(context, fragment)
-    return await rebuild(context, newest, newest_seq)
+    while True:
+        try:
+            return await rebuild(context, newest, newest_seq)
+        except ObjectMissingError as error:
+            missed_seq = newest_seq
+            newest, newest_seq = await last_record(context, fragment)
+            if newest_seq == missed_seq:
+                what = f"version {newest.version} of fragment {fragment}"
+                raise lost_for_good(what, error) from error
 
 
 async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> Recovered:
-    """A fragment's arrays as one of its records left them; raises as `recover`."""
-    arrays = await _load_outer_state(context, record)
+    """A fragment's arrays as one of its records left them.
+
+    A stored state that is damaged or gone is passed over for the one before.
+
+    Raises:
+        ObjectMissingError: there is no stored state to begin from.
+        DilocoError: as `recover`.
+    """
     outer_seq = record.outer_seq or record_seq
+    try:
+        arrays = await _load_outer_state(context, record)
+    except (ObjectMissingError, IntegrityError) as error:
+        arrays, outer_seq = await _load_older_state(context, record, record_seq, error)
     merged_again = 0
     if outer_seq < record_seq:
         subjects = [names.record(context.run, record.fragment)]
@@ -59,16 +87,42 @@ async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> 
     return Recovered(record, record_seq, settings, arrays, merged_again)
 
 
-async def _load_outer_state(context: RunContext, newest: wire.Record) -> FragmentArrays:
-    """The arrays at `newest.outer_version`, where view and outer state were stored together."""
+async def _load_older_state(
+    context: RunContext,
+    record: wire.Record,
+    record_seq: int,
+    error: ObjectMissingError | IntegrityError,
+) -> tuple[FragmentArrays, int]:
+    """The arrays at a stored version before the newest one, and the sequence of its record.
+
+    Raises:
+        ObjectMissingError, IntegrityError: `error`, if there is none that can be read.
+    """
+    older = await older_snapshot(context, record, record_seq)
+    if older is not None:
+        basis = older.basis
+        context.logger.warning(
+            "state_skipped",
+            fragment=record.fragment,
+            version=record.outer_version,
+            instead=basis.record.version,
+            why=error.message,
+        )
+        with contextlib.suppress(ObjectMissingError, IntegrityError):
+            return await _load_outer_state(context, basis.record), basis.record_seq
+    raise error
+
+
+async def _load_outer_state(context: RunContext, at: wire.Record) -> FragmentArrays:
+    """The arrays at `at.outer_version`, where view and outer state were stored together."""
 
     def load() -> FragmentArrays:
         return FragmentArrays.from_objects(
             context.settings,
             context.layout,
-            newest.fragment,
-            view=get_object(context.store, newest.snapshot),
-            outer_state=get_object(context.store, newest.outer),
+            at.fragment,
+            view=get_object(context.store, at.snapshot),
+            outer_state=get_object(context.store, at.outer),
         )
 
     return await context.runtime.call(load)

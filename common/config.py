@@ -234,6 +234,20 @@ class AggregatorSection(Section):
     lease_s: Annotated[float, Field(ge=1)] = 5.0
 
 
+class GcSection(Section):
+    """What garbage collection leaves beyond what recovery needs.
+
+    Attributes:
+        enabled: aggregators collect after each snapshot; else only `diloco gc` does.
+        replay_s: seconds for which versions can be merged again, and gone back to.
+        keep_checkpoints: the newest so many keep their objects.
+    """
+
+    enabled: bool = True
+    replay_s: NonNegative = 86400.0
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 3
+
+
 class RunSettings(Section):
     """The sections that all parties of a run share; they go into its specification."""
 
@@ -253,13 +267,14 @@ class Config(RunSettings):
     bus: BusSection = BusSection()
     learner: LearnerSection = LearnerSection()
     aggregator: AggregatorSection = AggregatorSection()
+    gc: GcSection = GcSection()
 
     def settings(self) -> RunSettings:
         """The part that defines the run."""
         return RunSettings(**{name: getattr(self, name) for name in RunSettings.model_fields})
 
 
-DAEMON_SECTIONS = ("bus", "store", "learner", "aggregator")
+DAEMON_SECTIONS = ("bus", "store", "learner", "aggregator", "gc")
 
 
 def load_config(path: Path) -> Config:

@@ -1,7 +1,7 @@
 """A run as its tape and store hold it: the specification, records, and the objects they name."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from common.config import RunSettings, check_changeable, parse_settings
 from common.errors import (
     ConfigError,
     IntegrityError,
+    ObjectMissingError,
     RunMismatchError,
     RunMissingError,
     StreamMissingError,
@@ -146,15 +147,29 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
 
     Raises:
         RunMismatchError: the run has no such fragment: it was not created, or not wholly.
-        IntegrityError: the record was made for another layout.
+        IntegrityError: the record was made for another layout, or its body is gone.
     """
-    message = await context.bus.last(context.tape, names.record(context.run, fragment))
-    if message is None:
-        raise RunMismatchError(
-            f"run {context.run!r} has no record of fragment {fragment}",
-            hint="create the run with: diloco run create --config FILE",
-        )
-    return await read_record(context, message.payload), message.seq
+    missed = 0
+    while True:
+        message = await context.bus.last(context.tape, names.record(context.run, fragment))
+        if message is None:
+            raise RunMismatchError(
+                f"run {context.run!r} has no record of fragment {fragment}",
+                hint="create the run with: diloco run create --config FILE",
+            )
+        try:
+            return await read_record(context, message.payload), message.seq
+        except ObjectMissingError as error:
+            if message.seq == missed:
+                raise lost_for_good(
+                    f"record {message.seq} of fragment {fragment}", error
+                ) from error
+            missed = message.seq
+
+
+def lost_for_good(what: str, error: ObjectMissingError) -> IntegrityError:
+    """The error of an object that the newest record needs: no collection took it."""
+    return IntegrityError(f"{what}: {error.message}", hint="runbooks/missing-object.md")
 
 
 async def read_record(context: RunContext, payload: bytes) -> wire.Record:
@@ -163,6 +178,7 @@ async def read_record(context: RunContext, payload: bytes) -> wire.Record:
     Raises:
         IntegrityError: it is of another layout, or its object is not what the message says.
         RunMismatchError: it is of another epoch.
+        ObjectMissingError: its object is gone; it is not needed any more if newer ones follow.
     """
     found = wire.decode_record(payload)
     if isinstance(found, wire.RecordPointer):
@@ -199,22 +215,35 @@ async def records_of(
 ) -> AsyncIterator[Recorded]:
     """A fragment's records, from the oldest that the tape still has to the newest of now.
 
-    Those before `start_seq` are passed over.
+    Those before `start_seq` are passed over, and those that are collected meanwhile.
 
     Raises:
         RunMismatchError, IntegrityError: as `last_record`.
+        ObjectMissingError: the body of a record that stays is gone.
     """
     _, newest_seq = await last_record(context, fragment)
     if start_seq > newest_seq:
         return
-    messages = context.bus.read(context.tape, [names.record(context.run, fragment)], start_seq)
-    async for message in messages:
-        record = await read_record(context, message.payload)
-        found = wire.decode_record(message.payload)
-        body = found.body if isinstance(found, wire.RecordPointer) else None
-        yield Recorded(record, message.seq, message.time_s, body)
+    subject = names.record(context.run, fragment)
+    async for message in context.bus.read(context.tape, [subject], start_seq):
+        try:
+            record = await read_record(context, message.payload)
+        except ObjectMissingError:
+            if await _stands(context, subject, message.seq):
+                raise
+        else:
+            found = wire.decode_record(message.payload)
+            body = found.body if isinstance(found, wire.RecordPointer) else None
+            yield Recorded(record, message.seq, message.time_s, body)
         if message.seq >= newest_seq:
             return
+
+
+async def _stands(context: RunContext, subject: str, seq: int) -> bool:
+    """Whether the tape still has a message of a subject, which had later ones."""
+    messages = context.bus.read(context.tape, [subject], seq)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        return (await anext(messages)).seq == seq
 
 
 def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
@@ -247,23 +276,107 @@ class Loaded(NamedTuple):
 
 
 async def load_view(context: RunContext, fragment: int) -> Loaded:
-    """The newest view of a fragment, from its snapshot and the deltas since, verified.
+    """The newest view of a fragment, from a snapshot and the deltas since, verified.
+
+    A snapshot that is damaged or gone is passed over for the one before.
 
     Raises:
-        ObjectMissingError: garbage collection was faster; call again for the newest record.
-        IntegrityError: the objects do not give the recorded digest.
+        IntegrityError: what is stored does not give the recorded digest, or is gone.
     """
     record, record_seq = await last_record(context, fragment)
-    view, read_bytes = await context.runtime.call(_assemble_view, context, record)
-    return Loaded(record, record_seq, view, read_bytes)
+    while True:
+        try:
+            view, read_bytes = await context.runtime.call(
+                _assemble_view, context, record, record.snapshot, record.deltas
+            )
+        except (ObjectMissingError, IntegrityError) as error:
+            newest, newest_seq = await last_record(context, fragment)
+            if newest_seq == record_seq:
+                # No collection was faster.
+                return await _load_from_older(context, record, record_seq, error)
+            record, record_seq = newest, newest_seq
+        else:
+            return Loaded(record, record_seq, view, read_bytes)
 
 
-def _assemble_view(context: RunContext, record: wire.Record) -> tuple[npt.NDArray[np.float32], int]:
-    data = get_object(context.store, record.snapshot)
+async def _load_from_older(
+    context: RunContext,
+    record: wire.Record,
+    record_seq: int,
+    error: ObjectMissingError | IntegrityError,
+) -> Loaded:
+    """The view of `record`, whose newest snapshot or a delta could not be read, from an older one.
+
+    Raises:
+        IntegrityError: there is none that helps.
+    """
+    older = await older_snapshot(context, record, record_seq)
+    if older is not None:
+        basis, since = older
+        context.logger.warning(
+            "snapshot_skipped",
+            fragment=record.fragment,
+            version=record.snapshot_version,
+            instead=basis.record.version,
+            why=error.message,
+        )
+        deltas = [after.record.delta for after in since if after.record.delta is not None]
+        with contextlib.suppress(ObjectMissingError, IntegrityError):
+            view, read_bytes = await context.runtime.call(
+                _assemble_view, context, record, basis.record.snapshot, deltas
+            )
+            return Loaded(record, record_seq, view, read_bytes)
+    if isinstance(error, ObjectMissingError):
+        what = f"version {record.version} of fragment {record.fragment}"
+        raise lost_for_good(what, error) from error
+    raise error
+
+
+class Older(NamedTuple):
+    """A version whose view and outer state were stored, and the versions merged after it."""
+
+    basis: Recorded
+    since: list[Recorded]
+
+
+async def older_snapshot(context: RunContext, record: wire.Record, record_seq: int) -> Older | None:
+    """The stored version before `record.snapshot_version`, from which `record` can be had too.
+
+    All versions after it up to `record` were merged: deltas, or their inputs, lead from one to
+    the next. None where there is no such version, as right after a rollback.
+
+    Raises:
+        DilocoError: as `records_of`.
+    """
+    found: list[Older] = []
+    if not record.base_seq:
+        return None  # The first of its epoch, which may not stand on the tape yet.
+    async for item in records_of(context, record.fragment):
+        if item.record_seq > record_seq:
+            break
+        if item.record.what == "verdict":
+            continue
+        if item.record.what != "version":
+            found = []  # What a rollback leads to does not follow from what was before.
+        for older in found:
+            older.since.append(item)
+        if item.record.snapshot_version == item.record.outer_version == item.record.version:
+            found = [*found[-1:], Older(item, [])]
+    newest = [older for older in found if older.basis.record.version < record.snapshot_version]
+    return newest[-1] if newest else None
+
+
+def _assemble_view(
+    context: RunContext,
+    record: wire.Record,
+    snapshot: wire.ObjectRef,
+    deltas: Iterable[wire.ObjectRef],
+) -> tuple[npt.NDArray[np.float32], int]:
+    data = get_object(context.store, snapshot)
     read_bytes = len(data)
     view = np.frombuffer(data, np.float32).copy()
     sync = context.settings.sync
-    for delta in record.deltas:
+    for delta in deltas:
         data = get_object(context.store, delta)
         read_bytes += len(data)
         encoded = shards.unpack(data, codec=sync.delta_codec, count=view.size, block=sync.block)

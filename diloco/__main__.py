@@ -216,6 +216,25 @@ def rollback(
     _say(f"rolled back: versions are now {_vector([record.version for record in made])}")
 
 
+@app.command()
+def gc(
+    run: RunArgument,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show what would go, remove nothing")
+    ] = False,
+) -> None:
+    """Remove what neither recovery, nor the replay window, nor a checkpoint needs.
+
+    Aggregators do this by themselves (`gc.enabled`); this also looks at what no aggregator knows,
+    such as the shards of learners that are long gone. Training may go on meanwhile.
+    """
+    log.configure("error")
+    from diloco.collect import collect, table
+
+    found = asyncio.run(collect(run, dry_run=dry_run))
+    Console().print(table(found, dry_run=dry_run))
+
+
 def _vector(versions: Sequence[int]) -> str:
     return ",".join(str(version) for version in versions)
 

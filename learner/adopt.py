@@ -13,7 +13,7 @@ import numpy as np
 
 from common import names, shards, wire
 from common.bus import Message
-from common.errors import ObjectMissingError, WireError
+from common.errors import IntegrityError, ObjectMissingError, WireError
 from common.quantize import Encoded
 from common.service import cancel
 from common.tape import (
@@ -145,24 +145,35 @@ class Adopter:
             )
 
     async def _take(self, fragment: int, message: Message) -> None:
-        record = await read_record(self._context, message.payload)
-        _, version, digest = self._newest[fragment]
-        payload: Delta | View | None = None
-        if record.what != "verdict":
-            follows = record.version == version + 1 and record.base_digest == digest
-            try:
-                if not follows or record.delta is None:
-                    raise ObjectMissingError(f"version {record.version} does not follow {version}")
-                payload = Delta(await self._read_delta(fragment, record.delta))
-            except ObjectMissingError as error:
-                self._context.logger.warning("reloading", fragment=fragment, why=error.message)
-                loaded = await self._load_fragment(fragment)
-                record, payload = loaded.record, View(loaded.view)
-                message = message._replace(seq=loaded.record_seq)
-        self._newest[fragment] = (message.seq, record.version, record.view_digest)
+        _, version, _ = self._newest[fragment]
+        record_seq = message.seq
+        payload: Delta | View | None
+        try:
+            record = await read_record(self._context, message.payload)
+            payload = await self._change(fragment, record)
+        except (ObjectMissingError, IntegrityError) as error:
+            self._context.logger.warning("reloading", fragment=fragment, why=error.message)
+            loaded = await self._load_fragment(fragment)
+            record, record_seq, payload = loaded.record, loaded.record_seq, View(loaded.view)
+        self._newest[fragment] = (record_seq, record.version, record.view_digest)
         # Also when the rollback itself was jumped over.
         restored = record.policy.floor > version
-        self._post(self._ready(record, message.seq, restored=restored), payload)
+        self._post(self._ready(record, record_seq, restored=restored), payload)
+
+    async def _change(self, fragment: int, record: wire.Record) -> Delta | None:
+        """What leads from the version adopted to a record's; None for verdicts.
+
+        Raises:
+            ObjectMissingError: nothing does, or it was collected.
+            IntegrityError: what does is damaged.
+        """
+        if record.what == "verdict":
+            return None
+        _, version, digest = self._newest[fragment]
+        follows = record.version == version + 1 and record.base_digest == digest
+        if not follows or record.delta is None:
+            raise ObjectMissingError(f"version {record.version} does not follow {version}")
+        return Delta(await self._read_delta(fragment, record.delta))
 
     def _ready(self, record: wire.Record, record_seq: int, *, restored: bool) -> sync.Ready:
         resolved = [

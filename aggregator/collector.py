@@ -1,0 +1,258 @@
+"""Removes what `garbage.py` finds: beside a fragment's owner, or for an operator.
+
+Order matters, and each step is harmless if nothing follows it:
+1. list the store; what comes into it later is not looked at;
+2. learn who may still announce what, and which checkpoints there are;
+3. read the fragment's records up to the newest: whatever was resolved meanwhile is among them;
+4. see that no newer tape of the run was begun: its objects are not ours to judge;
+5. trim the tape; then delete objects. A record on the tape may name the object of its body.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from aggregator import garbage, machine
+from aggregator.context import Context
+from aggregator.garbage import Fleet, Ledger, Trim
+from aggregator.machine import UpdateId
+from common import log, names, wire
+from common.errors import DilocoError, ObjectMissingError, RunMismatchError, WireError
+from common.store import ObjectInfo, ObjectStore
+from common.tape import RunContext, last_record, records_of
+
+# Deleted by one call off the event loop.
+BATCH = 64
+
+
+class Pins(NamedTuple):
+    """Which checkpoints keep their objects.
+
+    Attributes:
+        versions: of each pinned checkpoint, one for each fragment.
+        stale: objects of checkpoints that keep nothing any more.
+    """
+
+    versions: tuple[tuple[int, ...], ...]
+    stale: tuple[ObjectInfo, ...]
+
+    def of(self, fragment: int) -> frozenset[int]:
+        """The versions of a fragment that are pinned."""
+        return frozenset(versions[fragment] for versions in self.versions)
+
+
+class Collector:
+    """Collects the garbage of one fragment in the background.
+
+    The owner of fragment 0 does what is the whole run's as well: joins and leaves on the tape,
+    and checkpoints beyond those that are kept.
+
+    Args:
+        context: the aggregator's.
+        fragment: its index.
+        state: gives the owner's machine; None while it recovers.
+    """
+
+    def __init__(
+        self, context: Context, fragment: int, state: Callable[[], machine.State | None]
+    ) -> None:
+        self._context = context
+        self._fragment = fragment
+        self._state = state
+        self._logger = context.logger.bind(fragment=fragment)
+        self._ledger = Ledger(context.run, fragment, context.epoch)
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """A snapshot is committed: there may be garbage."""
+        self._woken.set()
+
+    async def work(self) -> None:
+        """Collect after each `wake`, for ever; what goes wrong is logged and tried again."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            if not self._context.gc.enabled:
+                continue
+            try:
+                await self._context.runtime.retry(
+                    "collecting garbage", self._collect, logger=self._logger
+                )
+            except DilocoError as error:
+                self._logger.warning("not_collected", error=error.message, hint=error.hint)
+            except Exception:
+                # A bug here may cost space, not the fragment.
+                self._logger.exception("collection_failed")
+
+    async def _collect(self) -> None:
+        context, began_s = self._context, self._context.runtime.clock()
+        state = self._state()
+        if state is None:
+            return
+        fleet = fleet_of(state)
+        found = await context.runtime.call(
+            list_fragment, context.store, context.run, self._fragment, [*fleet.lives]
+        )
+        pins = await read_pins(context, context.gc.keep_checkpoints, self._logger)
+        await read_on(context, self._ledger)
+        await check_epoch(context)
+        plan = garbage.plan(
+            self._ledger,
+            found,
+            fleet=fleet,
+            pinned=pins.of(self._fragment),
+            replay_s=context.gc.replay_s,
+        )
+        if plan is None:
+            return
+        await trim_tape(context, plan.trims)
+        self._ledger.forget_below(plan.floor_seq)
+        await delete(context, [item.name for item in plan.objects])
+        if self._fragment == 0:
+            await trim_tape(context, await plan_whole_run(context, fleet.lives))
+            await delete(context, [info.name for info in pins.stale])
+        self._logger.info(
+            "collected",
+            floor=plan.floor_version,
+            objects=dict(Counter(item.kind for item in plan.objects)),
+            size_bytes=sum(item.size_bytes for item in plan.objects),
+            took_s=round(context.runtime.clock() - began_s, 3),
+        )
+
+
+def fleet_of(state: machine.State) -> Fleet:
+    """Who may still announce what, as the machine knows it."""
+    manifests = [
+        *(waiting.manifest for waiting in state.pending.values()),
+        *(admitted.manifest for admitted in state.admitted),
+        *(refused.manifest for refused in state.rejected),
+    ]
+    pending = {UpdateId(sent.learner, sent.incarnation, sent.seq) for sent in manifests}
+    lives = {learner: member.incarnation for learner, member in state.members.items()}
+    return Fleet(lives, pending)
+
+
+def list_fragment(
+    store: ObjectStore, run: str, fragment: int, learners: Iterable[str]
+) -> list[ObjectInfo]:
+    """A fragment's objects, and these learners' shards of it; blocks.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    found = store.list(names.fragment_prefix(run, fragment))
+    for learner in learners:
+        found += store.list(names.updates_prefix(run, learner, fragment))
+    return found
+
+
+async def read_pins(context: RunContext, keep: int, logger: log.Logger) -> Pins:
+    """Which checkpoints keep their objects: those of this tape, and those of earlier ones.
+
+    Raises:
+        BusError, StoreError: bus or store are away.
+    """
+    marked = await _marked(context, logger)
+    files = await context.runtime.call(context.store.list, names.checkpoint_prefix(context.run))
+    whole = {info.name.removeprefix(names.checkpoint_prefix(context.run)): info for info in files}
+    pinned = garbage.pinned_checkpoints(marked, whole, keep)
+    versions = {name: marked[name] for name in pinned & marked.keys()}
+    for name in pinned - versions.keys():
+        with contextlib.suppress(ObjectMissingError):
+            data = await context.runtime.call(context.store.get, whole[name].name)
+            try:
+                file = wire.decode(wire.CheckpointFile, data)
+            except WireError as error:
+                logger.warning("unreadable", subject=whole[name].name, reason=error.reason)
+            else:
+                versions[name] = tuple(record.version for record in file.records)
+    stale = tuple(info for name, info in whole.items() if name not in pinned)
+    fragments = len(context.layout.fragments)
+    return Pins(tuple(v for v in versions.values() if len(v) == fragments), stale)
+
+
+async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[int, ...]]:
+    """Versions of each checkpoint on the tape, by its name."""
+    subject = names.checkpoint(context.run)
+    last = await context.bus.last(context.tape, subject)
+    found: dict[str, tuple[int, ...]] = {}
+    if last is None:
+        return found
+    messages = context.bus.read(context.tape, [subject], 1)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        async for message in messages:
+            try:
+                checkpoint = wire.decode(wire.Checkpoint, message.payload)
+            except WireError as error:
+                logger.warning("unreadable", subject=subject, reason=error.reason)
+            else:
+                found[checkpoint.name] = checkpoint.versions
+            if message.seq >= last.seq:
+                break
+    return found
+
+
+async def read_on(context: RunContext, ledger: Ledger) -> None:
+    """Bring a ledger up to the fragment's newest record.
+
+    Raises:
+        DilocoError: as `records_of`.
+    """
+    async for item in records_of(context, ledger.fragment, ledger.newest_seq + 1):
+        body = item.body.name if item.body else None
+        ledger.take(item.record, item.record_seq, item.stored_at_s, body)
+
+
+async def check_epoch(context: RunContext) -> None:
+    """Refuse to judge objects once a newer tape of the run may have made some of them.
+
+    Raises:
+        RunMismatchError: the run was resumed on a newer tape.
+    """
+    prefix = names.epoch_prefix(context.run)
+    claimed = await context.runtime.call(context.store.list, prefix)
+    epochs = [info.name.removeprefix(prefix) for info in claimed]
+    newest = max((int(epoch) for epoch in epochs if epoch.isdecimal()), default=0)
+    if newest > context.epoch:
+        raise RunMismatchError(
+            f"run {context.run!r} was resumed as epoch {newest}, this is epoch {context.epoch}",
+            hint="this process is connected to the server of an earlier tape: stop it",
+        )
+
+
+async def plan_whole_run(context: RunContext, learners: Collection[str]) -> tuple[Trim, ...]:
+    """What may go of these learners' joins and leaves.
+
+    Raises:
+        DilocoError: as `last_record`.
+    """
+    fragments = range(len(context.layout.fragments))
+    newest = [await last_record(context, fragment) for fragment in fragments]
+    return garbage.plan_run(context.run, [record.position for record, _ in newest], learners)
+
+
+async def trim_tape(context: RunContext, trims: Iterable[Trim]) -> None:
+    """Remove old messages; the last one of each subject always stays.
+
+    Raises:
+        BusError: the bus is away, or does not permit it.
+    """
+    for trim in trims:
+        await context.bus.trim(context.tape, trim.subject, trim.below_seq)
+
+
+async def delete(context: RunContext, objects: Sequence[str]) -> None:
+    """Remove objects.
+
+    Raises:
+        StoreError: the store is away, or does not permit it.
+    """
+
+    def some(batch: Sequence[str]) -> None:
+        for name in batch:
+            context.store.delete(name)
+
+    for begin in range(0, len(objects), BATCH):
+        await context.runtime.call(some, objects[begin : begin + BATCH])

@@ -1,0 +1,189 @@
+"""A whole run within one process: the real aggregator on a bus and a store in memory.
+
+Learners are hands: a test says what they send. Quorums of one make a version of each update.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from aggregator.context import Context
+from aggregator.daemon import aggregate
+from common import log, names, shards, wire
+from common.bus import Bus, MemoryBus
+from common.config import BusSection, GcSection, RunSettings
+from common.layout import Tensor, make_layout
+from common.quantize import encode
+from common.service import Runtime, cancel
+from common.store import MemoryStore
+from common.tape import Recorded, last_record, records_of
+from diloco.create import create_run
+
+RUN = "lab"
+ROWS = 8
+BLOCK = 16
+SNAPSHOT_EVERY = 3
+# As long as a test waits for what should come at once.
+PATIENCE_S = 30.0
+
+
+class Lab:
+    """One run: its context, and what learners' hands need."""
+
+    def __init__(self, *, fragments: int = 1, **gc: Any) -> None:
+        tensors = [
+            Tensor(name=f"w{index}", shape=(ROWS, BLOCK), dtype="float32")
+            for index in range(fragments)
+        ]
+        self.params = {tensor.name: jnp.ones(tensor.shape) for tensor in tensors}
+        self.bus: Bus = MemoryBus()
+        self.store = MemoryStore()
+        document = {
+            "run": {"name": RUN, "steps": 1 << 30},
+            "sync": {
+                "fragments": fragments,
+                "block": BLOCK,
+                "codec": "float32",
+                "delta_codec": "float32",
+                "interval_steps": 8,
+                "snapshot_every": SNAPSHOT_EVERY,
+            },
+            "quorum": {"pace": 0.0, "grace_fraction": 0.0, "deadline_s": 1.0},
+        }
+        self.context = Context(
+            name="aggregator",
+            gc=GcSection(**gc),
+            settings=RunSettings.model_validate(document),
+            layout=make_layout(tensors, fragments=fragments, block=BLOCK),
+            epoch=0,
+            bus=self.bus,
+            store=self.store,
+            runtime=Runtime(),
+            logger=log.get(),
+        )
+        self.chance = np.random.default_rng(0)
+        self.lives: dict[str, int] = {}
+        self.sent: dict[tuple[str, int, int], int] = {}
+
+    async def create(self) -> None:
+        context = self.context
+        await create_run(
+            context.settings, BusSection(), context.layout, self.params, self.bus, self.store,
+            context.runtime,
+        )  # fmt: skip
+
+    @contextlib.asynccontextmanager
+    async def aggregating(self) -> AsyncIterator[None]:
+        """An aggregator for as long as the block lasts."""
+        work = asyncio.ensure_future(aggregate(self.context))
+        try:
+            yield
+        finally:
+            await cancel(work)
+            if not work.cancelled():
+                work.result()
+
+    # Learners' hands
+
+    async def join(self, learner: str) -> int:
+        message = wire.Join(
+            run=RUN, learner=learner, layout=self.context.layout.digest, host="here"
+        )
+        self.lives[learner] = await self.bus.publish(names.join(RUN, learner), wire.encode(message))
+        return self.lives[learner]
+
+    def upload(self, learner: str, fragment: int = 0) -> wire.Manifest:
+        """Store the next update; what `announce` takes."""
+        life = (learner, self.lives[learner], fragment)
+        seq = self.sent[life] = self.sent.get(life, 0) + 1
+        vector = self.chance.normal(size=self.context.layout.fragments[fragment].size)
+        data = shards.pack(
+            "float32", encode("float32", jnp.asarray(vector, jnp.float32) / 100, BLOCK), BLOCK
+        )
+        name = names.shard(RUN, learner, fragment, 0, life[1], seq, 0)
+        self.store.put(name, data)
+        shard = wire.Shard(
+            name=name, size_bytes=len(data), crc32c=shards.crc32c(data), start=0, stop=vector.size
+        )
+        return wire.Manifest(
+            run=RUN, learner=learner, epoch=0, incarnation=life[1], seq=seq, fragment=fragment,
+            base_version=0, base_digest="0" * 32, layout=self.context.layout.digest,
+            codec="float32", shards=(shard,), tokens=80, steps=8, position=8 * seq,
+            local_step=8 * seq, loss=1.0, step_time_s=0.001, encode_s=0.0, upload_s=0.0, attempt=0,
+            final=False,
+        )  # fmt: skip
+
+    async def announce(self, manifest: wire.Manifest) -> None:
+        record, _ = await self.newest(manifest.fragment)
+        manifest = manifest.model_copy(
+            update={"base_version": record.version, "base_digest": record.view_digest}
+        )
+        subject = names.update(RUN, manifest.learner, manifest.fragment)
+        await self.bus.publish(subject, wire.encode(manifest))
+
+    async def send(self, learner: str, fragment: int = 0) -> wire.Record:
+        """Send an update and wait for the record that answers it."""
+        manifest = self.upload(learner, fragment)
+        await self.announce(manifest)
+        return await self.answered(manifest)
+
+    async def answered(self, manifest: wire.Manifest) -> wire.Record:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                record, _ = await self.newest(manifest.fragment)
+                marks = {(m.learner, m.incarnation): m.seq for m in record.policy.marks}
+                if marks.get((manifest.learner, manifest.incarnation), 0) >= manifest.seq:
+                    return record
+                await asyncio.sleep(0.005)
+
+    async def send_many(self, learner: str, count: int, fragment: int = 0) -> wire.Record:
+        for _ in range(count):
+            record = await self.send(learner, fragment)
+        return record
+
+    # Looking
+
+    async def newest(self, fragment: int = 0) -> tuple[wire.Record, int]:
+        return await last_record(self.context, fragment)
+
+    async def records(self, fragment: int = 0) -> list[Recorded]:
+        return [item async for item in records_of(self.context, fragment)]
+
+    async def on_tape(self, subject: str) -> list[int]:
+        """Sequences of the messages of a subject."""
+        last = await self.bus.last(self.context.tape, subject)
+        found: list[int] = []
+        if last is not None:
+            messages = self.bus.read(self.context.tape, [subject], 1)
+            async with contextlib.aclosing(messages):
+                async for message in messages:
+                    found.append(message.seq)
+                    if message.seq >= last.seq:
+                        break
+        return found
+
+    def objects(self, prefix: str = "") -> set[str]:
+        return {info.name for info in self.store.list(prefix)}
+
+    def remove(self, refs: Iterable[wire.ObjectRef | wire.Shard]) -> None:
+        for ref in refs:
+            self.store.delete(ref.name)
+
+    def damage(self, ref: wire.ObjectRef) -> None:
+        """Turn a bit of an object."""
+        data = bytearray(self.store.get(ref.name))
+        data[len(data) // 2] ^= 1
+        self.store.delete(ref.name)
+        self.store.put(ref.name, bytes(data))
+
+    async def until(self, condition, what: str) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not await condition():  # noqa: ASYNC110 - no event tells of it
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError(f"not within {PATIENCE_S:.0f} s: {what}") from None

@@ -1,0 +1,125 @@
+"""`diloco gc` on a run in memory: what it finds, and that nothing more is found afterwards."""
+
+from runlab import RUN, SNAPSHOT_EVERY, Lab
+
+from aggregator.collector import delete, trim_tape
+from aggregator.recovery import recover
+from common import names
+from common.config import GcSection
+from common.store import ObjectInfo
+from common.tape import load_view
+from diloco.collect import Found, find, table
+
+NOW = GcSection(replay_s=0, keep_checkpoints=1)
+
+
+def kinds(found: Found) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for item in found.objects:
+        counts[item.kind] = counts.get(item.kind, 0) + 1
+    return counts
+
+
+async def stored(lab: Lab, versions: int) -> None:
+    """A run whose aggregator collects nothing."""
+    await lab.create()
+    async with lab.aggregating():
+        await lab.join("a")
+        await lab.join("a")
+        await lab.send_many("a", versions)
+
+
+def test_it_finds_what_an_aggregator_would_and_strangers_shards(run_async):
+    async def scenario() -> None:
+        lab = Lab(enabled=False)
+        await stored(lab, 4 * SNAPSHOT_EVERY)
+        stranger = names.shard(RUN, "nobody", 0, 0, 3, 1, 0)
+        checkpoint = names.checkpoint_object(RUN, "0000-000000000001")
+        for name in (stranger, checkpoint):
+            lab.store.put(name, b"12345")
+        lab.store.put(names.checkpoint_object(RUN, "0000-000000000002"), b"newer")
+        found = await find(lab.context, NOW)
+        gone = 3 * SNAPSHOT_EVERY
+        # Shards and deltas up to the floor, the states of versions 0, 3 and 6, and the strangers'.
+        assert kinds(found) == {
+            "shard": gone + 1,
+            "delta": gone,
+            "view": 3,
+            "outer": 3,
+            "checkpoint": 1,
+        }
+        assert {stranger, checkpoint} <= {item.name for item in found.objects}
+        sizes = {info.name: info.size_bytes for info in lab.store.list("")}
+        assert all(sizes[item.name] == item.size_bytes for item in found.objects)
+        before = await count(lab)
+        await trim_tape(lab.context, found.trims)
+        await delete(lab.context, [item.name for item in found.objects])
+        assert before - await count(lab) == found.messages == 2 * gone + 1
+
+        again = await find(lab.context, NOW)
+        assert (again.objects, again.messages) == ([], 0)
+        assert (await recover(lab.context, 0)).record.version == 4 * SNAPSHOT_EVERY
+        await load_view(lab.context, 0)
+
+    run_async(scenario())
+
+
+async def count(lab: Lab) -> int:
+    subjects = [names.record(RUN, 0), names.update(RUN, "a", 0), names.join(RUN, "a")]
+    return sum([len(await lab.on_tape(subject)) for subject in subjects])
+
+
+def test_what_is_announced_and_not_answered_is_pending(run_async):
+    async def scenario() -> None:
+        lab = Lab(enabled=False)
+        await stored(lab, 4 * SNAPSHOT_EVERY)
+        await lab.join("b")
+        announced, lost = lab.upload("b"), None
+        await lab.announce(announced)
+        await lab.join("b")
+        lost = lab.upload("b")
+        await lab.join("b")
+        ready = lab.upload("b")
+        found = {item.name for item in (await find(lab.context, NOW)).objects}
+        assert announced.shards[0].name not in found
+        assert lost.shards[0].name in found
+        assert ready.shards[0].name not in found
+
+    run_async(scenario())
+
+
+def test_a_join_that_cannot_be_read_begins_no_life(run_async):
+    async def scenario() -> None:
+        lab = Lab(enabled=False)
+        await stored(lab, 4 * SNAPSHOT_EVERY)
+        ready = lab.upload("a")
+        await lab.bus.publish(names.join(RUN, "a"), b"garbage")
+        found = {item.name for item in (await find(lab.context, NOW)).objects}
+        assert ready.shards[0].name not in found
+
+    run_async(scenario())
+
+
+def test_the_replay_window_of_the_file_holds(run_async):
+    async def scenario() -> None:
+        lab = Lab(enabled=False)
+        await stored(lab, 4 * SNAPSHOT_EVERY)
+        found = await find(lab.context, GcSection())
+        assert (found.objects, found.messages) == ([], 1)  # the first of two joins
+
+    run_async(scenario())
+
+
+def test_the_table_has_a_row_for_each_kind(capsys):
+    from rich.console import Console
+
+    from aggregator.garbage import Garbage
+
+    objects = [Garbage("shard", *ObjectInfo("x", 1500)), Garbage("view", *ObjectInfo("y", 20))]
+    Console(width=60).print(table(Found(objects=objects, messages=7), dry_run=True))
+    shown = capsys.readouterr().out
+    rows = [line.replace("│", " ").split() for line in shown.splitlines()]
+    assert "would be removed" in shown
+    for row in (["shard", "1", "1,500"], ["view", "1", "20"], ["message", "7"]):
+        assert row in rows
+    assert ["objects", "2", "1,520"] in rows

@@ -1,0 +1,256 @@
+"""Garbage collection around its plan: a real aggregator, a bus and a store in memory."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from runlab import RUN, SNAPSHOT_EVERY, Lab
+from structlog.testing import capture_logs
+
+from aggregator import machine
+from aggregator.checkpoint import mark
+from aggregator.collector import fleet_of, read_pins
+from aggregator.garbage import Fleet
+from aggregator.machine import UpdateId
+from aggregator.recovery import recover
+from common import names, wire
+from common.errors import BusUnavailableError, StoreUnavailableError
+from common.tape import load_view
+
+
+async def collected_to(lab: Lab, floor: int, fragment: int = 0) -> None:
+    """Wait until a version is the oldest on the tape."""
+
+    async def there() -> bool:
+        return (await lab.records(fragment))[0].record.version >= floor
+
+    await lab.until(there, f"fragment {fragment} collected up to {floor}")
+
+
+def test_an_aggregator_collects_after_each_snapshot(run_async):
+    async def scenario() -> None:
+        lab = Lab(fragments=2, replay_s=0)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            for _ in range(8 * SNAPSHOT_EVERY + 1):
+                await asyncio.gather(lab.send("a", 0), lab.send("a", 1))
+            for fragment in range(2):
+                await collected_to(lab, 7 * SNAPSHOT_EVERY, fragment)
+
+            async def trimmed() -> bool:
+                return len(await lab.on_tape(names.join(RUN, "a"))) == 1
+
+            await lab.until(trimmed, "joins trimmed")
+        for fragment in range(2):
+            await check_bounded(lab, fragment)
+            assert (await recover(lab.context, fragment)).record.version == 8 * SNAPSHOT_EVERY + 1
+            await load_view(lab.context, fragment)
+
+    run_async(scenario())
+
+
+async def check_bounded(lab: Lab, fragment: int) -> None:
+    """What is left is of the two newest snapshots and later."""
+    chain = [item.record for item in await lab.records(fragment)]
+    assert chain[0].version == 7 * SNAPSHOT_EVERY
+    assert len(lab.objects(names.updates_prefix(RUN, "a", fragment))) == len(chain) - 1
+    states, deltas = 2 * 2, len(chain) - 1
+    assert len(lab.objects(names.fragment_prefix(RUN, fragment))) == states + deltas
+    manifests = await lab.on_tape(names.update(RUN, "a", fragment))
+    assert len(manifests) <= len(chain) + 1
+
+
+def test_nothing_younger_than_the_replay_window_goes(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        with capture_logs() as logs:
+            async with lab.aggregating():
+                await lab.join("a")
+                await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+                await lab.until(lambda: _has(logs, "collected"), "a collection")
+        assert {entry["floor"] for entry in logs if entry["event"] == "collected"} == {0}
+        assert len(await lab.records()) == 4 * SNAPSHOT_EVERY + 1
+        assert len(lab.objects(names.updates_prefix(RUN, "a", 0))) == 4 * SNAPSHOT_EVERY
+
+    run_async(scenario())
+
+
+async def _has(logs, event: str) -> bool:
+    return any(entry["event"] == event for entry in logs)
+
+
+def test_who_is_told_not_to_collect_does_not(run_async):
+    async def scenario() -> None:
+        lab = Lab(replay_s=0, enabled=False)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+            await asyncio.sleep(0.2)
+        assert len(await lab.records()) == 4 * SNAPSHOT_EVERY + 1
+
+    run_async(scenario())
+
+
+def test_an_update_that_waits_for_its_announcement_keeps_its_shards(run_async):
+    async def scenario() -> None:
+        lab = Lab(replay_s=0)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.join("b")
+            waiting = lab.upload("b")
+            await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+            await collected_to(lab, 3 * SNAPSHOT_EVERY)
+            await lab.announce(waiting)
+            record = await lab.answered(waiting)
+            assert "b" in {taken.learner for taken in record.inputs}
+
+            # Its next life cannot announce what the one before has stored.
+            lost = lab.upload("b")
+            await lab.join("b")
+            await lab.send_many("a", 2 * SNAPSHOT_EVERY)
+
+            async def gone() -> bool:
+                return lost.shards[0].name not in lab.objects()
+
+            await lab.until(gone, "shards of an earlier life go")
+
+    run_async(scenario())
+
+
+def test_checkpoints_keep_their_objects_and_the_oldest_go(run_async):
+    async def scenario() -> None:
+        lab = Lab(replay_s=0, keep_checkpoints=2)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            marked = []
+            for _ in range(3):
+                await lab.send_many("a", SNAPSHOT_EVERY + 1)
+                marked.append(await mark(lab.context))
+            newest = await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+            await collected_to(lab, newest.version - 2 * SNAPSHOT_EVERY)
+
+            async def stale_is_gone() -> bool:
+                files = lab.objects(names.checkpoint_prefix(RUN))
+                return len(files) == 2
+
+            await lab.until(stale_is_gone, "the oldest checkpoint goes")
+        for at, stays in zip(marked, (False, True, True), strict=True):
+            assert (names.checkpoint_object(RUN, at.name) in lab.objects()) == stays
+            begin = names.version_object(RUN, 0, at.versions[0], "outer", "")
+            assert any(name.startswith(begin) for name in lab.objects()) == stays
+            if stays:
+                data = lab.store.get(names.checkpoint_object(RUN, at.name))
+                (record,) = wire.decode(wire.CheckpointFile, data).records
+                lab.store.get(record.snapshot.name)
+                lab.store.get(record.outer.name)
+
+    run_async(scenario())
+
+
+def test_checkpoints_of_earlier_tapes_keep_their_objects(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", 2)
+            marked = await mark(lab.context)
+            await lab.send_many("a", 2)
+        later = Lab()
+        await later.create()
+        data = lab.store.get(names.checkpoint_object(RUN, marked.name))
+        later.store.put(names.checkpoint_object(RUN, marked.name), data)
+        foreign = wire.Checkpoint(
+            run=RUN, name="0000-000000000001", versions=(1, 2), record_seqs=(3, 4),
+            created_at_s=0.0,
+        )  # fmt: skip
+        await later.bus.publish(names.checkpoint(RUN), wire.encode(foreign))
+        pins = await read_pins(later.context, 1, later.context.logger)
+        assert pins.versions == (marked.versions,)
+        assert pins.stale == ()
+
+        broken = names.checkpoint_object(RUN, "0000-999999999999")
+        later.store.put(broken, b"no checkpoint")
+        with capture_logs() as logs:
+            pins = await read_pins(later.context, 2, later.context.logger)
+        assert pins.versions == (marked.versions,)
+        assert [entry["event"] for entry in logs] == ["unreadable"]
+
+    run_async(scenario())
+
+
+def test_whatever_the_machine_has_not_committed_is_pending():
+    def sent(learner: str, seq: int):
+        return SimpleNamespace(manifest=SimpleNamespace(learner=learner, incarnation=4, seq=seq))
+
+    state = machine.State(
+        version=1, record_seq=1, view_digest="", seen_seq=1, marks={},
+        members={"a": machine.Member(4), "b": machine.Member(9, left=True)},
+        pending={"any": sent("a", 1)}, admitted=(sent("a", 2),), rejected=(sent("b", 3),),
+    )  # fmt: skip
+    pending = {UpdateId("a", 4, 1), UpdateId("a", 4, 2), UpdateId("b", 4, 3)}
+    assert fleet_of(state) == Fleet({"a": 4, "b": 9}, pending)
+
+
+def test_a_newer_epoch_is_left_alone(run_async):
+    async def scenario() -> None:
+        lab = Lab(replay_s=0)
+        await lab.create()
+        lab.store.put(names.epoch_object(RUN, 1), b"claimed")
+        with capture_logs() as logs:
+            async with lab.aggregating():
+                await lab.join("a")
+                await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+                await lab.until(lambda: _has(logs, "not_collected"), "a refusal")
+        assert not await _has(logs, "collected")
+        assert len(await lab.records()) == 4 * SNAPSHOT_EVERY + 1
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("fault", ["list", "delete", "trim"])
+def test_what_passes_is_tried_again_and_commits_go_on_meanwhile(run_async, monkeypatch, fault):
+    failures = []
+
+    def fails(*_arguments):
+        failures.append(fault)
+        raise StoreUnavailableError("away")
+
+    async def fails_too(*_arguments):
+        failures.append(fault)
+        raise BusUnavailableError("away")
+
+    async def scenario() -> None:
+        lab = Lab(replay_s=0)
+        await lab.create()
+        where = lab.bus if fault == "trim" else lab.store
+        async with lab.aggregating():
+            await lab.join("a")
+            with monkeypatch.context() as patched:
+                patched.setattr(where, fault, fails_too if fault == "trim" else fails)
+                await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+            assert failures
+            await lab.send_many("a", SNAPSHOT_EVERY)
+            await collected_to(lab, 4 * SNAPSHOT_EVERY)
+
+    run_async(scenario())
+
+
+def test_a_bug_in_it_does_not_stop_the_fragment(run_async, monkeypatch):
+    async def scenario() -> None:
+        lab = Lab(replay_s=0)
+        await lab.create()
+        monkeypatch.setattr(lab.store, "list", lambda _prefix: [None])
+        with capture_logs() as logs:
+            async with lab.aggregating():
+                await lab.join("a")
+                await lab.send_many("a", 2 * SNAPSHOT_EVERY)
+                await lab.until(lambda: _has(logs, "collection_failed"), "a failure")
+                await lab.send_many("a", SNAPSHOT_EVERY)
+
+    run_async(scenario())

@@ -1,0 +1,305 @@
+"""Readers beside garbage collection, and of stores from which something is lost."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from runlab import RUN, SNAPSHOT_EVERY, Lab
+from structlog.testing import capture_logs
+
+from aggregator.recovery import rebuild, recover
+from aggregator.rollback import find_versions, roll_back
+from common import names, shards, wire
+from common.bus import MemoryBus, Message
+from common.config import BusSection
+from common.errors import IntegrityError, ObjectMissingError
+from common.service import cancel
+from common.tape import load_view, records_of
+from diloco.create import make_streams
+from learner import sync
+from learner.adopt import Adopter, Delta, View
+from learner.publish import Context as LearnerContext
+
+ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot
+
+
+async def made(versions: int, **gc) -> Lab:
+    """A run of so many versions, with nobody at work."""
+    lab = Lab(**gc)
+    await lab.create()
+    await lab.join("a")
+    await more(lab, versions)
+    return lab
+
+
+async def more(lab: Lab, versions: int) -> None:
+    async with lab.aggregating():
+        await lab.send_many("a", versions)
+        floor = lab.context.gc.replay_s == 0.0
+        newest, _ = await lab.newest()
+
+        async def collected() -> bool:
+            first = (await lab.records())[0].record.version
+            return not floor or first >= newest.version - 2 * SNAPSHOT_EVERY
+
+        await lab.until(collected, "a collection")
+
+
+class StaleBus:
+    """A bus whose first answer to `last` is one that somebody had before."""
+
+    def __init__(self, lab: Lab, stale: Message) -> None:
+        self._bus, self._stale = lab.bus, [stale]
+
+    def __getattr__(self, name: str):
+        return getattr(self._bus, name)
+
+    async def last(self, stream: str, subject: str):
+        return self._stale.pop() if self._stale else await self._bus.last(stream, subject)
+
+
+def stale_context(lab: Lab, stale: Message):
+    return replace(lab.context, bus=StaleBus(lab, stale))
+
+
+@pytest.mark.parametrize("loss", ["gone", "damaged"])
+def test_a_view_whose_snapshot_is_lost_is_had_from_the_one_before(run_async, loss):
+    async def scenario() -> None:
+        lab = await made(ODD)
+        record, _ = await lab.newest()
+        lose(lab, record.snapshot, loss)
+        with capture_logs() as logs:
+            loaded = await load_view(lab.context, 0)
+        assert shards.digest(loaded.view) == record.view_digest
+        assert loaded.record == record
+        (skipped,) = [entry for entry in logs if entry["event"] == "snapshot_skipped"]
+        assert (skipped["version"], skipped["instead"]) == (9, 6)
+
+    run_async(scenario())
+
+
+def lose(lab: Lab, ref: wire.ObjectRef, how: str) -> None:
+    if how == "gone":
+        lab.remove([ref])
+    else:
+        lab.damage(ref)
+
+
+@pytest.mark.parametrize("loss", ["gone", "damaged"])
+@pytest.mark.parametrize("part", ["snapshot", "outer"])
+def test_an_outer_state_that_is_lost_is_made_again_from_the_one_before(run_async, loss, part):
+    async def scenario() -> None:
+        lab = await made(ODD, replay_s=0)
+        record, _ = await lab.newest()
+        lose(lab, getattr(record, part), loss)
+        with capture_logs() as logs:
+            recovered = await recover(lab.context, 0)
+        assert recovered.merged_again == SNAPSHOT_EVERY + 1
+        assert shards.digest(recovered.arrays.view) == record.view_digest
+        assert recovered.arrays.outer_digest() == record.outer_digest
+        assert [entry["event"] for entry in logs] == ["state_skipped"]
+        await more(lab, 2 * SNAPSHOT_EVERY)
+
+    run_async(scenario())
+
+
+def test_what_cannot_be_had_is_named_with_its_runbook(run_async):
+    async def scenario() -> None:
+        lab = await made(ODD)
+        record, _ = await lab.newest()
+        lab.remove(record.deltas)
+        with pytest.raises(IntegrityError, match=record.deltas[0].name) as caught:
+            await load_view(lab.context, 0)
+        assert caught.value.hint == "runbooks/missing-object.md"
+
+        lab = await made(ODD, replay_s=0)
+        for item in await lab.records():
+            lab.remove([item.record.outer])
+        with pytest.raises(IntegrityError, match="-outer-") as caught:
+            await recover(lab.context, 0)
+        assert caught.value.hint == "runbooks/missing-object.md"
+
+    run_async(scenario())
+
+
+def test_a_snapshot_after_a_rollback_has_none_before_it(run_async):
+    async def scenario() -> None:
+        lab = await made(ODD)
+        await roll_back(lab.context, await find_versions(lab.context, {0: 4}))
+        record, _ = await lab.newest()
+        assert record.what == "restore"
+        lab.remove([record.snapshot])
+        for load in (load_view, recover):
+            with pytest.raises(IntegrityError, match=record.snapshot.name):
+                await load(lab.context, 0)
+
+    run_async(scenario())
+
+
+def test_the_first_record_of_a_tape_has_none_before_it(run_async):
+    async def scenario() -> None:
+        lab = await made(1)
+        first = (await lab.records())[0]
+        lab.remove([first.record.outer])
+        empty = MemoryBus()
+        await make_streams(empty, RUN, BusSection())
+        with pytest.raises(ObjectMissingError, match=first.record.outer.name):
+            await rebuild(replace(lab.context, bus=empty), first.record, 1)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("load", [load_view, recover])
+def test_who_read_a_record_before_a_collection_reads_the_newest(
+    run_async, monkeypatch, load, large
+):
+    if large:
+        monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = await made(1, replay_s=0)
+        stale = await lab.bus.last(lab.context.tape, names.record(RUN, 0))
+        await more(lab, ODD)
+        loaded = await load(stale_context(lab, stale), 0)
+        assert loaded.record.version == ODD + 1
+
+    run_async(scenario())
+
+
+def test_records_that_are_collected_while_they_are_read_are_passed_over(run_async, monkeypatch):
+    monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = await made(1, replay_s=0)
+        # The next message may be on its way to the reader while it is trimmed from the tape.
+        follows = lab.bus.read
+        held = [m async for m in some(follows(lab.context.tape, [names.record(RUN, 0)], 1), 2)]
+        await more(lab, ODD)
+
+        async def late(stream, subjects, start):
+            for message in held:
+                yield message
+            async for message in follows(stream, subjects, start):
+                yield message
+
+        reads = iter([late, follows, follows])
+        monkeypatch.setattr(lab.bus, "read", lambda *at: next(reads)(*at))
+        found = [item.record.version async for item in records_of(lab.context, 0)]
+        assert found == [6, 7, 8, 9, 10, 11]
+
+    run_async(scenario())
+
+
+async def some(messages, count: int):
+    async for message in messages:
+        yield message
+        count -= 1
+        if not count:
+            break
+
+
+def test_a_body_that_is_lost_from_the_midst_of_the_tape_is_an_error(run_async, monkeypatch):
+    monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = await made(4)
+        third = (await lab.records())[2]
+        lab.remove([third.body])
+        with pytest.raises(ObjectMissingError, match=third.body.name):
+            await lab.records()
+
+    run_async(scenario())
+
+
+class Followed:
+    """What a learner's adopter hands over."""
+
+    def __init__(self, lab: Lab) -> None:
+        context = lab.context
+        self.readies: list[tuple[sync.Ready, object]] = []
+        self.adopter = Adopter(
+            LearnerContext(
+                learner="a",
+                settings=context.settings,
+                layout=context.layout,
+                epoch=0,
+                bus=context.bus,
+                store=context.store,
+                runtime=context.runtime,
+                logger=context.logger,
+            ),
+            self.post,
+        )
+
+    def post(self, event: sync.Event, payload: object = None) -> None:
+        if isinstance(event, sync.Ready):
+            self.readies.append((event, payload))
+
+    async def follow_to(self, lab: Lab, version: int) -> list[tuple[int, type]]:
+        """Versions handed over on the way, and how."""
+        work = asyncio.ensure_future(self.adopter.follow())
+
+        async def there() -> bool:
+            if work.done():
+                work.result()
+            return bool(self.readies) and self.readies[-1][0].version >= version
+
+        try:
+            await lab.until(there, f"version {version}")
+        finally:
+            await cancel(work)
+        return [(ready.version, type(payload)) for ready, payload in self.readies]
+
+
+@pytest.mark.parametrize("loss", ["delta gone", "delta damaged", "body gone"])
+def test_a_learner_that_misses_an_object_goes_on_with_the_newest_view(run_async, monkeypatch, loss):
+    if loss == "body gone":
+        monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = await made(1)
+        followed = Followed(lab)
+        await followed.adopter.load()
+        await more(lab, SNAPSHOT_EVERY)  # versions 2 to 4, with the snapshot 3
+        third = (await lab.records())[3]
+        if loss == "body gone":
+            lab.remove([third.body])
+        else:
+            lose(lab, third.record.delta, loss.removeprefix("delta "))
+        with capture_logs() as logs:
+            assert await followed.follow_to(lab, 4) == [(2, Delta), (4, View)]
+        assert [entry["event"] for entry in logs if entry["event"] == "reloading"]
+
+    run_async(scenario())
+
+
+def test_a_learner_that_slept_across_collections_jumps_to_the_newest_view(run_async):
+    async def scenario() -> None:
+        lab = await made(1, replay_s=0)
+        followed = Followed(lab)
+        await followed.adopter.load()
+        await more(lab, ODD)
+        found = await followed.follow_to(lab, ODD + 1)
+        assert found[0][1] is View
+        assert len(found) <= 2 * SNAPSHOT_EVERY
+
+    run_async(scenario())
+
+
+def test_an_aggregator_begins_although_a_body_is_gone_that_nobody_needs(run_async, monkeypatch):
+    monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = Lab(fragments=2)
+        await lab.create()
+        await lab.join("a")
+        async with lab.aggregating():
+            await lab.send_many("a", 2 * SNAPSHOT_EVERY, 0)
+        # Fragment 1 stands at its beginning: who watches all records reads all of fragment 0.
+        lab.remove([(await lab.records(0))[1].body])
+        async with lab.aggregating():
+            await lab.send_many("a", 2, 0)
+            await lab.send_many("a", 2, 1)
+
+    run_async(scenario())
