@@ -87,8 +87,8 @@ async def _roll_back(context: Context, target: Recorded) -> wire.Record:
     arrays = None
     while True:
         newest, newest_seq = await last_record(context, target.record.fragment)
-        if newest.version == target.record.version:
-            return newest
+        if target.record.version in (newest.version, newest.restored_version):
+            return newest  # It is there, or a rollback that died has brought it there.
         if arrays is None:
             arrays = await _rebuild(context, target)
         record = await _restore(context, target.record, arrays, newest, newest_seq)
