@@ -149,6 +149,9 @@ class _Link:
         except BaseException:
             await self.close()
             raise
+        for task in (self.client._flusher_task, self.client._reading_task):  # noqa: SLF001
+            if task is not None:
+                task.add_done_callback(_look_at)
 
     async def close(self) -> None:
         """Send what is queued and close; never takes long, never raises."""
@@ -157,6 +160,10 @@ class _Link:
         with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, AssertionError):
             async with asyncio.timeout(2.0):
                 await self.client.close()
+        # nats-py fails to close a connection that broke with data unsent; these would wait on.
+        for subscription in self.client._subs.values():  # noqa: SLF001
+            if subscription._wait_for_msgs_task is not None:  # noqa: SLF001
+                subscription._wait_for_msgs_task.cancel()  # noqa: SLF001
 
     async def wait_lost(self) -> None:
         """Return once the connection is gone."""
@@ -702,6 +709,15 @@ async def _listen_on(link: _Link, subject: str) -> AsyncGenerator[tuple[str, byt
         link.queues.discard(queue)
         with contextlib.suppress(nats.errors.Error):
             await subscription.unsubscribe()
+
+
+def _look_at(task: "asyncio.Task[None]") -> None:
+    """Take note of how one of nats-py's tasks ended, or asyncio would write a trace of it.
+
+    The loss of its link is noticed elsewhere.
+    """
+    if not task.cancelled():
+        task.exception()
 
 
 @contextlib.contextmanager

@@ -258,7 +258,7 @@ def check_logs(logs: Path) -> list[str]:
 
 def tell(result: dict[str, Any], console: Console) -> None:
     table = Table(title="time to recover", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in ("kind", "faults", "median_s", "worst_s"):
+    for column in result["recoveries"][0]:
         table.add_column(column, justify="left" if column == "kind" else "right")
     for row in result["recoveries"]:
         table.add_row(*("-" if value is None else str(value) for value in row.values()))
@@ -321,7 +321,13 @@ def chaos_document(folder: Path, url: str) -> dict[str, Any]:
         quorum={"min_learners": 2, "deadline_s": 6.0, "live_s": 3.0, "grace_cap_s": 1.0},
         store={"url": str(folder / "disk" / "store")},
         aggregator={"lease_s": 3.0},
-        learner={"heartbeat_s": 0.5, "compile_cache": str(folder / "compiled")},
+        learner={
+            "heartbeat_s": 0.5,
+            "compile_cache": str(folder / "compiled"),
+            "checkpoint_dir": str(folder / "checkpoints"),
+            "checkpoint_every_s": 3.0,
+            "checkpoint_upload": True,
+        },
     )
 
 

@@ -10,6 +10,9 @@ from schedule import ALL
 from common import wire
 from diloco.history import History
 
+# A fault that ended so long before another one has no part in it.
+REST_S = 3.0
+
 
 class Suffered(NamedTuple):
     """A fault as it happened, in seconds since the epoch; `ended_s` is `at_s` for kills."""
@@ -34,24 +37,35 @@ def records_in_time(history: History) -> list[Stored]:
     return sorted(Stored(times[seq], seq, record) for chain in chains for seq, record in chain)
 
 
+class Took(NamedTuple):
+    """Seconds to recover; `alone` if nothing else was wrong meanwhile."""
+
+    seconds: float
+    alone: bool
+
+
 @dataclass
 class Recoveries:
-    """Seconds to recover by kind; `unmeasured` hit whom nobody waited for."""
+    """Times to recover by kind; `unmeasured` hit whom nobody waited for."""
 
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    took: dict[str, list[Took]] = field(default_factory=lambda: defaultdict(list))
     unmeasured: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def table(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "kind": kind,
-                "faults": len(found) + self.unmeasured[kind],
-                "median_s": round(statistics.median(found), 2) if found else None,
-                "worst_s": round(max(found), 2) if found else None,
-            }
-            for kind in sorted({*self.seconds, *self.unmeasured})
-            for found in [self.seconds[kind]]
-        ]
+        return [self._row(kind) for kind in sorted({*self.took, *self.unmeasured})]
+
+    def _row(self, kind: str) -> dict[str, Any]:
+        every = [took.seconds for took in self.took[kind]]
+        alone = [took.seconds for took in self.took[kind] if took.alone]
+        return {
+            "kind": kind,
+            "faults": len(every) + self.unmeasured[kind],
+            "median_s": round(statistics.median(every), 2) if every else None,
+            "worst_s": round(max(every), 2) if every else None,
+            "alone": len(alone),
+            "alone_median_s": round(statistics.median(alone), 2) if alone else None,
+            "alone_worst_s": round(max(alone), 2) if alone else None,
+        }
 
 
 def recoveries(history: History, faults: list[Suffered]) -> Recoveries:
@@ -83,7 +97,11 @@ def recoveries(history: History, faults: list[Suffered]) -> Recoveries:
         if recovered_s is None:
             found.unmeasured[kind] += 1
         else:
-            found.seconds[kind].append(recovered_s - since_s)
+            alone = not any(
+                other != fault and other.at_s < recovered_s and other.ended_s > fault.at_s - REST_S
+                for other in faults
+            )
+            found.took[kind].append(Took(recovered_s - since_s, alone))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proxy import Network, Proxy
 
 from common.bus import Message, StreamLimits
 from common.bus_nats import CALL_TIMEOUT_S, NatsBus, connect
@@ -36,7 +38,7 @@ authorization { users: [
 
 
 @contextlib.asynccontextmanager
-async def connected(server: NatsServer, **options: Any) -> AsyncIterator[NatsBus]:
+async def connected(server: NatsServer | Proxy, **options: Any) -> AsyncIterator[NatsBus]:
     bus = await connect(server.url, name="test", **options)
     try:
         yield bus
@@ -312,6 +314,34 @@ def test_a_server_that_lost_messages_is_noticed(
                     reading.result()
 
     run_async(scenario())
+
+
+def test_a_link_that_breaks_with_data_unsent_leaves_no_trace(
+    own_nats_server: NatsServer, run_async: Run
+) -> None:
+    """Stalled until the buffers are full, then cut: nats-py's flusher ends with an error."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        said: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, context: said.append(context))
+        async with connected(proxy) as bus:
+            await bus.create_stream("s", ["s.>"], StreamLimits())
+            proxy.stall()
+            for _ in range(100):
+                await bus.broadcast("other", bytes(100_000))
+                await asyncio.sleep(0)
+            proxy.cut()
+            await until(lambda: bus._link is None)
+            proxy.heal()
+            await publish_until_stored(bus, b"again")
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not said, said
+
+    with Network() as network:
+        proxy = network.proxy(own_nats_server.port)
+        run_async(scenario())
 
 
 def test_a_wrong_address_fails_in_bounded_time(run_async: Run) -> None:

@@ -15,6 +15,7 @@ class Network:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._proxies: list[Proxy] = []
         self._thread = threading.Thread(target=self.loop.run_forever, name="network", daemon=True)
 
     def __enter__(self) -> Self:
@@ -28,6 +29,8 @@ class Network:
         self.loop.close()
 
     async def _end(self) -> None:
+        for made in self._proxies:
+            made.close()
         tasks = asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}
         for task in tasks:
             task.cancel()
@@ -36,6 +39,7 @@ class Network:
     def proxy(self, port: int) -> "Proxy":
         """A new way to the server on `port`."""
         made = Proxy(self.loop, port)
+        self._proxies.append(made)
         asyncio.run_coroutine_threadsafe(made.listen(), self.loop).result(10)
         return made
 
@@ -60,6 +64,11 @@ class Proxy:
     async def listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """Take no more connections; only from the network's own thread."""
+        assert self._server is not None
+        self._server.close()
 
     def cut(self) -> None:
         """Reset all connections, and every new one."""
