@@ -371,7 +371,7 @@ def main() -> int:
     options = parser.parse_args()
     in_namespace()
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, width=120)
     again = f"python tests/chaos/chaos.py --seconds {options.seconds:g} --seed {seed}"
     console.print(f"seed {seed}: {again}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)

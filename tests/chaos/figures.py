@@ -10,9 +10,6 @@ from schedule import ALL
 from common import wire
 from diloco.history import History
 
-# A fault that ended so long before another one has no part in it.
-REST_S = 3.0
-
 
 class Suffered(NamedTuple):
     """A fault as it happened, in seconds since the epoch; `ended_s` is `at_s` for kills."""
@@ -98,7 +95,7 @@ def recoveries(history: History, faults: list[Suffered]) -> Recoveries:
             found.unmeasured[kind] += 1
         else:
             alone = not any(
-                other != fault and other.at_s < recovered_s and other.ended_s > fault.at_s - REST_S
+                other != fault and other.at_s < recovered_s and other.ended_s > fault.at_s
                 for other in faults
             )
             found.took[kind].append(Took(recovered_s - since_s, alone))
