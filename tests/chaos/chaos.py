@@ -54,6 +54,7 @@ from diloco.doctor import examine, show  # noqa: E402
 from diloco.fleet import Fleet  # noqa: E402
 from diloco.history import History, read_history, sort_all  # noqa: E402
 from diloco.opening import open_run  # noqa: E402
+from diloco.remake import check_objects  # noqa: E402
 
 LEARNERS = [f"learner-{index}" for index in range(3)]
 AGGREGATORS = [f"aggregator-{index}" for index in range(2)]
@@ -240,6 +241,7 @@ class Chaos:
             "versions": sum(history.versions()),
             "tape": len(history.messages),
             "tape_seen_from": history.whole_from,
+            "objects_collected": check_objects(history).collected,
             "account": vars(found.account),
             "recoveries": recoveries(history, self.stage.suffered).table(),
             "breaches": [str(breach) for breach in found.breaches],
@@ -266,7 +268,8 @@ def tell(result: dict[str, Any], console: Console) -> None:
     account = result["account"]
     console.print(
         f"{result['chaos_s']:.0f} s of chaos, {result['faults']} faults, {result['restarts']} "
-        f"restarts, {result['versions']} versions; goodput {result['goodput']:.2f} of the "
+        f"restarts, {result['versions']} versions, {result['objects_collected']} objects "
+        f"collected; goodput {result['goodput']:.2f} of the "
         f"undisturbed {result['steps_per_s_undisturbed']} steps/s"
     )
     console.print(
@@ -320,6 +323,7 @@ def chaos_document(folder: Path, url: str) -> dict[str, Any]:
         sync={"interval_steps": 16, "min_steps": 4},
         quorum={"min_learners": 2, "deadline_s": 6.0, "live_s": 3.0, "grace_cap_s": 1.0},
         store={"url": str(folder / "disk" / "store")},
+        gc={"replay_s": 1.0},
         aggregator={"lease_s": 3.0},
         learner={
             "heartbeat_s": 0.5,
