@@ -1,0 +1,78 @@
+"""The simulation finds bugs: each of these, planted in production code, within 500 seeds.
+
+`FOUND_AFTER` says how many seeds it took when this was written; a number that grows much means
+that faults or checkers have become weaker.
+"""
+
+from unittest import mock
+
+import pytest
+from simrun import Plan, simulate
+
+from aggregator import machine
+from aggregator.context import Context
+from aggregator.fragment import FragmentArrays
+
+SEEDS = 500
+
+
+def position_before_the_commit():
+    """Records say that all is resolved that was seen, also what waits."""
+    return mock.patch("aggregator.machine.position", lambda state: state.seen_seq + 1)
+
+
+def no_fence():
+    """Records are published whatever the subject's last message is."""
+
+    async def publish(
+        context: Context, subject: str, payload: bytes, attempt_id: str, _expected: int
+    ) -> int:
+        return await context.runtime.retry(
+            "publishing",
+            lambda: context.bus.publish(subject, payload, msg_id=attempt_id),
+            logger=context.logger,
+        )
+
+    return mock.patch("aggregator.context.swap", publish)
+
+
+def merged_again_out_of_order():
+    """Recovery merges the inputs of a version in another order than its record says."""
+
+    class Reversed(FragmentArrays):
+        def merge_again(self, record, store):
+            backwards = record.model_copy(update={"inputs": record.inputs[::-1]})
+            super().merge_again(backwards, store)
+
+    return mock.patch("aggregator.recovery.FragmentArrays", Reversed)
+
+
+def redelivery_merged_again():
+    """The machine looks for an update among those that wait, and forgets those it has resolved."""
+
+    def is_known(state: machine.State, update: machine.UpdateId) -> bool:
+        return update in state.pending
+
+    return mock.patch("aggregator.machine._is_known", is_known)
+
+
+BUGS = {
+    position_before_the_commit: {"position"},
+    no_fence: {"chain"},
+    merged_again_out_of_order: {"breaks", "ends"},
+    redelivery_merged_again: {"resolved"},
+}
+
+
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant, record_property):
+    with plant():
+        for seed in range(SEEDS):
+            violation = simulate(Plan(seed=seed)).violation
+            if violation is not None:
+                break
+        else:
+            pytest.fail(f"not found within {SEEDS} seeds")
+    record_property("seeds", seed + 1)
+    print(f"{plant.__name__} is found after {seed + 1} seeds: {violation}")
+    assert violation.rule in BUGS[plant]
