@@ -7,6 +7,7 @@ after it. It can be paused for any time and then goes on with the state it had.
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -65,6 +66,29 @@ class Faults:
 CALM = Faults()
 
 
+class ActorLog:
+    """An actor's logger: into the trace; what is logged with a traceback must not be."""
+
+    def __init__(self, actor: "Actor", about: str = "") -> None:
+        self._actor = actor
+        self._about = about
+
+    def bind(self, **fields: Any) -> "ActorLog":
+        return ActorLog(self._actor, " ".join(f"{key} {value}" for key, value in fields.items()))
+
+    def info(self, event: str, **fields: Any) -> None:
+        world = self._actor.world
+        if world.trace is not None:
+            what = " ".join(f"{key}={value}" for key, value in fields.items())
+            world.note(self._actor, event, f"{self._about} {what}")
+
+    debug = warning = info
+
+    def exception(self, event: str, **fields: Any) -> None:
+        self.info(event, **fields)
+        self._actor.world.on_exception(self._actor, event, sys.exc_info()[1])
+
+
 class Actor:
     """One life of a process.
 
@@ -103,6 +127,7 @@ class Actor:
         self._context.run(ACTOR.set, self)
         self.bus = ActorBus(self)
         self.store = ActorStore(self)
+        self.logger = ActorLog(self)
         self.runtime = Runtime(clock=self.clock, offload=self._offload, chance=self.chance)
 
     def clock(self) -> float:

@@ -106,10 +106,11 @@ class SimBroker(MemoryBroker):
     def trim(self, stream: str, subject: str, below_seq: int) -> None:
         """As `Bus.trim`."""
         self._trimming(stream, subject, below_seq)
-        self.stream(stream).trim(subject, below_seq)
-        seqs = self._seqs[stream][subject]
-        log = self._streams[stream].log
-        self._seqs[stream][subject] = [seq for seq in seqs if seq in log]
+        found, seqs = self.stream(stream), self._seqs[stream][subject]
+        going = bisect.bisect_left(seqs, min(below_seq, found.last_of.get(subject, 0)))
+        for seq in seqs[:going]:
+            found._drop(seq)
+        del seqs[:going]
 
     def _route(self, owner: str, subject: str) -> list[Reader]:
         route = self._routes.get(subject)

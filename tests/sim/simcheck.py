@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from simgarbage import GarbageChecker
 from simtensors import TOKENS, Covers
 
 from aggregator.fragment import FragmentArrays
@@ -92,6 +93,14 @@ class Checkers:
         self.joined: dict[str, int] = {}
         self.stopped = False
         self.end_seq = 0
+        self.garbage = GarbageChecker(
+            world.run_name,
+            len(self.chains),
+            replay_s=world.gc.replay_s,
+            keep_checkpoints=world.gc.keep_checkpoints,
+            hold=self._hold,
+            sent=self._may_be_merged,
+        )
         self._handlers = {
             "join": self._on_join,
             "update": self._on_update,
@@ -115,9 +124,21 @@ class Checkers:
 
     def on_deleted(self, name: str) -> None:
         """An object is about to go."""
+        self._guard(self.garbage.on_deleted, name)
 
     def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:
         """Messages of a subject below a sequence are about to go."""
+        self._guard(self.garbage.on_trimming, stream, subject, below_seq)
+
+    def _may_be_merged(self, shard: names.ShardName) -> bool:
+        """Whether the update of a shard is not resolved, and not void either."""
+        chain = self.chains[shard.fragment]
+        update = UpdateId(shard.learner, shard.incarnation, shard.seq)
+        joined_seq = self.joined.get(shard.learner, 0)
+        announced_seq = chain.unresolved.get(update)
+        if announced_seq is not None:  # Of an older life it counts if it came before the join.
+            return shard.incarnation >= joined_seq or announced_seq < joined_seq
+        return update not in chain.sent and shard.incarnation >= joined_seq
 
     def _guard(self, handler, *arguments) -> None:
         """Whatever a checker finds ends the simulation, not the actor that was the occasion."""
@@ -191,6 +212,7 @@ class Checkers:
         self._check_position(chain, record)
         self._check_totals(chain, record)
         self._remake(chain, record)
+        self.garbage.needs[record.fragment].note(record, message.seq, message.time_s)
         chain.record, chain.record_seq = record, message.seq
 
     def _read(self, payload: bytes) -> wire.Record:

@@ -31,7 +31,7 @@ class _Handle:
     ) -> None:
         self.callback: Callable[..., Any] | None = callback
         self.args = args
-        self.context = context or copy_context()
+        self.context = copy_context() if context is None else context
 
     def cancel(self) -> None:
         self.callback = None

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from simactor import CALM, Actor, Faults
@@ -21,7 +22,7 @@ from simcheck import Violation
 from simtensors import Light
 from simworld import SimLearner, World
 
-from common.config import BusSection
+from common.config import BusSection, GcSection
 
 # Kinds of faults of single operations, with the greatest probability of each.
 OPERATIONS = {
@@ -158,6 +159,7 @@ class Scenario:
             tensors=Light(elements),
             faults=faults(plan),
             streams=BusSection(duplicate_window_s=plan.chance("window").choice([5.0, 30.0])),
+            gc=GcSection(replay_s=plan.chance("gc").choice([0.0, 20.0, 60.0])),
             traced=plan.traced,
         )
         self.calm = False
@@ -187,10 +189,10 @@ class Scenario:
         """The whole run, to its end."""
         world, plan = self.world, self.plan
         await world.create()
-        lease_s = plan.chance("lease").choice([1.0, 2.5, 5.0])
-        names: dict[str, float | None] = {"one": lease_s}
+        names: dict[str, float | None] = {"one": None}
         if plan.has("standby"):
-            names |= {"two": lease_s, "three": lease_s}
+            lease_s = plan.chance("lease").choice([1.0, 2.5, 5.0])
+            names = dict.fromkeys(("one", "two", "three"), lease_s)
             world.injected["standby"] += 2
         if plan.has("rivals"):
             names["rival"] = None  # It asks nobody, and believes that it owns everything.
@@ -283,12 +285,17 @@ class Scenario:
             chance.choice(self.learners).leave_asked = True
 
 
+@cache
+def _freeze() -> None:
+    """What is imported by now stays, and need not be looked through again."""
+    gc.collect()
+    gc.freeze()
+
+
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
     """Simulations make no cycles worth collecting, and looking for them costs a sixth."""
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()  # What is imported by now stays, and need not be looked through again.
+    _freeze()
     gc.disable()
     try:
         yield

@@ -1,5 +1,6 @@
 """The simulation's object store, and each actor's faulty client of it."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,15 @@ class SimStore(MemoryStore):
         super().__init__()
         self._stored = stored
         self._deleted = deleted
+        # Names by folder: daemons list the folders that they know, of which there are many.
+        self._folders: dict[str, dict[str, None]] = defaultdict(dict)
         # Objects that others than their writers do not see before a time.
         self.hidden: dict[str, tuple[Actor, float]] = {}
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         if name not in self._objects:
             super().put(name, data)
+            self._folders[_folder(name)][name] = None
             self._stored(name)
         elif self._objects[name] != data:
             raise ObjectExistsError(f"object {name!r} exists with other bytes")
@@ -38,10 +42,21 @@ class SimStore(MemoryStore):
     def delete(self, name: str) -> None:
         if name in self._objects:
             self._deleted(name)
+            del self._folders[_folder(name)][name]
         super().delete(name)
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        if not prefix.endswith("/"):
+            return super().list(prefix)
+        names = self._folders.get(prefix, {})
+        return [ObjectInfo(name, len(self._objects[name])) for name in sorted(names)]
 
     def __contains__(self, name: str) -> bool:
         return name in self._objects
+
+
+def _folder(name: str) -> str:
+    return name[: name.rindex("/") + 1]
 
 
 class ActorStore:

@@ -26,7 +26,7 @@ from aggregator.daemon import aggregate
 from aggregator.leases import Leases
 from common import names, wire
 from common.bus import Message, subject_matches
-from common.config import BusSection, RunSettings
+from common.config import BusSection, GcSection, RunSettings
 from common.layout import Layout, Tensor, make_layout
 from common.service import cancel
 from diloco.create import create_run
@@ -53,6 +53,7 @@ class World:
         tensors: what stands for them.
         faults: of actors that are given no others.
         streams: how the run's streams are made.
+        gc: what garbage collection leaves.
         traced: keep the last events.
     """
 
@@ -64,18 +65,21 @@ class World:
         tensors: Light | Ledger,
         faults: Faults = CALM,
         streams: BusSection | None = None,
+        gc: GcSection | None = None,
         traced: bool = False,
     ) -> None:
         self.seed = seed
         self.tensors = tensors
         self.faults = faults
         self.streams = streams or BusSection()
+        self.gc = gc or GcSection()
         self.duplicate_window_s = self.streams.duplicate_window_s
         self.loop = VirtualLoop()
         self.context = copy_context()
         self.actors: dict[Actor, None] = {}
         self.lives = 0
         self.injected: Counter[str] = Counter()
+        self.damaged = False
         self.delivered = 0
         self.steps = 0
         self.trace: deque[tuple[float, str, str, str]] | None = (
@@ -117,6 +121,11 @@ class World:
     def fail(self, failure: BaseException) -> None:
         """End the simulation with this."""
         self.loop.fail(failure)
+
+    def on_exception(self, actor: Actor, event: str, error: BaseException | None) -> None:
+        """An actor has logged an exception: unless something was damaged, nothing may stop."""
+        if not self.damaged:
+            self.fail(Violation("stopped", actor.name, f"{event}: {error!r}"))
 
     @property
     def events(self) -> int:
@@ -172,8 +181,9 @@ class World:
             bus=actor.bus,
             store=actor.store,
             runtime=actor.runtime,
-            logger=structlog.get_logger(),
+            logger=actor.logger,
             name=name,
+            gc=self.gc,
         )
         actor.spawn(aggregate(context, Leases(context, lease_s) if lease_s else None))
         return actor
@@ -315,7 +325,7 @@ class SimLearner:
             bus=actor.bus,
             store=actor.store,
             runtime=actor.runtime,
-            logger=structlog.get_logger(),
+            logger=actor.logger,
             learner=self.name,
         )
         actor.spawn(self._live(actor, SimBackground(actor, context), context))

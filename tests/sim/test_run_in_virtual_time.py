@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from simactor import CALM, Faults
-from simtensors import Ledger
+from simtensors import Ledger, Light
 from simworld import SimLearner, World, ended
 
 LEDGER = {
@@ -97,7 +97,7 @@ LOCKSTEP = {
 
 def lockstep_digests(kill_at, *, before, steps=24):
     """Digests of a run in lockstep whose first aggregator dies at its k-th effect."""
-    world = make_world(1, steps=steps, **LOCKSTEP)
+    world = make_world(1, steps=steps, tensors=Light(32), **LOCKSTEP)
     learners = [SimLearner(world, index) for index in range(3)]
     lives = []
 
@@ -177,6 +177,7 @@ def test_a_damaged_fragment_stops_alone():
         await world.create()
         (_, beginning) = world.records(0)[0]
         world.store._objects[beginning.outer.name] = b"rotten"
+        world.damaged = True
         actor = world.aggregator()
         lives = [asyncio.ensure_future(learner.live()) for learner in learners]
         await asyncio.sleep(40)

@@ -1,0 +1,158 @@
+"""The checker of garbage collection: an account of its own of what recovery needs.
+
+Of each fragment it notes what its records say as they are stored, and holds against it every
+object that is about to be deleted and every subject that is about to be trimmed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common import names, wire
+
+
+class Made(NamedTuple):
+    """A version: its record, when that was stored, and whether it was merged from updates."""
+
+    version: int
+    record_seq: int
+    stored_at_s: float
+    merged: bool
+
+
+@dataclass
+class Needs:
+    """What a fragment's records name.
+
+    Attributes:
+        wholes: versions of which view and outer state are stored, ascending.
+        deltas, states, shards: the version that each object belongs to.
+        pinned: versions that the checkpoints of the tape keep, oldest first.
+    """
+
+    made: list[Made] = field(default_factory=list)
+    wholes: list[int] = field(default_factory=list)
+    deltas: dict[str, int] = field(default_factory=dict)
+    states: dict[str, int] = field(default_factory=dict)
+    shards: dict[str, int] = field(default_factory=dict)
+    pinned: list[int] = field(default_factory=list)
+    newest_stored_s: float = 0.0
+    position: int = 1
+
+    def note(self, record: wire.Record, record_seq: int, stored_at_s: float) -> None:
+        """Take a record that has just been stored."""
+        self.newest_stored_s, self.position = stored_at_s, record.position
+        if record.what == "verdict":
+            return
+        version = record.version
+        merged = record.what == "version" and version > 0
+        self.made.append(Made(version, record_seq, stored_at_s, merged))
+        if record.snapshot_version == record.outer_version == version:
+            self.wholes.append(version)
+            self.states[record.snapshot.name] = self.states[record.outer.name] = version
+        if record.delta is not None:
+            self.deltas[record.delta.name] = version
+        for taken in record.inputs:
+            for shard in taken.shards:
+                self.shards[shard.name] = version
+
+    def floor(self, replay_s: float) -> Made:
+        """The oldest version from which everything that is needed can be made again."""
+        since_s = self.newest_stored_s - replay_s
+        floor = self.wholes[-2:][0]
+        recent = next((made for made in self.made if made.stored_at_s > since_s), None)
+        if recent is not None:
+            below = [v for v in self.wholes if v < recent.version + (not recent.merged)]
+            floor = min(floor, below[-1] if below else self.wholes[0])
+        return next(made for made in self.made if made.version == floor)
+
+
+class GarbageChecker:
+    """Holds deletions and trims against what is needed.
+
+    Args:
+        run: its name.
+        fragments: how many.
+        replay_s, keep_checkpoints: as of the run's collectors.
+        hold: raises unless its first argument is true.
+        sent: whether an update may still be, or is yet to be, merged: by its shard's name.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        fragments: int,
+        *,
+        replay_s: float,
+        keep_checkpoints: int,
+        hold: Callable[[bool, str, object, str], None],
+        sent: Callable[[names.ShardName], bool],
+    ) -> None:
+        self._run = run
+        self._replay_s = replay_s
+        self._keep = keep_checkpoints
+        self._hold = hold
+        self._sent = sent
+        self.needs: Mapping[int, Needs] = {fragment: Needs() for fragment in range(fragments)}
+        self.deleted = 0
+        self.trimmed = 0
+
+    def note_checkpoint(self, checkpoint: wire.Checkpoint) -> None:
+        """From now on the versions of a checkpoint must stay."""
+        for fragment, version in enumerate(checkpoint.versions):
+            self.needs[fragment].pinned.append(version)
+
+    def on_deleted(self, name: str) -> None:
+        """An object is about to go."""
+        self.deleted += 1
+        shard = names.parse_shard(self._run, name)
+        if shard is not None:
+            self._check_shard(name, shard)
+            return
+        for fragment, needs in self.needs.items():
+            made = names.parse_version_object(self._run, fragment, name)
+            if made is not None:
+                self._check_made(f"fragment {fragment}", needs, name, made)
+                return
+        stale = name.startswith(names.checkpoint_prefix(self._run))
+        self._hold(stale, "garbage", name, "is no garbage")
+
+    def _check_shard(self, name: str, shard: names.ShardName) -> None:
+        needs = self.needs[shard.fragment]
+        about = f"fragment {shard.fragment}"
+        self._hold(not self._sent(shard), "garbage", about, f"{name} may still be merged")
+        version = needs.shards.get(name)
+        floor = needs.floor(self._replay_s)
+        free = version is None or version <= floor.version
+        self._hold(free, "garbage", about, f"{name} made {version}, above {floor}")
+
+    def _check_made(self, about: str, needs: Needs, name: str, made: names.VersionObject) -> None:
+        newest, floor = needs.made[-1].version, needs.floor(self._replay_s)
+        self._hold(made.version <= newest, "garbage", about, f"{name} is not committed yet")
+        state, delta = needs.states.get(name), needs.deltas.get(name)
+        free = state is None or state < floor.version
+        self._hold(free, "garbage", about, f"{name} is needed from {floor} on")
+        free = delta is None or delta <= floor.version
+        self._hold(free, "garbage", about, f"{name} is needed from {floor} on")
+        pinned = state is not None and state in needs.pinned[-self._keep :]
+        self._hold(not pinned, "garbage", about, f"{name} is kept by a checkpoint")
+
+    def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:
+        """Messages of a subject below a sequence are about to go."""
+        self.trimmed += 1
+        kind, *rest = subject.split(".")[2:]
+        if stream != names.tape_stream(self._run):
+            return
+        if kind == "record":
+            floor = self.needs[int(rest[0])].floor(self._replay_s)
+            free = below_seq <= floor.record_seq
+            self._hold(free, "trim", f"fragment {rest[0]}", f"{below_seq} is above {floor}")
+        elif kind == "update":
+            position = self.needs[int(rest[1])].position
+            free = below_seq <= position
+            self._hold(free, "trim", f"fragment {rest[1]}", f"{below_seq} is above {position}")
+        elif kind in ("join", "leave"):
+            position = min(needs.position for needs in self.needs.values())
+            self._hold(below_seq <= position, "trim", subject, f"{below_seq} is above {position}")
+        else:
+            self._hold(False, "trim", subject, "is never trimmed")
