@@ -1,0 +1,133 @@
+"""What the doctor says of learners, clocks and owners, from runs on a bus and a store in memory."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from runlab import RUN, Lab
+
+from common import names, wire
+from common.service import Runtime
+from diloco import symptoms
+from diloco.audit import audit
+from diloco.history import History, read_history
+from diloco.observe import LearnerView
+from diloco.symptoms import Finding
+
+
+def ask(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60.0))
+
+
+def beat(learner: str, incarnation: int, heard_at_s: float) -> LearnerView:
+    heartbeat = wire.Heartbeat(
+        learner=learner, incarnation=incarnation, local_step=8, global_step=8, tokens=80,
+        loss=1.0, tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0,
+        bytes_down=0, updates_sent=1, state="training",
+    )  # fmt: skip
+    return LearnerView(heartbeat, heard_at_s)
+
+
+def of_learner(history: History, learner: str) -> list[Finding]:
+    """Findings on one learner that was heard of just now."""
+    now_s = time.time()
+    views = {name: beat(name, history.lives(name)[-1], now_s) for name in ("fast", learner)}
+    found = symptoms.learners(history, views, now_s)
+    return [finding for finding in found if finding.about == f"learner {learner}"]
+
+
+def test_a_learner_whose_updates_are_stale() -> None:
+    async def run() -> History:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("fast")
+            await lab.join("slow")
+            first, _ = await lab.newest()
+            await lab.send_many("fast", 6)
+            for _ in range(2):
+                manifest = lab.upload("slow").model_copy(
+                    update={"base_version": 0, "base_digest": first.view_digest}
+                )
+                subject = names.update(RUN, "slow", 0)
+                await lab.bus.publish(subject, wire.encode(manifest))
+                await lab.answered(manifest)
+        return await read_history(lab.context)
+
+    history = ask(run())
+    (finding,) = of_learner(history, "slow")
+    assert finding.severity == "warning"
+    assert "6.5 versions old" in finding.sentence
+    (finding,) = of_learner(history, "fast")
+    assert finding.severity == "ok"
+    assert not audit(history).breaches
+
+
+def test_a_learner_whose_updates_are_rejected() -> None:
+    async def run() -> History:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("fast")
+            await lab.join("odd")
+            await lab.send("fast")
+            for _ in range(3):
+                manifest = lab.upload("odd").model_copy(update={"layout": "0" * 32})
+                await lab.announce(manifest)
+                await lab.answered(manifest)
+        return await read_history(lab.context)
+
+    history = ask(run())
+    (finding,) = of_learner(history, "odd")
+    assert finding.severity == "warning"
+    assert "3 of its last 3 updates were rejected: layout 3" in finding.sentence
+    account = audit(history).account
+    assert (account.sent, account.merged, account.rejected) == (4, 1, 3)
+
+
+@pytest.mark.parametrize(("ahead_s", "severity"), [(5.0, "warning"), (60.0, "error")])
+def test_an_aggregator_whose_clock_is_ahead(ahead_s: float, severity: str) -> None:
+    async def run() -> History:
+        lab = Lab()
+        await lab.create()
+        runtime = Runtime(clock=lambda: time.time() + ahead_s)
+        lab.context = dataclasses.replace(lab.context, runtime=runtime)
+        async with lab.aggregating():
+            await lab.join("fast")
+            await lab.send_many("fast", 2)
+        return await read_history(lab.context)
+
+    (finding,) = symptoms.aggregator_clocks(ask(run()))
+    assert finding.severity == severity
+    assert finding.runbook == symptoms.CLOCK_SKEW
+
+
+def test_clocks_that_agree_and_a_clock_that_is_behind() -> None:
+    assert symptoms.clock("clock", 0.4, 10.0).severity == "ok"
+    behind = symptoms.clock("clock", -20.0, 10.0)
+    assert (behind.severity, "behind" in behind.sentence) == ("error", True)
+
+
+def lease(name: str, state: str) -> wire.Lease:
+    return wire.Lease.model_validate(
+        {"aggregator": name, "life": "0" * 32, "state": state, "ttl_s": 5.0, "pinned": None}
+    )
+
+
+def test_owners() -> None:
+    async def run() -> History:
+        lab = Lab(fragments=3)
+        await lab.create()
+        await lab.join("fast")
+        return await read_history(lab.context)
+
+    history = ask(run())
+    held = {0: lease("one", "held"), 1: lease("two", "held"), 2: lease("one", "held")}
+    (finding,) = symptoms.owners(history, held)
+    assert (finding.severity, finding.sentence) == ("ok", "fragments are owned by one 2, two 1")
+    (finding,) = symptoms.owners(history, {0: lease("one", "held"), 1: lease("two", "released")})
+    assert (finding.severity, finding.runbook) == ("warning", symptoms.FRAGMENT_STOPPED)
+    assert "fragment 1, 2" in finding.sentence
