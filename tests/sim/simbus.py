@@ -136,13 +136,25 @@ class SimBroker(MemoryBroker):
                 stored.extend(seqs[bisect.bisect_left(seqs, start_seq) :])
         reader.queue.extend(found.log[seq] for seq in sorted(stored) if seq in found.log)
         self._open[reader] = None
-        self._routes.clear()
+        self._change_routes(reader, list.append)
         return reader
+
+    def _change_routes(
+        self, reader: Reader, change: Callable[[list[Reader], Reader], None]
+    ) -> None:
+        """Readers of single subjects come and go often; the others' routes stay as they are."""
+        for pattern in reader.subjects:
+            if "*" in pattern or ">" in pattern:
+                self._routes.clear()
+                return
+        for subject in reader.subjects:
+            if subject in self._routes:
+                change(self._routes[subject], reader)
 
     def close_reader(self, reader: Reader) -> None:
         """Forget a reader."""
         del self._open[reader]
-        self._routes.clear()
+        self._change_routes(reader, list.remove)
 
 
 class ActorBus:

@@ -50,10 +50,9 @@ class UpdateId(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """An update whose manifest is on the tape."""
+    """An update whose manifest is on the tape; the manifest is forgotten once it is resolved."""
 
-    manifest: wire.Manifest
-    first_seq: int
+    manifest: wire.Manifest | None
     covers: Covers
 
 
@@ -161,41 +160,42 @@ class Checkers:
         update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
         known = chain.sent.get(update)
         if known is not None:
-            same = known.manifest.model_copy(update={"attempt": manifest.attempt}) == manifest
-            self._hold(same, "manifest", update, "announced again with other contents")
+            if known.manifest is not None:
+                same = known.manifest.model_copy(update={"attempt": manifest.attempt}) == manifest
+                self._hold(same, "manifest", update, "announced again with other contents")
             return
         covers = self._covers(update, manifest)
-        chain.sent[update] = Sent(manifest, message.seq, covers)
+        chain.sent[update] = Sent(manifest, covers)
         chain.unresolved[update] = message.seq
         chain.fates["sent"] += 1
         chain.fates["tokens_sent"] += manifest.tokens
         self._check_data(chain, update, covers)
 
     def _covers(self, update: UpdateId, manifest: wire.Manifest) -> Covers:
-        for entry in manifest.shards:
-            self._hold(entry.name in self._world.store, "objects", update, f"no {entry.name}")
         world = self._world
+        for entry in manifest.shards:
+            if entry.name not in world.store:
+                raise Violation("objects", str(update), f"no {entry.name}")
         covers = world.tensors.covers(world.store, manifest, world.layout.block)
-        self._hold(
-            f"learner-{covers.learner}" == manifest.learner
-            and covers.stop - covers.start == manifest.steps
-            and manifest.tokens == manifest.steps * TOKENS
-            and manifest.position >= covers.stop,
-            "data", update, f"{covers} in a manifest of {manifest.steps} to {manifest.position}",
-        )  # fmt: skip
+        if (
+            f"learner-{covers.learner}" != manifest.learner
+            or covers.stop - covers.start != manifest.steps
+            or manifest.tokens != manifest.steps * TOKENS
+            or manifest.position < covers.stop
+        ):
+            raise Violation("data", str(update), f"{covers}, but {manifest}")
         return covers
 
     def _check_data(self, chain: Chain, update: UpdateId, covers: Covers) -> None:
         """Each step is sent once: lives follow each other, and each leaves nothing out."""
         if update.incarnation != self.joined.get(update.learner):
             return  # Stored after a newer life has joined: it will be rejected.
-        expected = chain.next_start.get(update[:2])
-        self._hold(
-            covers.start == expected if expected is not None
-            else covers.start >= chain.until.get(update.learner, 0),
-            "data", update, f"{covers}, but {expected or chain.until} was to follow",
-        )  # fmt: skip
-        chain.next_start[update[:2]] = chain.until[update.learner] = covers.stop
+        life = (update.learner, update.incarnation)
+        expected = chain.next_start.get(life)
+        least = chain.until.get(update.learner, 0)
+        if covers.start != expected if expected is not None else covers.start < least:
+            raise Violation("data", str(update), f"{covers} is to follow {expected or least}")
+        chain.next_start[life] = chain.until[update.learner] = covers.stop
 
     def _on_record(self, message: Message) -> None:
         record = self._read(message.payload)
@@ -255,18 +255,20 @@ class Checkers:
         """Every update ends in exactly one record."""
         update = self._id(taken)
         sent = chain.sent.get(update)
-        self._hold(sent is not None, "resolved", update, f"{fate}, and was never sent")
-        assert sent is not None
-        self._hold(chain.unresolved.pop(update, None) is not None, "resolved", update,
-                   f"{fate} by version {record.version}, and was resolved before")  # fmt: skip
-        self._hold((taken.tokens, taken.steps) == (sent.manifest.tokens, sent.manifest.steps),
-                   "resolved", update, "with other tokens or steps than it has")  # fmt: skip
+        if sent is None:
+            raise Violation("resolved", str(update), f"{fate}, and was never sent")
+        if chain.unresolved.pop(update, None) is None or sent.manifest is None:
+            what = f"{fate} by version {record.version}, and was resolved before"
+            raise Violation("resolved", str(update), what)
+        chain.sent[update] = sent._replace(manifest=None)
+        if (taken.tokens, taken.steps) != (sent.manifest.tokens, sent.manifest.steps):
+            raise Violation("resolved", str(update), "with other tokens or steps than it has")
         chain.fates[fate] += 1
         chain.fates[f"tokens_{fate}"] += taken.tokens
         if isinstance(taken, wire.Input):
             chain.fates["steps"] += taken.steps
-            same = taken.shards == sent.manifest.shards
-            self._hold(same, "resolved", update, "other shards than it has")
+            if taken.shards != sent.manifest.shards:
+                raise Violation("resolved", str(update), "other shards than it has")
 
     def _merge(self, chain: Chain, taken: wire.Input) -> None:
         """No step's progress is merged twice."""
@@ -274,12 +276,15 @@ class Checkers:
         covers = chain.sent[update].covers
         starts, stops = chain.merged[covers.learner]
         at = bisect.bisect_left(starts, covers.start)
-        free = (at == 0 or stops[at - 1] <= covers.start) and (
-            at == len(starts) or covers.stop <= starts[at]
-        )
-        self._hold(free, "data", update, f"{covers} was merged before")
-        starts.insert(at, covers.start)
-        stops.insert(at, covers.stop)
+        if (at > 0 and stops[at - 1] > covers.start) or (
+            at < len(starts) and covers.stop > starts[at]
+        ):
+            raise Violation("data", str(update), f"{covers} was merged before")
+        if at > 0 and stops[at - 1] == covers.start:
+            stops[at - 1] = covers.stop
+        else:
+            starts.insert(at, covers.start)
+            stops.insert(at, covers.stop)
 
     def _check_position(self, chain: Chain, record: wire.Record) -> None:
         """The position passes no unresolved update, and never goes back."""
@@ -295,7 +300,8 @@ class Checkers:
     def _check_totals(self, chain: Chain, record: wire.Record) -> None:
         """Tokens sent = merged + rejected + in flight, and the record's sums are these."""
         fates, totals = chain.fates, record.totals
-        flying = sum(chain.sent[update].manifest.tokens for update in chain.unresolved)
+        unresolved = (chain.sent[update].manifest for update in chain.unresolved)
+        flying = sum(manifest.tokens for manifest in unresolved if manifest is not None)
         about = f"fragment {record.fragment}"
         balance = fates["tokens_merged"] + fates["tokens_rejected"] + flying
         self._hold(fates["tokens_sent"] == balance, "tokens", about, f"{dict(fates)}, {flying}")

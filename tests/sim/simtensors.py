@@ -195,9 +195,9 @@ def light() -> Iterator[None]:
 def decoded_once() -> Iterator[None]:
     """Within this, equal bytes are decoded once, however many actors read them."""
     with (
-        mock.patch("common.wire.decode", lru_cache(1 << 14)(wire.decode)),
-        mock.patch("common.wire.decode_record", lru_cache(1 << 12)(wire.decode_record)),
-        mock.patch("common.shards.unpack", lru_cache(1 << 14)(shards.unpack)),
+        mock.patch("common.wire.decode", lru_cache(1 << 10)(wire.decode)),
+        mock.patch("common.wire.decode_record", lru_cache(1 << 9)(wire.decode_record)),
+        mock.patch("common.shards.unpack", lru_cache(1 << 10)(shards.unpack)),
     ):
         yield
 
