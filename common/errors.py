@@ -1,7 +1,8 @@
 """The errors of this project.
 
 Each says whose fault it is, what was expected, what came, and what to do next; `retry` tells a
-caller whether the same call may succeed later. Exceptions of other libraries become one of these
+caller whether the same call may succeed later, `patience_s` for how long it is worth trying (None:
+for ever). Exceptions of other libraries become one of these
 once, where they enter (`store*.py`, `bus*.py`, `config.py`, `wire.py`), and nowhere else.
 """
 
@@ -15,6 +16,7 @@ class DilocoError(Exception):
     """
 
     retry = False
+    patience_s: float | None = None
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -55,6 +57,13 @@ class WireError(DilocoError):
 
 class IntegrityError(DilocoError):
     """Stored or recomputed bits differ from what was recorded: never retried, always reported."""
+
+
+class ObjectLostError(IntegrityError):
+    """An object that a run cannot go on without is gone, unless the store is slow to show it."""
+
+    retry = True
+    patience_s = 30.0
 
 
 class CheckpointError(DilocoError):

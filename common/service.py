@@ -57,6 +57,8 @@ class Runtime:
     ) -> T:
         """Call `attempt` until it succeeds; passing faults (`error.retry`) are waited out.
 
+        A fault with `patience_s` that stays for so long is none that passes.
+
         Exponential backoff with full jitter, from 0.1 s up to 10 s between attempts.
 
         Args:
@@ -69,13 +71,20 @@ class Runtime:
             DilocoError: one that is no passing fault, or the last one at the deadline.
         """
         began_s = self.clock()
+        patient_since_s: float | None = None
         backoff_s = FIRST_BACKOFF_S
         failures = 0
         while True:
             try:
                 result = await attempt()
             except DilocoError as error:
-                late = deadline_s is not None and self.clock() - began_s > deadline_s
+                now_s = self.clock()
+                late = deadline_s is not None and now_s - began_s > deadline_s
+                if error.patience_s is None:
+                    patient_since_s = None
+                else:
+                    patient_since_s = now_s if patient_since_s is None else patient_since_s
+                    late = late or now_s - patient_since_s > error.patience_s
                 if not error.retry or late:
                     raise
                 if failures == 0:

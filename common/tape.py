@@ -14,6 +14,7 @@ from common.config import RunSettings, check_changeable, parse_settings
 from common.errors import (
     ConfigError,
     IntegrityError,
+    ObjectLostError,
     ObjectMissingError,
     RunMismatchError,
     RunMissingError,
@@ -167,9 +168,9 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
             missed = message.seq
 
 
-def lost_for_good(what: str, error: ObjectMissingError) -> IntegrityError:
+def lost_for_good(what: str, error: ObjectMissingError) -> ObjectLostError:
     """The error of an object that the newest record needs: no collection took it."""
-    return IntegrityError(f"{what}: {error.message}", hint="runbooks/missing-object.md")
+    return ObjectLostError(f"{what}: {error.message}", hint="runbooks/missing-object.md")
 
 
 async def read_record(context: RunContext, payload: bytes) -> wire.Record:

@@ -7,7 +7,7 @@ import pytest
 import structlog
 
 from common import service
-from common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
+from common.errors import BusUnavailableError, ConfigError, ObjectLostError, StoreUnavailableError
 from common.service import FIRST_BACKOFF_S, LAST_BACKOFF_S, Runtime, cancel, first_of
 
 
@@ -117,6 +117,20 @@ def test_cancelling_ends_it(clock):
             await runtime.retry("the thing", attempt, logger=structlog.get_logger())
 
     asyncio.run(cancelled())
+
+
+def test_a_fault_is_waited_for_no_longer_than_its_patience(run_async, clock):
+    lost = ObjectLostError("gone")
+    attempt, _ = attempts(lost, lost, "there")
+    assert retry(run_async, clock, attempt) == "there"
+    began_s = clock.now_s
+    attempt, _ = attempts(*[lost] * 20)
+    with pytest.raises(ObjectLostError):
+        retry(run_async, clock, attempt)
+    assert clock.now_s - began_s == pytest.approx(lost.patience_s, abs=10)
+    # Only the time since it began counts, not that of an outage before.
+    attempt, _ = attempts(*[AWAY] * 20, lost, lost, "there")
+    assert retry(run_async, clock, attempt) == "there"
 
 
 def test_the_deadline_ends_it_with_the_last_error(run_async, clock):
