@@ -36,6 +36,7 @@ OPERATIONS = {
     "store_refused": 0.2,
     "store_lost_answer": 0.2,
     "store_slow": 0.1,
+    "late_object": 0.1,
 }
 # Kinds of faults that befall whole processes.
 PROCESSES = (
