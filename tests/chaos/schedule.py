@@ -50,7 +50,9 @@ def make_schedule(
         at_s += chance.uniform(0.3, 1.7) * pause_s
         must = bool(first)
         kind = first.pop() if must else chance.choices(kinds, weights)[0]
-        victim = chance.choice(victims(kind, learners, aggregators))
+        possible = victims(kind, learners, aggregators)
+        free = [name for name in possible if busy_until_s[name] <= at_s]
+        victim = chance.choice(free or possible)
         lasts_s = chance.uniform(*KINDS[kind][1:])
         if must:
             at_s = max(at_s, busy_until_s[victim])
