@@ -142,7 +142,7 @@ async def _serve(config: Config, pinned: frozenset[int] | None) -> None:
     logger = log.get(run=config.run.name, aggregator=config.aggregator.name)
     for sentence in warnings(config.settings()):
         logger.warning("configuration", warning=sentence)
-    store = open_store(config.store.url)
+    store = open_store(config.store.url, emulator=config.store.emulator)
     bus = await bus_nats.connect(
         config.bus.url, name=config.aggregator.name, credentials=config.bus.credentials
     )

@@ -182,9 +182,14 @@ class BusSection(Section):
 
 
 class StoreSection(Section):
-    """Where objects are: a path, or file:///absolute/path."""
+    """Where objects are: gs://bucket/prefix, a path, or file:///absolute/path.
+
+    Attributes:
+        emulator: gs:// means the server at STORAGE_EMULATOR_HOST, without credentials; for tests.
+    """
 
     url: str
+    emulator: bool = False
 
 
 class LearnerSection(Section):
@@ -295,6 +300,27 @@ def load_config(path: Path) -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return make_config(_with_environment(document, os.environ), source=str(path))
+
+
+def storage_emulator(*, asked_for: bool) -> str | None:
+    """Address of the server that stands for Google Cloud Storage in tests; None for the real one.
+
+    Raises:
+        ConfigError: the environment has one that the configuration did not ask for, or lacks it.
+    """
+    host = os.environ.get("STORAGE_EMULATOR_HOST")
+    if asked_for and not host:
+        raise ConfigError(
+            "store.emulator is true, but STORAGE_EMULATOR_HOST is not set",
+            hint="set it to the server's address, such as http://127.0.0.1:9000",
+        )
+    if host and not asked_for:
+        raise ConfigError(
+            f"STORAGE_EMULATOR_HOST is set to {host!r}, but store.emulator is false: it would"
+            " take the place of Google Cloud Storage, without credentials",
+            hint="unset it; for a test, set store.emulator = true",
+        )
+    return host if not host or "://" in host else f"http://{host}"
 
 
 def make_config(document: Mapping[str, Any], *, source: str) -> Config:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from common.config import storage_emulator
 from common.errors import (
     ConfigError,
     ObjectExistsError,
@@ -116,7 +117,7 @@ class MemoryStore:
         copy = bytes(data)
         with self._lock:
             if self._objects.setdefault(name, copy) != copy:
-                raise _exists(name)
+                raise object_exists(name)
 
     def get(self, name: str) -> bytes:
         """The bytes of `name`.
@@ -129,7 +130,7 @@ class MemoryStore:
         with self._lock:
             data = self._objects.get(name)
         if data is None:
-            raise _missing(name)
+            raise object_missing(name)
         return data
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -192,7 +193,7 @@ class DirectoryStore:
                     except FileNotFoundError:
                         continue  # deleted since the link failed
                     if not same:
-                        raise _exists(name)
+                        raise object_exists(name)
                     break
                 # The link of an equal object may be another writer's, and not synced yet.
                 _sync_folder(path.parent)
@@ -255,7 +256,7 @@ class DirectoryStore:
         try:
             return (self.root / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise _missing(name) from None
+            raise object_missing(name) from None
 
     def _write_temp(self, data: memoryview) -> Path:
         temp = self.root / _TEMP / secrets.token_hex(16)
@@ -295,12 +296,17 @@ class DirectoryStore:
                 yield ObjectInfo(name, entry.stat().st_size)
 
 
-def open_store(url: str) -> ObjectStore:
-    """The store at `url`: `file:///absolute/path`, or the path of a folder.
+def open_store(url: str, *, emulator: bool = False) -> ObjectStore:
+    """The store at `url`: `gs://bucket/prefix`, `file:///absolute/path`, or the path of a folder.
+
+    Args:
+        url: where the objects are.
+        emulator: a gs:// URL means the server at STORAGE_EMULATOR_HOST.
 
     Raises:
-        ConfigError: the URL is of a kind that this version does not know.
-        StoreError: the folder cannot be used.
+        ConfigError: the URL is of a kind that this version does not know, or `emulator` and the
+            environment disagree.
+        StoreError: the folder cannot be used, or there are no credentials.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
@@ -312,11 +318,12 @@ def open_store(url: str) -> ObjectStore:
             raise ConfigError(f"{url!r} names no absolute path", hint="write file:///path")
         return DirectoryStore(Path(urllib.parse.unquote(rest)))
     if scheme == "gs":
-        raise ConfigError(
-            f"{url!r}: Google Cloud Storage is not supported by this version",
-            hint="it arrives with store_gcs; until then use file:///path on a shared disk",
-        )
-    raise ConfigError(f"{url!r}: no store of kind {scheme!r}", hint="write file:///path")
+        from common.store_gcs import open_gcs
+
+        return open_gcs(url, storage_emulator(asked_for=emulator))
+    raise ConfigError(
+        f"{url!r}: no store of kind {scheme!r}", hint="write gs://bucket/prefix or file:///path"
+    )
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -324,14 +331,16 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return [*entries]
 
 
-def _exists(name: str) -> ObjectExistsError:
+def object_exists(name: str) -> ObjectExistsError:
+    """What `put` raises when other bytes stand under `name`."""
     return ObjectExistsError(
         f"an object {name!r} with other bytes exists",
         hint="names are create-only; two writers used one name for different contents",
     )
 
 
-def _missing(name: str) -> ObjectMissingError:
+def object_missing(name: str) -> ObjectMissingError:
+    """What `get` raises when there is no `name`."""
     return ObjectMissingError(f"no object {name!r}")
 
 

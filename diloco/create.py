@@ -48,7 +48,7 @@ async def _create(config: Config, layout: Layout, params: Params) -> None:
         config.bus.url, name=f"create-{config.run.name}", credentials=config.bus.credentials
     )
     try:
-        store = open_store(config.store.url)
+        store = open_store(config.store.url, emulator=config.store.emulator)
         await create_run(config.settings(), config.bus, layout, params, bus, store, Runtime())
     finally:
         await bus.close()

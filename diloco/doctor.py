@@ -156,7 +156,7 @@ def _probe_store(config: Config) -> list[Finding]:
     """Write, read and delete an object, where that is permitted."""
     name = f"{config.run.name}/doctor/{secrets.token_hex(8)}"
     try:
-        store = open_store(config.store.url)
+        store = open_store(config.store.url, emulator=config.store.emulator)
         _round_trip(store, name)
     except StoreUnavailableError as error:
         return [_failed("store", error, symptoms.STORE_AWAY)]

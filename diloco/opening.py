@@ -76,7 +76,7 @@ async def open_run(target: str | Path, *, name: str = "operator") -> AsyncIterat
     config = load_config(find_config(target))
     async with AsyncExitStack() as stack:
         bus, specification = await _find(stack, Path(target), config, name)
-        store = open_store(config.store.url)
+        store = open_store(config.store.url, emulator=config.store.emulator)
         runtime = Runtime()
         layout = names.layout_object(config.run.name, specification.layout)
         try:

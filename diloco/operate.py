@@ -178,7 +178,7 @@ async def resume(target: str, name: str | None) -> Resumed:
         RunMismatchError: the file disagrees with the run, or the bus has its tape already.
     """
     config = load_config(find_config(target))
-    store, run = open_store(config.store.url), config.run.name
+    store, run = open_store(config.store.url, emulator=config.store.emulator), config.run.name
     file = checkpoint.load_file(store, run, name)
     layout_digest = file.specification.layout
     layout = parse_layout(store.get(names.layout_object(run, layout_digest)), layout_digest)

@@ -71,7 +71,7 @@ def _serve(
         layout=layout,
         epoch=specification.epoch,
         bus=bus,
-        store=open_store(config.store.url),
+        store=open_store(config.store.url, emulator=config.store.emulator),
         runtime=Runtime(),
         logger=log.get(run=settings.run.name, learner=learner),
         learner=learner,

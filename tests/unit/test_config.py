@@ -11,6 +11,7 @@ from common.config import (
     load_config,
     make_config,
     parse_settings,
+    storage_emulator,
     warnings,
 )
 from common.errors import ConfigError, RunMismatchError
@@ -327,3 +328,15 @@ def test_what_trains_badly_is_warned_of(sections, named):
 )
 def test_what_trains_well_is_not(sections):
     assert warnings(make(**sections)) == []
+
+
+def test_an_emulator_stands_in_for_google_only_where_both_sides_say_so(monkeypatch):
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    assert storage_emulator(asked_for=False) is None
+    with pytest.raises(ConfigError, match="STORAGE_EMULATOR_HOST is not set"):
+        storage_emulator(asked_for=True)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9000")
+    assert storage_emulator(asked_for=True) == "http://127.0.0.1:9000"
+    with pytest.raises(ConfigError, match=r"store\.emulator is false") as caught:
+        storage_emulator(asked_for=False)
+    assert "unset it" in caught.value.hint
