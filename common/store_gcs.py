@@ -458,6 +458,8 @@ def _no_credentials(message: str) -> StoreError:
 
 
 def _brief(error: BaseException) -> str:
+    if isinstance(error, InvalidResponse):
+        error = api.from_http_response(error.response)
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
