@@ -11,7 +11,7 @@ Order matters, and each step is harmless if nothing follows it:
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from aggregator import garbage, machine
@@ -111,7 +111,9 @@ class Collector:
         self._ledger.forget_below(plan.floor_seq)
         await delete(context, [item.name for item in plan.objects])
         if self._fragment == 0:
-            await trim_tape(context, await plan_whole_run(context, fleet.lives))
+            fragments = range(len(context.layout.fragments))
+            answered = [await answered_seq(context, fragment) for fragment in fragments]
+            await trim_tape(context, garbage.plan_run(context.run, answered, fleet.lives))
             await delete(context, [info.name for info in pins.stale])
         self._logger.info(
             "collected",
@@ -222,15 +224,17 @@ async def check_epoch(context: RunContext) -> None:
         )
 
 
-async def plan_whole_run(context: RunContext, learners: Collection[str]) -> tuple[Trim, ...]:
-    """What may go of these learners' joins and leaves.
+async def answered_seq(context: RunContext, fragment: int) -> int:
+    """Below this sequence nobody who recovers or replays a fragment needs the tape.
 
     Raises:
         DilocoError: as `last_record`.
     """
-    fragments = range(len(context.layout.fragments))
-    newest = [await last_record(context, fragment) for fragment in fragments]
-    return garbage.plan_run(context.run, [record.position for record, _ in newest], learners)
+    newest, _ = await last_record(context, fragment)
+    messages = context.bus.read(context.tape, [names.record(context.run, fragment)], 1)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        oldest = await anext(messages)
+    return min(newest.position, oldest.seq)
 
 
 async def trim_tape(context: RunContext, trims: Iterable[Trim]) -> None:

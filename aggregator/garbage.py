@@ -130,11 +130,13 @@ class Trim(NamedTuple):
 class Plan(NamedTuple):
     """What of a fragment may go; the tape is to be trimmed first.
 
-    `floor_version` and `floor_seq`: the oldest version that stays, and its record.
+    `floor_version` and `floor_seq`: the oldest version that stays, and its record; what stands on
+    the tape before `answered_seq` is of no use to the fragment.
     """
 
     floor_version: int
     floor_seq: int
+    answered_seq: int
     trims: tuple[Trim, ...]
     objects: tuple[Garbage, ...]
 
@@ -166,7 +168,13 @@ def plan(
         for name, size_bytes in found
         if (kind := keep.judge(name)) is not None
     ]
-    return Plan(floor.version, floor.record_seq, _trims(ledger, floor, fleet), tuple(garbage))
+    answered_seq = min(ledger.position, floor.record_seq)
+    run, fragment = ledger.run, ledger.fragment
+    trims = (
+        Trim(names.record(run, fragment), floor.record_seq),
+        *(Trim(names.update(run, who, fragment), answered_seq) for who in sorted(fleet.lives)),
+    )
+    return Plan(floor.version, floor.record_seq, answered_seq, trims, tuple(garbage))
 
 
 def _floor(entries: list[Entry], replay_s: float) -> int | None:
@@ -181,15 +189,6 @@ def _floor(entries: list[Entry], replay_s: float) -> int | None:
     # To merge a version again one begins from the one before it.
     basis = [whole for whole in wholes if whole < recent + (not entries[recent].merged)]
     return min(wholes[-2:][0], basis[-1] if basis else wholes[0])
-
-
-def _trims(ledger: Ledger, floor: Entry, fleet: Fleet) -> tuple[Trim, ...]:
-    run, fragment = ledger.run, ledger.fragment
-    answered = min(ledger.position, floor.record_seq)
-    return (
-        Trim(names.record(run, fragment), floor.record_seq),
-        *(Trim(names.update(run, learner, fragment), answered) for learner in sorted(fleet.lives)),
-    )
 
 
 class _Kept(NamedTuple):
@@ -237,15 +236,16 @@ class _Kept(NamedTuple):
         return sent.incarnation >= self.fleet.lives.get(sent.learner, 0)
 
 
-def plan_run(run: str, positions: Iterable[int], learners: Iterable[str]) -> tuple[Trim, ...]:
+def plan_run(run: str, answered: Iterable[int], learners: Iterable[str]) -> tuple[Trim, ...]:
     """What may go of learners' joins and leaves.
 
     Args:
         run: the run's name.
-        positions: of the newest record of every fragment: whoever recovers reads from there.
+        answered: for each fragment the lower of its newest record's position, from which whoever
+            recovers reads on, and its oldest record, with which a replay begins.
         learners: whose messages to trim.
     """
-    below_seq = min(positions)
+    below_seq = min(answered)
     return tuple(
         Trim(subject(run, learner), below_seq)
         for learner in sorted(learners)

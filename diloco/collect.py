@@ -15,7 +15,6 @@ from aggregator import garbage
 from aggregator.collector import (
     check_epoch,
     delete,
-    plan_whole_run,
     read_on,
     read_pins,
     trim_tape,
@@ -92,7 +91,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
     heard = _hear(messages)
     lives = _lives(heard, stored.learners)
     pins = await read_pins(context, section.keep_checkpoints, context.logger)
-    found = Found()
+    found, answered = Found(), []
     for fragment in range(len(context.layout.fragments)):
         ledger = Ledger(context.run, fragment, context.epoch)
         await read_on(context, ledger)
@@ -104,11 +103,12 @@ async def find(context: RunContext, section: GcSection) -> Found:
             pinned=pins.of(fragment),
             replay_s=section.replay_s,
         )
+        answered.append(plan.answered_seq if plan else 0)
         if plan is not None:
             found.objects += plan.objects
             found.trims += plan.trims
     await check_epoch(context)
-    found.trims += await plan_whole_run(context, lives)
+    found.trims += garbage.plan_run(context.run, answered, lives)
     found.objects += [Garbage("checkpoint", *info) for info in pins.stale]
     found.messages = sum(_count(heard.sequences[trim.subject], trim) for trim in found.trims)
     return found

@@ -33,6 +33,7 @@ def test_an_aggregator_collects_after_each_snapshot(run_async):
         await lab.create()
         async with lab.aggregating():
             await lab.join("a")
+            await lab.join("a")
             for _ in range(8 * SNAPSHOT_EVERY + 1):
                 await asyncio.gather(lab.send("a", 0), lab.send("a", 1))
             for fragment in range(2):
@@ -68,8 +69,10 @@ def test_nothing_younger_than_the_replay_window_goes(run_async):
         with capture_logs() as logs:
             async with lab.aggregating():
                 await lab.join("a")
+                await lab.join("a")
                 await lab.send_many("a", 4 * SNAPSHOT_EVERY)
                 await lab.until(lambda: _has(logs, "collected"), "a collection")
+        assert len(await lab.on_tape(names.join(RUN, "a"))) == 2
         assert {entry["floor"] for entry in logs if entry["event"] == "collected"} == {0}
         assert len(await lab.records()) == 4 * SNAPSHOT_EVERY + 1
         assert len(lab.objects(names.updates_prefix(RUN, "a", 0))) == 4 * SNAPSHOT_EVERY
