@@ -22,14 +22,16 @@ import jax
 import tomli_w
 
 from common import bus_nats, log
-from common.config import Config, RunSettings, load_config
+from common.config import Config, LearnerSection, RunSettings, load_config
 from common.nats_server import NatsServer
 from common.service import Runtime
 from common.store import open_store
 from learner import sync, tree
 from learner.adopt import starts
 from learner.background import Background, run_loop
+from learner.checkpoint import Folder
 from learner.publish import Context
+from learner.recovery import Saver
 from learner.replica import Replica
 from learner.task import params_shapes, run_task
 from learner.train import Meter, Trainer, make_inner_step
@@ -90,6 +92,34 @@ def report_encode(trainer: Trainer, settings: RunSettings) -> None:
     print(f"encoding all fragments: {1000 * encode_s:.1f} ms, {share:.3%} of an interval's steps")
 
 
+def report_checkpoint(trainer: Trainer, context: Context, folder: Path, pairs: int) -> None:
+    """What a checkpoint costs: its dispatch on the training thread, and all its work on one core."""
+    section = LearnerSection(checkpoint_dir=str(folder))
+    kept = Folder(folder, section.checkpoint_keep)
+    saver = Saver(context, section, kept, 1)
+    dispatched_s, extra_s = [], []
+    for _ in range(pairs + 1):
+        without = block(trainer, synchronize=False)
+        began_s = time.perf_counter()
+        saver.save(trainer.optimizer_state, trainer.progress())
+        dispatched_s.append(time.perf_counter() - began_s)
+        block(trainer, synchronize=False)
+        extra_s.append(time.perf_counter() - began_s - without.wall_s)
+    saver.close()
+    # The first one imports and compiles.
+    print(
+        f"a checkpoint of {state_bytes(trainer) / 1e6:.1f} MB: training thread "
+        f"{1000 * statistics.median(dispatched_s[1:]):.2f} ms (max "
+        f"{1000 * max(dispatched_s[1:]):.2f}), all threads on this core "
+        f"{1000 * statistics.median(extra_s[1:]):.0f} ms"
+    )
+
+
+def state_bytes(trainer: Trainer) -> int:
+    """Size of the inner optimizer's state."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.optimizer_state))
+
+
 class Took(NamedTuple):
     """Time of a block: by the clock, and of the processor for all threads of this process."""
 
@@ -112,7 +142,7 @@ def block(trainer: Trainer, *, synchronize: bool) -> Took:
     return Took(time.perf_counter() - began_s, time.process_time() - began_cpu_s)
 
 
-def measure(config: Config, pairs: int) -> list[tuple[Took, Took]]:
+def measure(config: Config, folder: Path, pairs: int) -> list[tuple[Took, Took]]:
     """(with, without) of each pair of blocks."""
     loop, stop_loop = run_loop()
     bus = asyncio.run_coroutine_threadsafe(
@@ -147,6 +177,7 @@ def measure(config: Config, pairs: int) -> list[tuple[Took, Took]]:
         )
     print(f"updates sent: {context.traffic.updates_sent}")
     report_encode(trainer, settings)
+    report_checkpoint(trainer, context, folder / "checkpoints", pairs)
     background.leave(trainer.position, 10.0)
     background.close()
     asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
@@ -174,7 +205,7 @@ def main() -> None:
             )
             os.sched_setaffinity(0, {cores[0]})
             try:
-                timings = measure(load_config(path), options.pairs)
+                timings = measure(load_config(path), folder, options.pairs)
             finally:
                 aggregator.kill()
                 aggregator.wait()

@@ -9,6 +9,7 @@ gives, or it is refused.
 
 import contextlib
 import json
+import logging
 import math
 import re
 from collections.abc import Iterator
@@ -230,6 +231,8 @@ class Folder:
         if self._manager is None:
             from orbax import checkpoint as ocp
 
+            # What goes wrong is raised and logged by us; sweeping up a killed save is no news.
+            logging.getLogger("absl").setLevel(logging.CRITICAL)
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=self._keep, create=True, enable_async_checkpointing=False
             )

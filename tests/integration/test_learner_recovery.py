@@ -1,0 +1,169 @@
+"""A learner's way back: its inner optimizer from a checkpoint, its data behind what it sent."""
+
+import itertools
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from audit import read_tape
+from harness import ENDLESS, Process, World
+
+from aggregator.daemon import load_run
+from common import log
+from common.bus import Message
+from common.bus_nats import NatsBus
+from common.service import Runtime
+from common.store import DirectoryStore, open_store
+from learner.adopt import Adopter
+from learner.publish import Context
+
+SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
+# Always at it, so that a kill falls into the middle of a save.
+BUSY = {
+    "heartbeat_s": 0.25,
+    "checkpoint_dir": "checkpoints",
+    "checkpoint_every_s": 0.01,
+    "checkpoint_upload": True,
+}
+
+
+def until(world: World, process: Process, action: str, count: int) -> list[dict[str, Any]]:
+    """A process's events of one kind, once there are so many."""
+    found = world.until(lambda: process.events(action)[count - 1 :], f"{count} x {action}")
+    assert found
+    return process.events(action)
+
+
+def kill_and_return(world: World, process: Process, **expected: object) -> Process:
+    """SIGKILL in the middle of a save; the next life, which takes up a checkpoint."""
+    uploaded = len(until(world, process, "checkpoint_uploaded", 3))
+    until(world, process, "checkpoint_saved", uploaded + 1)
+    saved = process.events("checkpoint_saved")
+    process.kill()
+    if expected["where"] == "store":
+        shutil.rmtree(world.folder / "checkpoints")
+    again = world.learner("a")
+    (found,) = until(world, again, "checkpoint_restored", 1)
+    assert {key: found[key] for key in expected} == expected
+    # Its newest checkpoint or one before: never the beginning.
+    assert found["local_step"] >= saved[-3]["local_step"] > 0
+    return again
+
+
+def test_a_learner_returns_with_its_optimizer(new_world):
+    world = new_world(run=ENDLESS, task=SLOWER, learner=BUSY)
+    aggregator = world.aggregator()
+    a = world.learner("a")
+    lives = [a]
+    for where in ("folder", "store", "folder"):
+        a = kill_and_return(world, a, where=where, of="a")
+        lives.append(a)
+
+    # Killed before the end of a save: the newest folder is not whole.
+    until(world, a, "checkpoint_saved", 3)
+    a.kill()
+    numbers = sorted(
+        (int(path.name) for path in (world.folder / "checkpoints").glob("*/a/*") if path.name.isdecimal()),
+        reverse=True,
+    )  # fmt: skip
+    (newest,) = (world.folder / "checkpoints").glob(f"*/a/{numbers[0]}")
+    shutil.rmtree(newest / "state")
+    a = world.learner("a")
+    (restored,) = until(world, a, "checkpoint_restored", 1)
+    assert (restored["where"], restored["name"]) == ("folder", str(numbers[1]))
+    assert [e["name"] for e in a.events("checkpoint_skipped")] == [str(numbers[0])]
+    lives.append(a)
+
+    # A new learner begins with what another one has learned of its gradients.
+    warm = world.variant("warm", {"learner": {**BUSY, "warm_start": True}})
+    newcomer = world.start("b", "learner", "--config", str(warm), "--learner", "b")
+    (restored,) = until(world, newcomer, "checkpoint_restored", 1)
+    assert (restored["where"], restored["of"]) == ("warm_start", "a")
+    until(world, newcomer, "checkpoint_saved", 1)
+
+    a.terminate()
+    assert a.wait() == 0
+    (left,) = a.events("left")
+    assert a.events("checkpoint_saved")[-1]["local_step"] == left["local_step"]
+    world.stop()
+    assert [newcomer.wait(), aggregator.wait()] == [0, 0]
+    tape = read_tape(world)
+    tape.check()
+    check_data_goes_on(world, "a")
+    for process in (*lives, newcomer, aggregator):
+        process.check_clean_log()
+
+
+def check_data_goes_on(world: World, learner: str) -> None:
+    """Each life trains on from the highest position in the manifests of those before."""
+    tape = read_tape(world)
+    lives = tape.lives(learner)
+    notes = world.notes(learner)
+    drawn = [
+        [note.position for note in group]
+        for _, group in itertools.groupby(notes, lambda note: note.pid)
+    ]
+    assert len(drawn) == len(lives)
+    for index, positions in enumerate(drawn):
+        before = [
+            manifest.position
+            for _, manifest in tape.manifests
+            if manifest.learner == learner and manifest.incarnation in lives[:index]
+        ]
+        assert positions == [*range(max(before, default=0), positions[-1] + 1)]
+
+
+class CountingStore(DirectoryStore):
+    """Knows which objects were read."""
+
+    def __init__(self, store: DirectoryStore) -> None:
+        super().__init__(store.root)
+        self.read: list[str] = []
+
+    def get(self, name: str) -> bytes:
+        self.read.append(name)
+        return super().get(name)
+
+
+class CountingBus:
+    """A bus that knows how often it was asked for what."""
+
+    def __init__(self, bus: NatsBus) -> None:
+        self._bus = bus
+        self.asked: Counter[str] = Counter()
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        self.asked["last"] += 1
+        return await self._bus.last(stream, subject)
+
+    def read(self, stream: str, subjects: Sequence[str], start: int) -> AsyncIterator[Message]:
+        self.asked["read"] += 1
+        return self._bus.read(stream, subjects, start)
+
+
+def test_who_returns_after_many_versions_catches_up_in_one_pass(new_world):
+    """One message and one snapshot with its deltas for each fragment, however much was missed."""
+    world = new_world(run=ENDLESS)
+    aggregator, learner = world.aggregator(), world.learner("a")
+    world.until(lambda: min(read_tape(world).versions()) >= 20, "20 versions of every fragment")
+
+    async def load(bus: NatsBus) -> tuple[list[int], list[str], Counter[str]]:
+        store, counting = CountingStore(open_store(str(world.store))), CountingBus(bus)
+        layout, epoch = await load_run(world.config, bus, store, Runtime())
+        store.read.clear()
+        context = Context(
+            settings=world.config.settings(), layout=layout, epoch=epoch, bus=counting,
+            store=store, runtime=Runtime(), logger=log.get(), learner="b",
+        )  # fmt: skip
+        loaded = await Adopter(context, lambda *_: None).load()
+        return [item.record.version for item in loaded], store.read, counting.asked
+
+    versions, read, asked = world.ask(load)
+    every = world.config.sync.snapshot_every
+    assert min(versions) >= 20
+    assert asked == {"last": len(versions)}
+    assert len(read) == sum(1 + version % every for version in versions)
+    assert len(read) <= every * len(versions)
+    world.stop()
+    assert [learner.wait(), aggregator.wait()] == [0, 0]
