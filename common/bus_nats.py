@@ -467,6 +467,8 @@ class NatsBus:
         link, since = self._current(), asyncio.get_running_loop().time()
         # A task of its own, because nats-py swallows a cancellation while it waits to flush.
         call = asyncio.ensure_future(make(link.js))
+        # Looked at also if we are cancelled just as it fails, or asyncio complains in the log.
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())
         lost = asyncio.ensure_future(link.lost.wait())
         try:
             await asyncio.wait(

@@ -13,6 +13,8 @@ from harness import ENDLESS, Process, World, eventually
 from common.nats_server import NatsServer
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
+# The tape keeps every life's messages, to be looked at afterwards.
+WHOLE = {"enabled": False}
 
 
 def updates(tape: Tape, learner: str, life: int | None = None) -> int:
@@ -33,7 +35,7 @@ def until_merged(world: World, learner: str, count: int, life: int | None = None
 
 
 def test_learners_die_return_come_late_and_leave(own_nats_server, new_world):
-    world = new_world(server=own_nats_server, run=ENDLESS, task=SLOWER)
+    world = new_world(server=own_nats_server, run=ENDLESS, task=SLOWER, gc=WHOLE)
     aggregator = world.aggregator()
     first, second = world.learner("learner-0"), world.learner("learner-1")
     until_merged(world, "learner-1", 3)

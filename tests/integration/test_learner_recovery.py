@@ -19,6 +19,8 @@ from learner.adopt import Adopter
 from learner.publish import Context
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
+# The tape keeps every life's messages, to be looked at afterwards.
+WHOLE = {"enabled": False}
 # Always at it, so that a kill falls into the middle of a save.
 BUSY = {
     "heartbeat_s": 0.25,
@@ -52,7 +54,7 @@ def kill_and_return(world: World, process: Process, **expected: object) -> Proce
 
 
 def test_a_learner_returns_with_its_optimizer(new_world):
-    world = new_world(run=ENDLESS, task=SLOWER, learner=BUSY)
+    world = new_world(run=ENDLESS, task=SLOWER, learner=BUSY, gc=WHOLE)
     aggregator = world.aggregator()
     a = world.learner("a")
     lives = [a]
