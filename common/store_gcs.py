@@ -19,6 +19,7 @@ import threading
 import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from http import HTTPStatus
 
 import google.auth
 import google_crc32c
@@ -112,6 +113,7 @@ class GcsStore:
         self._session = AuthorizedSession(credentials)
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, HTTPAdapter(pool_maxsize=CONNECTIONS))
+        self._session.hooks["response"].append(_read_refusal)
         # The session is given so that all requests share its large pool of connections.
         client = storage.Client(
             project=None,
@@ -399,12 +401,13 @@ class _Upload:
         )
         if response.status_code in {200, 201}:
             return self._view.nbytes
-        if response.status_code == requests.codes.permanent_redirect:
+        if response.status_code == HTTPStatus.PERMANENT_REDIRECT:
             last = response.headers.get("Range", "").rpartition("-")[2]
             return int(last) + 1 if last else 0
-        if response.status_code in {404, 410}:
-            raise StoreUnavailableError("the upload session is gone; a new one is needed")
-        raise api.from_http_response(response)
+        error = api.from_http_response(response)
+        if response.status_code in {404, 410} or _is_damaged(error.code, response.text):
+            raise StoreUnavailableError(f"an upload must begin again: {_brief(error)}")
+        raise error
 
 
 def _read_into(response: requests.Response, part: memoryview) -> int:
@@ -419,6 +422,12 @@ def _read_into(response: requests.Response, part: memoryview) -> int:
             if not count:
                 raise
     return count
+
+
+def _read_refusal(response: requests.Response, **_: object) -> None:
+    """Read an error's body at once, which frees its connection even where nobody else looks."""
+    if not response.ok:
+        response.content  # noqa: B018 - reading the attribute reads the body
 
 
 def _default_credentials() -> Credentials:
@@ -439,8 +448,12 @@ def _is_passing(error: BaseException) -> bool:
         return isinstance(error, auth.TransportError) or bool(error.retryable)
     else:
         return isinstance(error, _BROKEN)
-    # 400 with these words: the bytes were damaged on their way.
-    return code in _PASSING_CODES or (code == requests.codes.bad_request and "CRC32C" in text)
+    return code in _PASSING_CODES or _is_damaged(code, text)
+
+
+def _is_damaged(code: int | None, text: str) -> bool:
+    """Whether an upload was refused because its bytes are not those that were sent."""
+    return code == HTTPStatus.BAD_REQUEST and "CRC32C" in text
 
 
 def _away(action: str, where: str, error: BaseException) -> StoreUnavailableError:

@@ -1,0 +1,395 @@
+"""The store `gs://` under faults: each kind, and what is left in memory and in the bucket."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from google.auth.credentials import AnonymousCredentials
+
+from common.errors import (
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
+from common.store import ObjectInfo, open_store
+from common.store_gcs import PART_BYTES, GcsStore
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from gcs_server import GcsServer
+
+# A reset leaves sockets to the garbage collector: urllib3 closes them while an answer's file is open.
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:Exception ignored in. <socket\.socket:pytest.PytestUnraisableExceptionWarning"
+)
+SMALL = os.urandom(100_000)
+LARGE = os.urandom(3 * PART_BYTES + 12_345)
+BODY = "/upload/storage"
+MEDIA = "/download/storage"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[GcsServer]:
+    with GcsServer(tmp_path / "server", "bucket") as server:
+        yield server
+    gc.collect()
+
+
+def open_at(server: GcsServer, bucket: str = "bucket", retry_s: float = 20.0) -> GcsStore:
+    """A store that gives up on a silent connection after a second."""
+    return GcsStore(
+        bucket,
+        "p",
+        AnonymousCredentials(),
+        endpoint=server.url,
+        retry_s=retry_s,
+        timeout_s=(5.0, 1.0),
+    )
+
+
+@pytest.fixture
+def store(server: GcsServer) -> GcsStore:
+    return open_at(server)
+
+
+PASSING = {
+    "408": {"kind": "status", "status": 408},
+    "429": {"kind": "status", "status": 429, "headers": {"Retry-After": "1"}},
+    "500": {"kind": "status", "status": 500},
+    "502": {"kind": "status", "status": 502},
+    "503": {"kind": "status", "status": 503},
+    "504": {"kind": "status", "status": 504},
+    "reset at once": {"kind": "reset"},
+    "reset in the body": {"kind": "reset", "after_bytes": 70_000},
+    "lost": {"kind": "lost"},
+    "stall": {"kind": "stall"},
+    "truncate": {"kind": "truncate", "after_bytes": 70_000},
+    "flip": {"kind": "flip", "after_bytes": 70_000},
+}
+
+
+@pytest.mark.parametrize("data", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_passing_fault_of_a_download_is_bridged(
+    server: GcsServer, store: GcsStore, fault: str, data: bytes
+) -> None:
+    store.put("o", data)
+    made = server.fail(**PASSING[fault], method="GET", contains=MEDIA)
+    assert store.get("o") == data
+    assert made.times == 0
+
+
+@pytest.mark.parametrize("fault", PASSING.keys() - {"truncate"})
+def test_a_passing_fault_of_a_small_upload_is_bridged(
+    server: GcsServer, store: GcsStore, fault: str
+) -> None:
+    made = server.fail(**PASSING[fault], method="POST", contains=BODY)
+    store.put("o", SMALL)
+    assert made.times == 0
+    assert store.get("o") == SMALL
+    assert store.list("") == [ObjectInfo("o", len(SMALL))]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+@pytest.mark.parametrize("fault", PASSING.keys() - {"truncate", "flip", "reset in the body"})
+def test_a_passing_fault_of_a_large_upload_is_bridged(
+    server: GcsServer, store: GcsStore, fault: str, method: str
+) -> None:
+    made = server.fail(**PASSING[fault], method=method, contains=BODY)
+    store.put("o", LARGE)
+    assert made.times == 0
+    assert store.get("o") == LARGE
+
+
+@pytest.mark.parametrize("fault", ["503", "reset at once", "lost"])
+def test_a_passing_fault_of_a_list_or_a_deletion_is_bridged(
+    server: GcsServer, store: GcsStore, fault: str
+) -> None:
+    store.put("o", SMALL)
+    server.fail(**PASSING[fault], method="GET", contains="/o?")
+    assert store.list("") == [ObjectInfo("o", len(SMALL))]
+    server.fail(**PASSING[fault], method="DELETE")
+    store.delete("o")
+    assert store.list("") == []
+
+
+@pytest.mark.parametrize("data", [SMALL, LARGE], ids=["small", "large"])
+def test_a_fault_that_stays_is_told_within_the_deadline_and_may_be_retried(
+    server: GcsServer, data: bytes
+) -> None:
+    store = open_at(server, retry_s=0.5)
+    store.put("there", data)
+    server.fail("status", times=1_000_000)
+    for call in (
+        lambda: store.put("o", data),
+        lambda: store.get("there"),
+        lambda: store.list(""),
+        lambda: store.delete("there"),
+    ):
+        with pytest.raises(StoreUnavailableError, match="fault 503") as caught:
+            call()
+        assert caught.value.retry
+    server.mend()
+    assert store.get("there") == data
+    with pytest.raises(ObjectMissingError):
+        store.get("o")
+
+
+def test_no_server_at_all_is_a_passing_fault(tmp_path: Path) -> None:
+    with GcsServer(tmp_path, "bucket") as server:
+        store = open_at(server, retry_s=0.5)
+    with pytest.raises(StoreUnavailableError, match="gs://bucket/p/o"):
+        store.get("o")
+
+
+@pytest.mark.parametrize("data", [SMALL, LARGE], ids=["small", "large"])
+def test_an_upload_whose_answer_was_lost_has_not_failed(
+    server: GcsServer, store: GcsStore, data: bytes
+) -> None:
+    last = "POST" if data is SMALL else "PUT"
+    server.fail("lost", method=last, contains=BODY)
+    store.put("o", data)
+    assert store.get("o") == data
+    server.fail("lost", method="POST", contains=BODY)
+    with pytest.raises(ObjectExistsError):
+        store.put("o", data[:-1] + bytes([data[-1] ^ 1]))
+    assert store.get("o") == data
+
+
+def test_another_writer_that_finishes_first_is_met_at_the_end(
+    server: GcsServer, store: GcsStore
+) -> None:
+    upload = store._blob("o").create_resumable_upload_session(
+        size=len(LARGE), if_generation_match=0
+    )
+    store.put("o", LARGE)
+    span = f"bytes 0-{len(LARGE) - 1}/{len(LARGE)}"
+    answer = store._session.put(upload, data=LARGE, headers={"Content-Range": span})
+    assert answer.status_code == 412
+    assert store.get("o") == LARGE
+
+
+def test_a_broken_upload_goes_on_where_the_service_has_got_to(
+    server: GcsServer, store: GcsStore
+) -> None:
+    store.list("")
+    server.fail("reset", method="PUT", after_bytes=3 << 20)
+    store.put("o", LARGE)
+    spans = [seen.headers["Content-Range"] for seen in server.requests if seen.method == "PUT"]
+    size = len(LARGE)
+    assert spans[0] == f"bytes 0-{PART_BYTES - 1}/{size}"
+    assert spans[1] == f"bytes */{size}"
+    # Whole pieces of 256 KiB are kept; the reset took what was on its way.
+    begun = int(spans[2].split()[1].partition("-")[0])
+    assert 0 < begun <= 3 << 20
+    assert begun % (256 << 10) == 0
+    assert store.get("o") == LARGE
+
+
+def test_an_upload_goes_on_after_the_server_came_back(tmp_path: Path) -> None:
+    folder = tmp_path / "server"
+    with GcsServer(folder, "bucket") as first, ThreadPoolExecutor(1) as pool:
+        store = open_at(first)
+        fault = first.fail("stall", method="PUT", contains="upload_id")
+        fault.times = 0
+        arrived = threading.Event()
+        real = first.note
+
+        def stop_at_the_second_part(method: str, target: str, headers: dict[str, str]):
+            if method == "PUT" and headers["Content-Range"].startswith(f"bytes {PART_BYTES}-"):
+                fault.times = 1
+                arrived.set()
+            return real(method, target, headers)
+
+        first.note = stop_at_the_second_part  # type: ignore[method-assign]
+        put = pool.submit(store.put, "o", LARGE)
+        assert arrived.wait(30)
+        first.__exit__()
+        with GcsServer(folder, "bucket", port=first.port) as second:
+            put.result(60)
+            assert second.count("POST") == 0
+            assert store.get("o") == LARGE
+
+
+def test_a_session_that_is_gone_is_a_passing_fault(server: GcsServer, store: GcsStore) -> None:
+    server.fail("status", method="PUT", status=410, reason="gone")
+    with pytest.raises(StoreUnavailableError, match="must begin again"):
+        store.put("o", LARGE)
+    store.put("o", LARGE)
+
+
+def test_bytes_damaged_on_their_way_up_are_never_stored(server: GcsServer, store: GcsStore) -> None:
+    server.fail("flip", method="PUT", after_bytes=1000)
+    with pytest.raises(StoreUnavailableError, match="CRC32C"):
+        store.put("o", LARGE)
+    assert store.list("") == []
+    store.put("o", LARGE)
+    assert store.get("o") == LARGE
+
+
+@pytest.mark.parametrize("data", [SMALL, LARGE], ids=["small", "large"])
+def test_bytes_that_always_come_damaged_are_never_given_out(
+    server: GcsServer, store: GcsStore, data: bytes
+) -> None:
+    store.put("o", data)
+    server.fail("flip", method="GET", contains=MEDIA, times=1_000_000, after_bytes=1000)
+    with pytest.raises(StoreUnavailableError, match="damaged 3 times"):
+        store.get("o")
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_not_mixed(
+    server: GcsServer, store: GcsStore
+) -> None:
+    store.put("o", LARGE)
+    real, other = server.find, os.urandom(len(LARGE))
+    done: list[int] = []
+
+    def replace_before_the_second_range(bucket: str, name: str, generation: str | None = None):
+        if generation is not None and not done:
+            done.append(1)
+            server.delete(bucket, name, {})
+            open_at(server).put("o", other)
+        return real(bucket, name, generation)
+
+    server.find = replace_before_the_second_range  # type: ignore[method-assign]
+    with pytest.raises(ObjectMissingError):
+        store.get("o")
+    assert store.get("o") == other
+
+
+CALLS = {
+    "storage.objects.create": lambda store: store.put("o", b"1"),
+    "storage.objects.get": lambda store: store.get("o"),
+    "storage.objects.list": lambda store: store.list(""),
+    "storage.objects.delete": lambda store: store.delete("o"),
+}
+
+
+@pytest.mark.parametrize("permission", CALLS)
+def test_a_missing_permission_is_named_at_once(
+    server: GcsServer, store: GcsStore, permission: str
+) -> None:
+    fault = server.fail("status", status=403, reason="forbidden", contains="/o", times=100)
+    with pytest.raises(StoreError, match=rf"hint: grant {permission} on bucket 'bucket'") as caught:
+        CALLS[permission](store)
+    assert not caught.value.retry
+    assert fault.times == 99
+
+
+def test_looking_at_what_is_there_needs_a_permission_of_its_own(
+    server: GcsServer, store: GcsStore
+) -> None:
+    store.put("o", b"1")
+    server.fail("status", status=403, method="GET", contains="/o/")
+    with pytest.raises(StoreError, match=r"grant storage\.objects\.get"):
+        store.put("o", b"1")
+
+
+@pytest.mark.parametrize("permission", CALLS)
+def test_credentials_that_are_refused_are_told_at_once(
+    server: GcsServer, store: GcsStore, permission: str
+) -> None:
+    fault = server.fail("status", status=401, reason="authError", contains="/o", times=100)
+    with pytest.raises(StoreError, match="hint: give this daemon a service account") as caught:
+        CALLS[permission](store)
+    assert not caught.value.retry
+    assert fault.times >= 98
+
+
+@pytest.mark.parametrize("permission", CALLS)
+def test_a_bucket_that_is_not_there_is_told_at_once(server: GcsServer, permission: str) -> None:
+    with pytest.raises(StoreError, match="there is no bucket 'other'") as caught:
+        CALLS[permission](open_at(server, bucket="other"))
+    assert not isinstance(caught.value, ObjectMissingError)
+    assert not caught.value.retry
+
+
+def test_without_credentials_a_store_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
+    with pytest.raises(StoreError, match="no Google credentials") as caught:
+        open_store("gs://bucket/p")
+    assert "service account" in (caught.value.hint or "")
+
+
+def test_a_small_object_costs_one_request_each_way(server: GcsServer, store: GcsStore) -> None:
+    store.put("o", SMALL)
+    store.get("o")
+    assert server.count("POST") == 1
+    assert server.count("GET", MEDIA) == 1
+    assert server.count("GET", "/o/") == 1
+
+
+def test_many_threads_keep_their_connections(server: GcsServer, store: GcsStore) -> None:
+    accepted: list[object] = []
+    real = server._http.process_request
+
+    def count(request: object, address: object) -> None:
+        accepted.append(address)
+        real(request, address)
+
+    server._http.process_request = count  # type: ignore[method-assign]
+    barrier = threading.Barrier(24)
+
+    def work(number: int) -> None:
+        barrier.wait(30)
+        for turn in range(8):
+            store.put(f"o/{number}/{turn}", SMALL)
+
+    with ThreadPoolExecutor(24) as pool:
+        list(pool.map(work, range(24)))
+    assert len(store.list("o/")) == 24 * 8
+    assert len(accepted) <= 26
+
+
+MEMORY = """
+import resource, sys, threading
+from common.store_gcs import PART_BYTES, open_gcs
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+SIZE = 256 << 20
+store = open_gcs("gs://bucket/p", sys.argv[1])
+store.put("warm", bytes(3 * PART_BYTES))
+store.get("warm")
+if sys.argv[2] == "put":
+    data = memoryview(bytearray(SIZE))
+    data[:] = bytes(SIZE)
+    del data
+    data = bytearray(b"x") * SIZE
+    before = peak()
+    store.put("o", memoryview(data))
+else:
+    before = peak()
+    data = store.get("o")
+    assert len(data) == SIZE
+print((peak() - before) / SIZE)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+def test_memory_is_bounded(server: GcsServer) -> None:
+    def copies(way: str) -> float:
+        environment = {key: v for key, v in os.environ.items() if key != "STORAGE_EMULATOR_HOST"}
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, server.url, way],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        return float(done.stdout)
+
+    # Beyond the bytes themselves: parts on their way, a quarter of a copy at most.
+    assert copies("put") < 0.25
+    assert copies("get") < 1.25
