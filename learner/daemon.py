@@ -63,19 +63,34 @@ def _serve(
         ),
         loop,
     ).result()
-    specification = asyncio.run_coroutine_threadsafe(
-        load_specification(bus, settings.run.name), loop
-    ).result()
-    context = Context(
-        settings=settings,
-        layout=layout,
-        epoch=specification.epoch,
-        bus=bus,
-        store=open_store(config.store.url, emulator=config.store.emulator),
-        runtime=Runtime(),
-        logger=log.get(run=settings.run.name, learner=learner),
-        learner=learner,
-    )
+    try:
+        specification = asyncio.run_coroutine_threadsafe(
+            load_specification(bus, settings.run.name), loop
+        ).result()
+        context = Context(
+            settings=settings,
+            layout=layout,
+            epoch=specification.epoch,
+            bus=bus,
+            store=open_store(config.store.url, emulator=config.store.emulator),
+            runtime=Runtime(),
+            logger=log.get(run=settings.run.name, learner=learner),
+            learner=learner,
+        )
+        _live(config, context, task, specification, asked, loop)
+    finally:
+        asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
+
+
+def _live(
+    config: Config,
+    context: Context,
+    task: Task,
+    specification: wire.Specification,
+    asked: Callable[[], bool],
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """One life, from the newest versions to the leave."""
     background = Background(context, loop)
     try:
         constants = _check_run(context, task, specification)
@@ -93,7 +108,6 @@ def _serve(
         context.logger.info("left", why=why, local_step=trainer.meter.local_step)
     finally:
         background.close()
-        asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
 
 
 def _check_run(context: Context, task: Task, specification: wire.Specification) -> Params:
