@@ -16,10 +16,10 @@ from common.tape import (
     get_object,
     last_record,
     lost_for_good,
-    older_snapshot,
     read_record,
     settings_at,
 )
+from common.views import older_snapshot
 
 
 class Recovered(NamedTuple):

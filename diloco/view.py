@@ -1,7 +1,8 @@
 """The global model: the newest views of all fragments as a task's parameters."""
 
 from common import wire
-from common.tape import RunContext, load_specification, load_view
+from common.tape import RunContext, load_specification
+from common.views import load_view
 from learner import tree
 from learner.replica import Replica
 from learner.task import Params, Task, params_shapes
@@ -11,7 +12,7 @@ async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wir
     """The run's newest global view as parameters, and the records it was taken from.
 
     Raises:
-        RunMismatchError, IntegrityError, DilocoError: as `common.tape.load_view`.
+        RunMismatchError, IntegrityError, DilocoError: as `common.views.load_view`.
     """
     fragments = range(len(context.layout.fragments))
     loaded = [await load_view(context, fragment) for fragment in fragments]

@@ -17,13 +17,12 @@ from common.errors import IntegrityError, ObjectMissingError, WireError
 from common.quantize import Encoded
 from common.service import cancel
 from common.tape import (
-    Loaded,
     data_position,
     get_object,
-    load_view,
     parse_changed,
     read_record,
 )
+from common.views import Loaded, load_view
 from learner import sync
 from learner.publish import Context, Post
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from common import wire
 from common.service import cancel
-from common.tape import Loaded
+from common.views import Loaded
 from learner import sync
 from learner.adopt import Adopter
 from learner.publish import Context, Outgoing, Publisher

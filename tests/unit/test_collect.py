@@ -7,7 +7,7 @@ from aggregator.recovery import recover
 from common import names
 from common.config import GcSection
 from common.store import ObjectInfo
-from common.tape import load_view
+from common.views import load_view
 from diloco.collect import Found, find, table
 
 NOW = GcSection(replay_s=0, keep_checkpoints=1)

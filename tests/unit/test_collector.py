@@ -15,7 +15,7 @@ from aggregator.machine import UpdateId
 from aggregator.recovery import recover
 from common import names, wire
 from common.errors import BusUnavailableError, StoreUnavailableError
-from common.tape import load_view
+from common.views import load_view
 
 
 async def collected_to(lab: Lab, floor: int, fragment: int = 0) -> None:

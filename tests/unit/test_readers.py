@@ -14,7 +14,8 @@ from common.bus import MemoryBus, Message
 from common.config import BusSection
 from common.errors import IntegrityError, ObjectMissingError
 from common.service import cancel
-from common.tape import load_view, records_of
+from common.tape import records_of
+from common.views import load_view
 from diloco.create import make_streams
 from learner import sync
 from learner.adopt import Adopter, Delta, View

@@ -1,0 +1,140 @@
+"""The newest view of a fragment, from what is stored of it: a snapshot and the deltas since."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from common import shards, wire
+from common.errors import IntegrityError, ObjectMissingError
+from common.quantize import decode_numpy
+from common.tape import Recorded, RunContext, get_object, last_record, lost_for_good, records_of
+
+
+class Loaded(NamedTuple):
+    """A fragment's newest version: its record, the record's sequence, the view as float32 [N].
+
+    `read_bytes` were read from the store for it.
+    """
+
+    record: wire.Record
+    record_seq: int
+    view: npt.NDArray[np.float32]
+    read_bytes: int
+
+
+async def load_view(context: RunContext, fragment: int) -> Loaded:
+    """The newest view of a fragment, from a snapshot and the deltas since, verified.
+
+    A snapshot that is damaged or gone is passed over for the one before.
+
+    Raises:
+        IntegrityError: what is stored does not give the recorded digest, or is gone.
+    """
+    record, record_seq = await last_record(context, fragment)
+    while True:
+        try:
+            view, read_bytes = await context.runtime.call(
+                _assemble_view, context, record, record.snapshot, record.deltas
+            )
+        except (ObjectMissingError, IntegrityError) as error:
+            newest, newest_seq = await last_record(context, fragment)
+            if newest_seq == record_seq:
+                # No collection was faster.
+                return await _load_from_older(context, record, record_seq, error)
+            record, record_seq = newest, newest_seq
+        else:
+            return Loaded(record, record_seq, view, read_bytes)
+
+
+async def _load_from_older(
+    context: RunContext,
+    record: wire.Record,
+    record_seq: int,
+    error: ObjectMissingError | IntegrityError,
+) -> Loaded:
+    """The view of `record`, whose newest snapshot or a delta could not be read, from an older one.
+
+    Raises:
+        IntegrityError: there is none that helps.
+    """
+    older = await older_snapshot(context, record, record_seq)
+    if older is not None:
+        basis, since = older
+        context.logger.warning(
+            "snapshot_skipped",
+            fragment=record.fragment,
+            version=record.snapshot_version,
+            instead=basis.record.version,
+            why=error.message,
+        )
+        deltas = [after.record.delta for after in since if after.record.delta is not None]
+        with contextlib.suppress(ObjectMissingError, IntegrityError):
+            view, read_bytes = await context.runtime.call(
+                _assemble_view, context, record, basis.record.snapshot, deltas
+            )
+            return Loaded(record, record_seq, view, read_bytes)
+    if isinstance(error, ObjectMissingError):
+        what = f"version {record.version} of fragment {record.fragment}"
+        raise lost_for_good(what, error) from error
+    raise error
+
+
+class Older(NamedTuple):
+    """A version whose view and outer state were stored, and the versions merged after it."""
+
+    basis: Recorded
+    since: list[Recorded]
+
+
+async def older_snapshot(context: RunContext, record: wire.Record, record_seq: int) -> Older | None:
+    """The stored version before `record.snapshot_version`, from which `record` can be had too.
+
+    All versions after it up to `record` were merged: deltas, or their inputs, lead from one to
+    the next. None where there is no such version, as right after a rollback.
+
+    Raises:
+        DilocoError: as `records_of`.
+    """
+    found: list[Older] = []
+    if not record.base_seq:
+        return None  # The first of its epoch, which may not stand on the tape yet.
+    async for item in records_of(context, record.fragment):
+        if item.record_seq > record_seq:
+            break
+        if item.record.what == "verdict":
+            continue
+        if item.record.what != "version":
+            found = []  # What a rollback leads to does not follow from what was before.
+        for older in found:
+            older.since.append(item)
+        if item.record.snapshot_version == item.record.outer_version == item.record.version:
+            found = [*found[-1:], Older(item, [])]
+    newest = [older for older in found if older.basis.record.version < record.snapshot_version]
+    return newest[-1] if newest else None
+
+
+def _assemble_view(
+    context: RunContext,
+    record: wire.Record,
+    snapshot: wire.ObjectRef,
+    deltas: Iterable[wire.ObjectRef],
+) -> tuple[npt.NDArray[np.float32], int]:
+    data = get_object(context.store, snapshot)
+    read_bytes = len(data)
+    view = np.frombuffer(data, np.float32).copy()
+    sync = context.settings.sync
+    for delta in deltas:
+        data = get_object(context.store, delta)
+        read_bytes += len(data)
+        encoded = shards.unpack(data, codec=sync.delta_codec, count=view.size, block=sync.block)
+        view += decode_numpy(sync.delta_codec, encoded, sync.block)
+    if shards.digest(view) != record.view_digest:
+        raise IntegrityError(
+            f"fragment {record.fragment} version {record.version}: the stored view and deltas "
+            f"give digest {shards.digest(view)}, the record says {record.view_digest}",
+            hint="runbooks/digest-mismatch.md",
+        )
+    return view, read_bytes
