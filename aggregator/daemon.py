@@ -144,7 +144,10 @@ async def _serve(config: Config, pinned: frozenset[int] | None) -> None:
         logger.warning("configuration", warning=sentence)
     store = open_store(config.store.url, emulator=config.store.emulator)
     bus = await bus_nats.connect(
-        config.bus.url, name=config.aggregator.name, credentials=config.bus.credentials
+        config.bus.url,
+        name=config.aggregator.name,
+        credentials=config.bus.credentials,
+        tls_ca=config.bus.tls_ca,
     )
     try:
         layout, epoch = await load_run(config, bus, store, runtime)

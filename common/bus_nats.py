@@ -12,25 +12,30 @@ Rules:
 - The server reports a missing permission beside the call, which then times out: `_Link` remembers
   what was denied, and the time-out becomes a `BusError` with the subject.
 
-Permissions a client needs: publish on its own subjects; `$JS.API.STREAM.INFO.<stream>` and
-`$JS.API.STREAM.MSG.GET.<stream>` (or `$JS.API.DIRECT.GET.<stream>.>` with `direct_reads`);
-`$JS.API.CONSUMER.{CREATE,MSG.NEXT,DELETE}.<stream>.*`; subscribe on `<inbox_prefix>.>`; an
-aggregator, for garbage collection, also `$JS.API.STREAM.PURGE.<stream>`.
+- A reader of one subject names it in the subject of its request for a consumer, and so does `last`
+  with `direct_reads`: there the server can see what is asked for, and refuse it.
+
+Permissions a client needs: publish on its own subjects; `<api>.STREAM.INFO.<stream>` and
+`<api>.STREAM.MSG.GET.<stream>` (or `<api>.DIRECT.GET.<stream>.<subject>` with `direct_reads`);
+`<api>.CONSUMER.CREATE.<stream>.*.<subject>` for each subject it reads alone, without the subject
+to read several in one order; `<api>.CONSUMER.{MSG.NEXT,DELETE}.<stream>.*`; subscribe on
+`<inbox_prefix>.>`. `<api>` is `$JS.API`, or what the credentials say. `diloco/permissions.py`
+grants this.
 """
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import math
 import random
 import re
 import secrets
+import ssl
 import urllib.parse
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -51,6 +56,7 @@ from common.bus import (
     stream_settings,
     stream_went_back,
 )
+from common.credentials import OWN_API, Credentials, load_credentials
 from common.errors import (
     BusError,
     BusUnavailableError,
@@ -82,8 +88,25 @@ class _Address(NamedTuple):
 
     url: str
     name: str
-    credentials: str | None
+    credentials: Path | None
     inbox_prefix: str
+    api: str
+    tls_ca: Path | None
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What the server's certificate is checked with; None if the URL and file ask for none."""
+        if self.tls_ca is None and not self.url.startswith("tls://"):
+            return None
+        return ssl.create_default_context(cafile=self.tls_ca)
+
+    def identity(self) -> dict[str, Any]:
+        """Arguments of nats-py's `connect` that prove who we are, read anew."""
+        if self.credentials is None:
+            return {}
+        own = load_credentials(self.credentials)
+        if own is None:
+            return {"user_credentials": str(self.credentials)}
+        return {"nkeys_seed_str": own.seed}
 
     def shown(self) -> str:
         """The URL without user names and passwords."""
@@ -113,7 +136,10 @@ class _Link:
     def __init__(self, address: _Address) -> None:
         self.lost = asyncio.Event()
         self.client = Client()
-        self.js: JetStreamContext = self.client.jetstream(timeout=CALL_TIMEOUT_S)
+        self.js: JetStreamContext = self.client.jetstream(
+            prefix=address.api, timeout=CALL_TIMEOUT_S
+        )
+        self.api = address.api
         self.queues: set[asyncio.Queue[Msg | None]] = set()  # None tells that the link is lost
         self._address = address
         self._problem: Exception | None = None
@@ -132,7 +158,7 @@ class _Link:
                 await self.client.connect(
                     servers=address.url.split(","),
                     name=address.name,
-                    user_credentials=address.credentials,
+                    tls=address.tls(),
                     inbox_prefix=address.inbox_prefix,
                     error_cb=self._on_error,
                     closed_cb=self._on_closed,
@@ -142,13 +168,18 @@ class _Link:
                     connect_timeout=5,
                     ping_interval=5,
                     max_outstanding_pings=2,
+                    **address.identity(),
                 )
+        except ConfigError:
+            await self.close()
+            raise
         except Exception as error:
             await self.close()
             raise self._refusal(error) from error
         except BaseException:
             await self.close()
             raise
+        _mark_tls(self.client)
         for task in (self.client._flusher_task, self.client._reading_task):  # noqa: SLF001
             if task is not None:
                 task.add_done_callback(_look_at)
@@ -192,6 +223,13 @@ class _Link:
             return BusError(
                 f"NATS at {self._address.shown()} refused {self._address.name!r}: {text}",
                 hint="check the credentials, and that the server knows them",
+            )
+        if isinstance(error, ssl.SSLError) or "certificate" in text.lower():
+            return BusError(
+                f"no trust between {self._address.name!r} and NATS at "
+                f"{self._address.shown()}: {text}",
+                hint="bus.tls_ca must name the certificate of the authority that signed the "
+                "server's, and bus.url a name that stands in it",
             )
         return BusUnavailableError(
             f"no connection to NATS at {self._address.shown()}: {text}",
@@ -242,7 +280,9 @@ class NatsBus:
         check_limits(limits)
         wanted = _stream_config(stream, subjects, limits)
         try:
-            await self._call(f"$JS.API.STREAM.CREATE.{stream}", lambda js: js.add_stream(wanted))
+            await self._call(
+                f"{self._address.api}.STREAM.CREATE.{stream}", lambda js: js.add_stream(wanted)
+            )
         except _RefusedError as error:
             if error.err_code != _STREAM_EXISTS:
                 raise
@@ -301,7 +341,7 @@ class NatsBus:
         """
         check_subject(subject)
         direct = self._direct_reads
-        asked = f"$JS.API.{'DIRECT' if direct else 'STREAM.MSG'}.GET.{stream}"
+        asked = f"{self._address.api}.{'DIRECT' if direct else 'STREAM.MSG'}.GET.{stream}"
         if direct:
             asked = f"{asked}.{subject}"
         try:
@@ -335,7 +375,7 @@ class NatsBus:
         end = min(below_seq, last.seq) if last is not None else 0
         if end > 1:
             await self._call(
-                f"$JS.API.STREAM.PURGE.{stream}",
+                f"{self._address.api}.STREAM.PURGE.{stream}",
                 lambda js: js.purge_stream(stream, seq=end, subject=subject),
             )
 
@@ -440,14 +480,20 @@ class NatsBus:
             self._linked.set()
 
     async def _dial(self) -> _Link:
-        pause = _Pause()
+        pause, refusals = _Pause(), 0
         while True:
             await pause.wait()
             link = _Link(self._address)
             try:
                 await link.open(_DIAL_TIMEOUT_S)
-            except BusError as error:
-                self._outage = error
+            except (BusError, ConfigError) as error:
+                refusals = 0 if error.retry else refusals + 1
+                if refusals != 1:  # While it reloads, a server refuses whom it knows.
+                    self._outage = (
+                        error
+                        if isinstance(error, BusError)
+                        else BusError(error.message, hint=error.hint)
+                    )
                 continue
             self._outage = BusUnavailableError(f"the connection to {self._address.shown()} is lost")
             return link
@@ -494,7 +540,8 @@ class NatsBus:
         )
 
     async def _stream_info(self, stream: str) -> api.StreamInfo:
-        return await self._call(f"$JS.API.STREAM.INFO.{stream}", lambda js: js.stream_info(stream))
+        asked = f"{self._address.api}.STREAM.INFO.{stream}"
+        return await self._call(asked, lambda js: js.stream_info(stream))
 
     async def _check_end(self, stream: str, position: int) -> None:
         """Refuse to wait beyond the end: a server would skip all messages up to the position."""
@@ -519,15 +566,16 @@ class NatsBus:
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=position,
             ack_policy=api.AckPolicy.NONE,
-            filter_subjects=subjects,
+            filter_subject=subjects[0] if len(subjects) == 1 else None,
+            filter_subjects=subjects if len(subjects) > 1 else None,
             inactive_threshold=_CONSUMER_IDLE_S,
             mem_storage=True,
             num_replicas=1,
         )
-        await self._call(
-            f"$JS.API.CONSUMER.CREATE.{stream}.{consumer}",
-            lambda js: js.add_consumer(stream, config),
-        )
+        asked = f"{self._address.api}.CONSUMER.CREATE.{stream}.{consumer}"
+        if len(subjects) == 1:
+            asked = f"{asked}.{subjects[0]}"
+        await self._call(asked, lambda js: js.add_consumer(stream, config))
         cursor = _Cursor(link, stream, consumer, position)
         await cursor.open()
         return cursor
@@ -538,6 +586,7 @@ async def connect(
     *,
     name: str,
     credentials: str | None = None,
+    tls_ca: str | None = None,
     connect_timeout_s: float = 10.0,
     inbox_prefix: str | None = None,
     direct_reads: bool = False,
@@ -547,18 +596,30 @@ async def connect(
     Args:
         url: one server or several, joined by ','; user and password may stand in it.
         name: who this is, in the server's monitoring and in consumers' names.
-        credentials: path of a `.creds` file, read at every connection.
+        credentials: path of a file of `diloco auth`, or of a `.creds` file of NATS's own tools;
+            read at every connection.
+        tls_ca: path of the certificates that the server's must be signed by; the system's if None.
+            Without it, `tls://` asks for TLS, and `nats://` leaves that to the server.
         connect_timeout_s: seconds until the first connection must stand.
-        inbox_prefix: first tokens of the subjects that answers come to; `_INBOX` if None.
+        inbox_prefix: first tokens of the subjects that answers come to; if None, as the credentials
+            say, or `_INBOX`.
         direct_reads: let any replica answer `last`, for credentials without the right to
-            `$JS.API.STREAM.MSG.GET`.
+            `$JS.API.STREAM.MSG.GET`; those of a learner imply it.
 
     Raises:
         BusUnavailableError: no server answered in time.
         BusError: the server refused the credentials.
         ConfigError: the URL or the credentials cannot be used.
     """
-    address = _Address(url, name, credentials, inbox_prefix or "_INBOX")
+    own = _own(credentials)
+    address = _Address(
+        url,
+        name,
+        None if credentials is None else Path(credentials),
+        inbox_prefix or (own.inbox_prefix if own else "_INBOX"),
+        own.api_prefix if own else OWN_API,
+        None if tls_ca is None else Path(tls_ca),
+    )
     _check_address(address)
     loop, pause = asyncio.get_running_loop(), _Pause()
     deadline = loop.time() + connect_timeout_s
@@ -571,7 +632,9 @@ async def connect(
                 raise
             await pause.wait(deadline - loop.time())
             continue
-        return NatsBus(address, link, direct_reads=direct_reads)
+        return NatsBus(
+            address, link, direct_reads=direct_reads or (own is not None and own.direct_reads)
+        )
 
 
 class _Cursor:
@@ -618,7 +681,9 @@ class _Cursor:
                     if self._inbox_sub is not None:
                         await self._inbox_sub.unsubscribe()
                     # Without asking for an answer: the server drops it when idle in any case.
-                    await self._link.client.publish(f"$JS.API.CONSUMER.DELETE.{self._path}")
+                    await self._link.client.publish(
+                        f"{self._link.api}.CONSUMER.DELETE.{self._path}"
+                    )
 
     async def _pull(self) -> None:
         request = {
@@ -627,7 +692,7 @@ class _Cursor:
             "expires": int(_PULL_EXPIRES_S * 1e9),
             "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
         }
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._path}"
+        subject = f"{self._link.api}.CONSUMER.MSG.NEXT.{self._path}"
         self._pulled_at = asyncio.get_running_loop().time()
         with _vendor_errors(subject):
             await self._link.client.publish(subject, json.dumps(request).encode(), self._inbox)
@@ -650,7 +715,7 @@ class _Cursor:
             async with asyncio.timeout(_SILENCE_S):
                 raw = await self._queue.get()
         except TimeoutError:
-            subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._path}"
+            subject = f"{self._link.api}.CONSUMER.MSG.NEXT.{self._path}"
             denial = self._link.denial(subject, self._pulled_at)
             raise denial or BusUnavailableError(f"consumer {self._path} is silent") from None
         if raw is None:
@@ -722,6 +787,14 @@ def _look_at(task: "asyncio.Task[None]") -> None:
         task.exception()
 
 
+def _mark_tls(client: Client) -> None:
+    """Tell asyncio that the stream has become TLS: nats-py does not, and asyncio would warn."""
+    transport: Any = client._transport  # noqa: SLF001
+    writer = transport._io_writer  # noqa: SLF001
+    if writer.get_extra_info("sslcontext") is not None:
+        writer.transport.get_protocol()._over_ssl = True  # noqa: SLF001
+
+
 @contextlib.contextmanager
 def _vendor_errors(subject: str) -> Iterator[None]:
     try:
@@ -758,15 +831,18 @@ def _check_address(address: _Address) -> None:
         parsed = urllib.parse.urlsplit(part)
         if parsed.scheme not in {"nats", "tls"} or not parsed.hostname:
             raise ConfigError(f"{address.shown()!r} is no NATS URL", hint="write nats://host:4222")
-    if address.credentials is not None:
-        if not Path(address.credentials).is_file():
-            raise ConfigError(
-                f"no credentials file {address.credentials!r}", hint="name a readable .creds file"
-            )
-        if importlib.util.find_spec("nkeys") is None:
-            raise ConfigError(
-                "credentials files need the package nkeys", hint="pip install 'nats-py[nkeys]'"
-            )
+    try:
+        address.tls()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the certificates in {str(address.tls_ca)!r}: {error}",
+            hint="bus.tls_ca is a PEM file with the certificate of the server's authority",
+        ) from error
+
+
+def _own(path: str | None) -> Credentials | None:
+    """The credentials in a file of ours, if that is what it is."""
+    return None if path is None else load_credentials(Path(path))
 
 
 def _stream_config(stream: str, subjects: list[str], limits: StreamLimits) -> api.StreamConfig:

@@ -171,10 +171,18 @@ class BoundsSection(Section):
 
 
 class BusSection(Section):
-    """Where NATS is, and how the run's streams are made."""
+    """Where NATS is, who we are there, and how the run's streams are made.
+
+    Attributes:
+        credentials: file made by `diloco auth`, or a `.creds` file; None for a server that asks
+            for none.
+        tls_ca: PEM file with the authority of the server's certificate; None: those the system
+            trusts.
+    """
 
     url: str = "nats://127.0.0.1:4222"
     credentials: str | None = None
+    tls_ca: str | None = None
     replicas: Annotated[int, Field(ge=1, le=5)] = 1
     duplicate_window_s: Annotated[float, Field(gt=0)] = 120.0
     ops_max_age_s: Annotated[float, Field(gt=0)] = 86400.0

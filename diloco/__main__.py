@@ -16,6 +16,7 @@ from rich.console import Console
 from common import log
 from common.config import Config, load_config, make_config
 from common.errors import DilocoError
+from diloco.auth_command import auth_app
 
 app = typer.Typer(
     name="diloco",
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 run_app = typer.Typer(help="Create and change runs.", no_args_is_help=True)
 app.add_typer(run_app, name="run")
+app.add_typer(auth_app, name="auth")
 
 ConfigOption = Annotated[
     Path,

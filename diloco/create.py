@@ -45,7 +45,10 @@ def create(config: Config, source: Path | None) -> Layout:
 
 async def _create(config: Config, layout: Layout, params: Params) -> None:
     bus = await bus_nats.connect(
-        config.bus.url, name=f"create-{config.run.name}", credentials=config.bus.credentials
+        config.bus.url,
+        name=f"create-{config.run.name}",
+        credentials=config.bus.credentials,
+        tls_ca=config.bus.tls_ca,
     )
     try:
         store = open_store(config.store.url, emulator=config.store.emulator)

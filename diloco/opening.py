@@ -126,7 +126,11 @@ async def _connect(
     stack: AsyncExitStack, config: Config, url: str, name: str, within_s: float
 ) -> tuple[Bus, wire.Specification]:
     bus = await bus_nats.connect(
-        url, name=name, credentials=config.bus.credentials, connect_timeout_s=within_s
+        url,
+        name=name,
+        credentials=config.bus.credentials,
+        tls_ca=config.bus.tls_ca,
+        connect_timeout_s=within_s,
     )
     try:
         specification = await load_specification(bus, config.run.name)

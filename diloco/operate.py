@@ -184,7 +184,9 @@ async def resume(target: str, name: str | None) -> Resumed:
     layout = parse_layout(store.get(names.layout_object(run, layout_digest)), layout_digest)
     settings = parse_settings(file.specification.settings)
     check_same_run(config.settings(), settings, layout_digest, layout_digest)
-    bus = await bus_nats.connect(config.bus.url, name="resume", credentials=config.bus.credentials)
+    bus = await bus_nats.connect(
+        config.bus.url, name="resume", credentials=config.bus.credentials, tls_ca=config.bus.tls_ca
+    )
     try:
         await make_streams(bus, run, config.bus)
         context = Context(

@@ -6,7 +6,7 @@ or whose view is not the one that a record builds on, loads the newest view inst
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,28 +79,38 @@ class Adopter:
         workers = [
             asyncio.ensure_future(self._follow_fragment(fragment)) for fragment in self._newest
         ]
-        reader = asyncio.ensure_future(self._read(start))
-        rounds = asyncio.ensure_future(self._listen())
+        run = context.run
+        words = [names.settings(run), names.stop(run), names.end(run)]
+        readers = [
+            asyncio.ensure_future(self._read_records(start)),
+            *(asyncio.ensure_future(self._read_word(word, start)) for word in words),
+            asyncio.ensure_future(self._listen()),
+        ]
         try:
-            await asyncio.gather(reader, rounds, *workers)
+            await asyncio.gather(*readers, *workers)
         finally:
-            await cancel(reader, rounds, *workers)
+            await cancel(*readers, *workers)
             context.logger.debug("stopped_following")
 
-    async def _read(self, start: int) -> None:
-        run = self._context.run
-        words = [names.settings(run), names.stop(run), names.end(run)]
-        # They may lie before the newest records, so they are asked for apart.
-        for subject in words:
-            if (last := await self._last(subject)) is not None:
-                self._pass_on(last)
-        subjects = [names.record(run, "*"), *words]
-        async for message in self._context.bus.read(self._context.tape, subjects, start):
-            if message.subject in words:
-                self._pass_on(message)
-            else:
-                fragment = int(message.subject.rsplit(".", 1)[1])
-                self._queues[fragment].put_nowait(message)
+    async def _read_records(self, start: int) -> None:
+        async for message in self._messages(names.record(self._context.run, "*"), start):
+            fragment = int(message.subject.rsplit(".", 1)[1])
+            self._queues[fragment].put_nowait(message)
+
+    async def _read_word(self, subject: str, start: int) -> None:
+        """Hand over the messages of one subject that is about the whole run.
+
+        The last one may lie before the newest records, so it is asked for apart.
+        """
+        if (last := await self._last(subject)) is not None:
+            self._pass_on(last)
+        async for message in self._messages(subject, start):
+            self._pass_on(message)
+
+    def _messages(self, subject: str, start: int) -> AsyncIterator[Message]:
+        # One subject to a reader: so the server can fence what a learner reads. Their order among
+        # each other does not matter here.
+        return self._context.bus.read(self._context.tape, [subject], start)
 
     def _pass_on(self, message: Message) -> None:
         """Hand over a message that is about the whole run."""

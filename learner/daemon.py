@@ -59,6 +59,7 @@ def _serve(
             config.bus.url,
             name=learner,
             credentials=config.bus.credentials,
+            tls_ca=config.bus.tls_ca,
             connect_timeout_s=CONNECT_S,
         ),
         loop,

@@ -293,7 +293,14 @@ class World:
         """Run `work` with a connection of its own."""
 
         async def connected() -> T:
-            bus = await bus_nats.connect(self.url, name="test", connect_timeout_s=30)
+            config = self.config.bus
+            bus = await bus_nats.connect(
+                config.url,
+                name="test",
+                credentials=config.credentials,
+                tls_ca=config.tls_ca,
+                connect_timeout_s=30,
+            )
             try:
                 return await asyncio.wait_for(work(bus), 60.0)
             finally:

@@ -29,7 +29,7 @@ authorization { users: [
   {user: operator, password: op}
   {user: learner, password: le, permissions: {
     publish: ["s.learner.>", "$JS.API.STREAM.INFO.s", "$JS.API.DIRECT.GET.s.>",
-              "$JS.API.CONSUMER.CREATE.s.*", "$JS.API.CONSUMER.MSG.NEXT.s.*",
+              "$JS.API.CONSUMER.CREATE.s.>", "$JS.API.CONSUMER.MSG.NEXT.s.*",
               "$JS.API.CONSUMER.DELETE.s.*"]
     subscribe: ["_INBOX_learner.>"] }}
   {user: mute, password: mu, permissions: {publish: [">"], subscribe: ["nothing"]}}

@@ -1,0 +1,97 @@
+"""Who a client of NATS is: a file with the seed of its key, written by `diloco auth`.
+
+    run = "demo"
+    identity = "berlin"
+    role = "learner"
+    seed = "SU..."
+
+What else a client must do follows from the role. A learner and an aggregator each live in an
+account of their own, where the JetStream API has another prefix; and each identity has its own
+inbox, so that nobody can listen to another's answers.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Literal, get_args
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from common.errors import ConfigError
+
+Role = Literal["learner", "aggregator", "operator"]
+ROLES: tuple[Role, ...] = get_args(Role)
+OWN_API = "$JS.API"
+# The server takes `$JS.API` in every account for that account's own streams.
+SHARED_API = "JS.diloco"
+
+
+class Credentials(BaseModel):
+    """One identity in one run; `seed` is secret."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    run: str
+    identity: str
+    role: Role
+    seed: str
+
+    @property
+    def inbox_prefix(self) -> str:
+        """First token of the subjects that answers come to."""
+        return inbox_prefix(self.role, self.identity)
+
+    @property
+    def api_prefix(self) -> str:
+        """Under which this identity finds the JetStream API."""
+        return OWN_API if self.role == "operator" else SHARED_API
+
+    @property
+    def direct_reads(self) -> bool:
+        """Whether the last message of a subject is asked for with the subject in the request.
+
+        Only so can the server fence what a learner reads.
+        """
+        return self.role == "learner"
+
+
+def inbox_prefix(role: Role, identity: str) -> str:
+    """First token of the subjects that answers to an identity come to."""
+    return f"_INBOX_{role}_{identity}"
+
+
+def render_credentials(credentials: Credentials) -> str:
+    """The file that `load_credentials` reads."""
+    head = "# Whoever can read this file can act as this identity. diloco auth revoke ends that.\n"
+    return head + tomli_w.dumps(credentials.model_dump())
+
+
+def load_credentials(path: Path) -> Credentials | None:
+    """What the file holds; None for a `.creds` file of NATS's own tools.
+
+    Raises:
+        ConfigError: no such file, others can read it, or it is no credentials file.
+    """
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"no credentials file {str(path)!r}: {error}",
+            hint="name a readable one, made by: diloco auth add-learner (or add-aggregator)",
+        ) from error
+    if mode & 0o077:
+        raise ConfigError(
+            f"the credentials file {str(path)!r} has mode {mode & 0o777:04o}: others can read it",
+            hint=f"chmod 600 {path}; if it has been so for long, revoke it and make another",
+        )
+    if "-----BEGIN NATS USER JWT-----" in text:
+        return None
+    try:
+        return Credentials.model_validate(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        # Without the error's own words, which may show the seed.
+        raise ConfigError(
+            f"{str(path)!r} is no credentials file",
+            hint="make one with: diloco auth add-learner (or add-aggregator)",
+        ) from error

@@ -1,0 +1,400 @@
+"""Credentials and permissions on a real nats-server, with the configuration of `diloco auth`."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import ssl
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from harness import ENDLESS, World, open_world
+
+from common import names, wire
+from common.bus import StreamLimits
+from common.bus_nats import NatsBus, connect
+from common.config import BusSection
+from common.credentials import SHARED_API, load_credentials
+from common.errors import BusError, BusUnavailableError, ConfigError
+from common.nats_server import NatsServer
+from diloco import auth
+from diloco.create import make_streams
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+RUN = "fenced"
+TAPE, OPS, LEASES = names.tape_stream(RUN), names.ops_stream(RUN), names.leases_stream(RUN)
+
+
+@dataclass
+class Guarded:
+    """A server that knows the operator, learners a and b, and an aggregator, of run 'fenced'."""
+
+    folder: Path
+    server: NatsServer
+
+    @property
+    def url(self) -> str:
+        return f"tls://127.0.0.1:{self.server.port}"
+
+    @property
+    def tls_ca(self) -> str:
+        return str(self.folder / "tls" / "ca.pem")
+
+    def credentials(self, name: str) -> str:
+        return str(self.folder / "credentials" / f"{name}.toml")
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Keys of `bus` for one party."""
+        return {"url": self.url, "credentials": self.credentials(name), "tls_ca": self.tls_ca}
+
+    def reload(self) -> None:
+        assert self.server.pid is not None
+        os.kill(self.server.pid, signal.SIGHUP)
+
+    @contextlib.asynccontextmanager
+    async def enter(self, name: str) -> AsyncIterator[NatsBus]:
+        bus = await connect(
+            self.url, name=name, credentials=self.credentials(name), tls_ca=self.tls_ca
+        )
+        try:
+            yield bus
+        finally:
+            await bus.close()
+
+    async def raw(self, name: str) -> nats.NATS:
+        """A client that asks for what it likes."""
+        own = load_credentials(Path(self.credentials(name)))
+        assert own is not None
+
+        async def ignore(_error: Exception) -> None:
+            """Denials are looked for in what the streams hold."""
+
+        return await nats.connect(
+            self.url,
+            nkeys_seed_str=own.seed,
+            inbox_prefix=own.inbox_prefix,
+            tls=ssl.create_default_context(cafile=self.tls_ca),
+            error_cb=ignore,
+        )
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    folder = tmp_path / "auth"
+    auth.init(folder, RUN, ["127.0.0.1"])
+    for learner in ("a", "b"):
+        auth.add(folder, learner, "learner")
+    auth.add(folder, "agg", "aggregator")
+    config = f"""
+        tls {{ cert_file: "{folder}/tls/nats-1.pem", key_file: "{folder}/tls/nats-1.key" }}
+        accounts {{ include "../accounts.conf" }}
+    """
+    with NatsServer(folder / "server", extra_config=config) as server:
+        yield Guarded(folder, server)
+
+
+@pytest.fixture
+def world(guarded: Guarded, tmp_path: Path) -> Iterator[World]:
+    bus = guarded.section("operator")
+    with open_world(RUN, tmp_path / "run", guarded.url, run=ENDLESS, bus=bus) as made:
+        yield made
+
+
+def test_a_run_with_credentials_over_tls_loses_a_revoked_learner_and_nothing_else(
+    world: World, guarded: Guarded
+) -> None:
+    files = {
+        name: str(world.variant(name, {"bus": guarded.section(name)})) for name in ("agg", "a", "b")
+    }
+    aggregator = world.start("agg", "aggregator", "--config", files["agg"])
+    kept = world.start("a", "learner", "--config", files["a"], "--learner", "a")
+    gone = world.start("b", "learner", "--config", files["b"], "--learner", "b")
+
+    def contributed(learner: str) -> bool:
+        async def of_learner(bus: NatsBus) -> bool:
+            last = await bus.last(TAPE, names.record(RUN, 0))
+            assert last is not None
+            record = wire.decode(wire.Record, last.payload)
+            return any(mark.learner == learner and mark.seq > 0 for mark in record.policy.marks)
+
+        return world.ask(of_learner)
+
+    for learner in ("a", "b"):
+        world.until(lambda learner=learner: contributed(learner), f"an update of {learner}")
+    auth.revoke(guarded.folder, "b")
+    guarded.reload()
+    assert gone.wait() != 0
+    assert "refused 'b'" in gone.log() or "no credentials file" in gone.log()
+    world.processes.remove(gone)
+    steps = world.steps("a")
+    world.until(lambda: world.steps("a") > steps + 20, "training goes on")
+    world.stop()
+    assert kept.wait() == 0
+    assert aggregator.wait() == 0
+    for process in (kept, aggregator):
+        process.check_clean_log()
+        assert not process.events("bus_lost")
+        assert "not permitted" not in process.log()
+    assert world.ask(lambda bus: bus.last(TAPE, names.end(RUN))) is not None
+
+
+async def make_run(guarded: Guarded) -> None:
+    """The streams of a run, with something on each subject that a learner has no business with."""
+    async with guarded.enter("operator") as bus:
+        await make_streams(bus, RUN, BusSection())
+        for subject in (names.spec(RUN), names.record(RUN, 0), names.update(RUN, "b", 0)):
+            await bus.publish(subject, b"real")
+
+
+async def first(messages: AsyncIterator[Any]) -> object:
+    async for message in messages:
+        return message
+    return None
+
+
+async def published(bus: NatsBus, subject: str) -> None:
+    """Publish, whenever the server is ready for it."""
+    for _ in range(100):
+        with contextlib.suppress(BusUnavailableError):
+            await bus.publish(subject, b"hello")
+            return
+        await asyncio.sleep(0.2)
+    raise AssertionError(f"nobody takes {subject}")
+
+
+FORBIDDEN: list[tuple[str, Callable[[NatsBus], Awaitable[object]], str]] = [
+    *(
+        (what, lambda bus, subject=subject: bus.publish(subject, b"forged"), subject)
+        for what, subject in (
+            ("update of another", names.update(RUN, "b", 0)),
+            ("join as another", names.join(RUN, "b")),
+            ("leave as another", names.leave(RUN, "b")),
+            ("heartbeat of another", names.heartbeat(RUN, "b")),
+            ("a version", names.record(RUN, 0)),
+            ("settings", names.settings(RUN)),
+            ("checkpoint", names.checkpoint(RUN)),
+            ("stop", names.stop(RUN)),
+            ("end", names.end(RUN)),
+            ("specification", names.spec(RUN)),
+            ("a rejection", names.rejected(RUN, "a")),
+            ("a lease", names.fragment_lease(RUN, 0)),
+            ("another run", names.update("other", "a", 0)),
+        )
+    ),
+    (
+        "delete the stream",
+        lambda bus: bus._call(
+            f"{SHARED_API}.STREAM.DELETE.{TAPE}", lambda js: js.delete_stream(TAPE)
+        ),
+        f"{SHARED_API}.STREAM.DELETE.{TAPE}",
+    ),
+    (
+        "purge the stream",
+        lambda bus: bus._call(
+            f"{SHARED_API}.STREAM.PURGE.{TAPE}", lambda js: js.purge_stream(TAPE)
+        ),
+        f"{SHARED_API}.STREAM.PURGE.{TAPE}",
+    ),
+    (
+        "create a stream",
+        lambda bus: bus.create_stream("mine", ["mine.>"], StreamLimits()),
+        f"{SHARED_API}.STREAM.CREATE.mine",
+    ),
+    (
+        "read another's updates",
+        lambda bus: first(bus.read(TAPE, [names.update(RUN, "b", "*")], 1)),
+        names.update(RUN, "b", "*"),
+    ),
+    (
+        "read several subjects in one order",
+        lambda bus: first(bus.read(TAPE, [names.record(RUN, "*"), names.stop(RUN)], 1)),
+        f"{SHARED_API}.CONSUMER.CREATE.{TAPE}",
+    ),
+    (
+        "read the whole tape",
+        lambda bus: first(bus.read(TAPE, [f"diloco.{RUN}.>"], 1)),
+        f"diloco.{RUN}.>",
+    ),
+    (
+        "read the leases",
+        lambda bus: first(bus.read(LEASES, names.leases_subjects(RUN), 1)),
+        LEASES,
+    ),
+    (
+        "the last update of another",
+        lambda bus: bus.last(TAPE, names.update(RUN, "b", 0)),
+        names.update(RUN, "b", 0),
+    ),
+]
+
+
+def test_a_learner_may_do_nothing_else_and_is_told_what_and_who(
+    guarded: Guarded, run_async: Run
+) -> None:
+    async def scenario() -> None:
+        await make_run(guarded)
+        async with guarded.enter("a") as bus, guarded.enter("operator") as operator:
+            before = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]
+            found = await asyncio.gather(
+                *(act(bus) for _, act, _ in FORBIDDEN), return_exceptions=True
+            )
+            for (what, _, subject), error in zip(FORBIDDEN, found, strict=True):
+                assert isinstance(error, BusError), (what, error)
+                assert not error.retry, (what, error)
+                assert "not permitted" in error.message, (what, error)
+                assert subject in error.message, (what, error)
+                assert "'a'" in error.message, (what, error)
+            after = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]
+            assert after == before
+            # What it may do goes on, on the same connection.
+            assert await bus.publish(names.update(RUN, "a", 0), b"mine") == before[0] + 1
+            assert await bus.publish(names.heartbeat(RUN, "a"), b"mine") == before[1] + 1
+            record = await bus.last(TAPE, names.record(RUN, 0))
+            assert record is not None
+            assert record.payload == b"real"
+            read = await first(bus.read(TAPE, [names.record(RUN, "*")], 1))
+            assert read.payload == b"real"  # type: ignore[attr-defined]
+
+    run_async(scenario())
+
+
+def test_an_aggregator_may_not_speak_for_learners_or_the_operator(
+    guarded: Guarded, run_async: Run
+) -> None:
+    forbidden = [
+        names.update(RUN, "a", 0),
+        names.join(RUN, "a"),
+        names.heartbeat(RUN, "a"),
+        names.settings(RUN),
+        names.spec(RUN),
+        names.record("other", 0),
+    ]
+
+    async def scenario() -> None:
+        await make_run(guarded)
+        async with guarded.enter("agg") as bus:
+            acts = [bus.publish(subject, b"forged") for subject in forbidden]
+            deleted = f"{SHARED_API}.STREAM.DELETE.{TAPE}"
+            acts.append(bus._call(deleted, lambda js: js.delete_stream(TAPE)))
+            found = await asyncio.gather(*acts, return_exceptions=True)
+            for subject, error in zip([*forbidden, deleted], found, strict=True):
+                assert isinstance(error, BusError), subject
+                assert f"not permitted on '{subject}' as 'agg'" in error.message
+
+    run_async(scenario())
+
+
+def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_async: Run) -> None:
+    """The server would send acknowledgements and what it reads to any subject a request names."""
+    own = names.update(RUN, "a", 0)
+    wanted = [
+        names.record(RUN, 0),
+        names.end(RUN),
+        names.update(RUN, "b", 0),
+        names.heartbeat(RUN, "b"),
+        names.fragment_lease(RUN, 0),
+        f"$JS.API.STREAM.PURGE.{TAPE}",
+    ]
+    api = f"{SHARED_API}.CONSUMER"
+
+    async def make_consumer(client: nats.NATS, name: str, deliver: str | None) -> None:
+        config = {"name": name, "filter_subject": own, "ack_policy": "none"}
+        if deliver is not None:
+            config["deliver_subject"] = deliver
+        request = {"stream_name": TAPE, "config": config}
+        subject = f"{api}.CREATE.{TAPE}.{name}.{own}"
+        await client.request(subject, json.dumps(request).encode(), timeout=5)
+
+    async def scenario() -> None:
+        await make_run(guarded)
+        client = await guarded.raw("a")
+        async with guarded.enter("operator") as operator:
+            before = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]
+            await make_consumer(client, "pull", None)
+            for index, subject in enumerate(wanted):
+                await client.publish(own, b'{"keep": 0}', reply=subject)
+                await client.publish(f"{SHARED_API}.DIRECT.GET.{TAPE}.{own}", b"", reply=subject)
+                await client.publish(f"{api}.MSG.NEXT.{TAPE}.pull", b'{"batch":1}', reply=subject)
+                await make_consumer(client, f"push-{index}", subject)
+            await client.flush()
+            await asyncio.sleep(1.0)
+            after = [await operator.last_sequence(stream) for stream in (TAPE, OPS, LEASES)]
+            assert after == [before[0] + len(wanted), *before[1:]]
+            for subject in wanted[:3]:
+                last = await operator.last(TAPE, subject)
+                assert last is None or last.payload == b"real"
+        await client.close()
+
+    run_async(scenario())
+
+
+def test_revoking_cuts_off_one_identity_and_no_other_connection(
+    guarded: Guarded, run_async: Run
+) -> None:
+    async def scenario() -> None:
+        await make_run(guarded)
+        async with (
+            guarded.enter("a") as kept,
+            guarded.enter("agg") as aggregator,
+            guarded.enter("b") as gone,
+        ):
+            links = [kept._link, aggregator._link]
+            reading = asyncio.ensure_future(first(gone.read(TAPE, [names.stop(RUN)], 1)))
+            await gone.publish(names.update(RUN, "b", 0), b"welcome")
+            auth.revoke(guarded.folder, "b")
+            guarded.reload()
+            with pytest.raises(BusError, match=r"refused 'b'|no credentials file") as caught:
+                await asyncio.wait_for(reading, 30)
+            assert not caught.value.retry
+            with pytest.raises(BusError):
+                await gone.publish(names.update(RUN, "b", 0), b"unwelcome")
+            await kept.publish(names.update(RUN, "a", 0), b"mine")
+            await aggregator.publish(names.record(RUN, 0), b"next")
+            assert [kept._link, aggregator._link] == links
+            # Somebody new needs no restart either, but a second reload: see docs/operations.md.
+            auth.add(guarded.folder, "c", "learner")
+            guarded.reload()
+            await asyncio.sleep(1.0)
+            guarded.reload()
+            await asyncio.sleep(1.0)
+            async with guarded.enter("c") as late:
+                await published(late, names.join(RUN, "c"))
+            assert [kept._link, aggregator._link] == links
+
+    run_async(scenario())
+
+
+def test_credentials_of_others_are_of_no_use(guarded: Guarded, run_async: Run) -> None:
+    for name in ("a", "b", "agg", "operator"):
+        assert stat.S_IMODE(Path(guarded.credentials(name)).stat().st_mode) == 0o600
+
+    async def scenario() -> None:
+        with pytest.raises(BusError, match="refused 'nobody'"):
+            await connect(guarded.url, name="nobody", tls_ca=guarded.tls_ca)
+        stranger = guarded.folder.parent / "other"
+        auth.init(stranger, RUN, ["127.0.0.1"])
+        with pytest.raises(BusError, match="refused 'mallory'"):
+            await connect(
+                guarded.url,
+                name="mallory",
+                credentials=str(stranger / "credentials" / "operator.toml"),
+                tls_ca=guarded.tls_ca,
+            )
+        with pytest.raises(BusError, match="certificate"):
+            await connect(
+                guarded.url,
+                name="a",
+                credentials=guarded.credentials("a"),
+                tls_ca=str(stranger / "tls" / "ca.pem"),
+            )
+        Path(guarded.credentials("a")).chmod(0o644)
+        with pytest.raises(ConfigError, match="others can read it"):
+            await connect(guarded.url, name="a", credentials=guarded.credentials("a"))
+
+    run_async(scenario())
