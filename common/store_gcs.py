@@ -15,11 +15,14 @@ The only file that imports google.cloud, and requests under it.
 import base64
 import contextlib
 import io
+import json
+import secrets
 import threading
 import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from http import HTTPStatus
+from typing import Any
 
 import google.auth
 import google_crc32c
@@ -30,7 +33,6 @@ from google.auth import exceptions as auth
 from google.auth.credentials import AnonymousCredentials, Credentials
 from google.auth.transport.requests import AuthorizedSession
 from google.cloud import storage
-from google.cloud.storage.exceptions import InvalidResponse
 from requests.adapters import HTTPAdapter
 
 from common.errors import (
@@ -43,8 +45,8 @@ from common.store import ObjectInfo, check_object_name, object_exists, object_mi
 
 ENDPOINT = "https://storage.googleapis.com"
 RETRY_S = 10.0
-TIMEOUT_S = (5.0, 30.0)  # to connect; between two bytes
-PART_BYTES = 8 << 20  # what is larger goes in parts
+TIMEOUT_S = (10.0, 30.0)  # to connect, or to send a piece; between two bytes of an answer
+PART_BYTES = 8 << 20  # of a download; what is larger goes up in a session
 RANGE_THREADS = 8
 # Callers run on many threads of their own; each needs a connection beside those of the ranges.
 CONNECTIONS = 64
@@ -123,6 +125,7 @@ class GcsStore:
         )
         self._bucket = client.bucket(bucket)
         self._media_url = f"{endpoint}/download/storage/v1/b/{bucket}/o/"
+        self._upload_url = f"{endpoint}/upload/storage/v1/b/{bucket}/o"
         self._timeout_s = timeout_s
         self._retry = Retry(
             predicate=_is_passing, initial=0.1, maximum=2.0, multiplier=2.0, timeout=retry_s
@@ -139,8 +142,8 @@ class GcsStore:
         """
         check_object_name(name)
         view = memoryview(data).cast("B")
-        checksum = _encode(_crc32c(view))
-        upload = self._upload_at_once if view.nbytes <= PART_BYTES else self._upload_in_parts
+        checksum = _encode(_crc32c(data, view))
+        upload = self._upload_at_once if view.nbytes <= PART_BYTES else self._upload_in_session
         with self._errors("store", name, "storage.objects.create"):
             while True:
                 try:
@@ -215,32 +218,31 @@ class GcsStore:
         return None if blob is None else (int(blob.size), str(blob.crc32c))
 
     def _upload_at_once(self, name: str, view: memoryview, checksum: str) -> None:
-        blob = self._blob(name)
-        blob.crc32c = checksum
-        blob.upload_from_file(
-            io.BytesIO(view),
-            size=view.nbytes,
-            content_type=_TYPE,
-            if_generation_match=0,
-            checksum=None,
-            retry=self._retry,
-            timeout=self._timeout_s,
-        )
+        boundary = secrets.token_hex(16)
+        begin, end = f"--{boundary}\r\nContent-Type: ", f"\r\n--{boundary}--"
+        metadata = json.dumps({"name": self._prefix + name, "crc32c": checksum})
+        head = f"{begin}application/json\r\n\r\n{metadata}\r\n{begin}{_TYPE}\r\n\r\n"
+        body = _Body(head.encode(), view, end.encode())
+        self._retry(self._begin)("multipart", body, f"multipart/related; boundary={boundary}")
 
-    def _upload_in_parts(self, name: str, view: memoryview, checksum: str) -> None:
-        blob = self._blob(name)
-        blob.crc32c = checksum
-        url = blob.create_resumable_upload_session(
-            content_type=_TYPE,
-            size=view.nbytes,
-            if_generation_match=0,
-            checksum=None,
-            retry=self._retry,
-            timeout=self._timeout_s,
-        )
-        upload = _Upload(self._session, url, view, self._timeout_s)
+    def _upload_in_session(self, name: str, view: memoryview, checksum: str) -> None:
+        metadata = json.dumps({"name": self._prefix + name, "crc32c": checksum})
+        begun = self._retry(self._begin)("resumable", metadata.encode(), "application/json")
+        upload = _Upload(self._session, begun.headers["Location"], view, self._timeout_s)
         while upload.sent < view.nbytes:
             self._retry(upload.step)()
+
+    def _begin(self, kind: str, body: "_Body | bytes", content_type: str) -> requests.Response:
+        response = self._session.post(
+            self._upload_url,
+            params={"uploadType": kind, "ifGenerationMatch": "0"},
+            data=body,
+            headers={"Content-Type": content_type},
+            timeout=self._timeout_s,
+        )
+        if not response.ok:
+            raise api.from_http_response(response)
+        return response
 
     def _download(self, name: str) -> tuple[bytes, str]:
         """An object's bytes, not yet checked, and the crc32c that the service has of them."""
@@ -352,6 +354,24 @@ class GcsStore:
             raise StoreError(f"cannot {action} {where!r}: {_brief(error)}") from error
 
 
+class _Body:
+    """A request's body of several views, sent without a copy.
+
+    It goes piece by piece, because a time-out counts for each piece and not for the whole.
+    """
+
+    def __init__(self, *views: bytes | memoryview) -> None:
+        self._views = [memoryview(view) for view in views]
+
+    def __len__(self) -> int:
+        return sum(view.nbytes for view in self._views)
+
+    def __iter__(self) -> Iterator[Any]:  # memoryviews, of which the types of requests know nothing
+        for view in self._views:
+            for start in range(0, view.nbytes, _PIECE_BYTES):
+                yield view[start : start + _PIECE_BYTES]
+
+
 class _Upload:
     """One resumable upload.
 
@@ -376,21 +396,19 @@ class _Upload:
         self._unsure = False
 
     def step(self) -> None:
-        """Send the next part; after a failure, ask first how much has arrived."""
-        size = self._view.nbytes
-        before = self.sent
+        """Send what is left; after a failure, only ask how much has arrived."""
+        size, before = self._view.nbytes, self.sent
         if self._unsure:
             self.sent = self._request(f"bytes */{size}", b"")
         self._unsure = True
         if self.sent <= before:
-            part = self._view[self.sent : self.sent + PART_BYTES]
-            span = f"bytes {self.sent}-{self.sent + part.nbytes - 1}/{size}"
-            self.sent = self._request(span, part)
+            span = f"bytes {self.sent}-{size - 1}/{size}"
+            self.sent = self._request(span, _Body(self._view[self.sent :]))
         if self.sent <= before:
             raise api.ServiceUnavailable(f"the upload took no byte beyond {before}")
         self._unsure = False
 
-    def _request(self, span: str, data: bytes | memoryview) -> int:
+    def _request(self, span: str, data: "_Body | bytes") -> int:
         """The bytes that the service has after this request."""
         response = self._session.put(
             self._url,
@@ -405,7 +423,7 @@ class _Upload:
             last = response.headers.get("Range", "").rpartition("-")[2]
             return int(last) + 1 if last else 0
         error = api.from_http_response(response)
-        if response.status_code in {404, 410} or _is_damaged(error.code, response.text):
+        if response.status_code in {404, 410} or _is_damage(error):
             raise StoreUnavailableError(f"an upload must begin again: {_brief(error)}")
         raise error
 
@@ -440,20 +458,16 @@ def _default_credentials() -> Credentials:
 
 def _is_passing(error: BaseException) -> bool:
     """Whether the same request may succeed soon."""
-    if isinstance(error, InvalidResponse):
-        code, text = error.response.status_code, error.response.text
-    elif isinstance(error, api.GoogleAPICallError):
-        code, text = error.code, str(error)
-    elif isinstance(error, auth.GoogleAuthError):
+    if isinstance(error, api.GoogleAPICallError):
+        return error.code in _PASSING_CODES or _is_damage(error)
+    if isinstance(error, auth.GoogleAuthError):
         return isinstance(error, auth.TransportError) or bool(error.retryable)
-    else:
-        return isinstance(error, _BROKEN)
-    return code in _PASSING_CODES or _is_damaged(code, text)
+    return isinstance(error, _BROKEN)
 
 
-def _is_damaged(code: int | None, text: str) -> bool:
+def _is_damage(error: api.GoogleAPICallError) -> bool:
     """Whether an upload was refused because its bytes are not those that were sent."""
-    return code == HTTPStatus.BAD_REQUEST and "CRC32C" in text
+    return error.code == HTTPStatus.BAD_REQUEST and "CRC32C" in str(error)
 
 
 def _away(action: str, where: str, error: BaseException) -> StoreUnavailableError:
@@ -471,8 +485,6 @@ def _no_credentials(message: str) -> StoreError:
 
 
 def _brief(error: BaseException) -> str:
-    if isinstance(error, InvalidResponse):
-        error = api.from_http_response(error.response)
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
@@ -482,8 +494,10 @@ def _stored_checksum(response: requests.Response) -> str:
     return next(value for kind, _, value in hashes if kind == "crc32c")
 
 
-def _crc32c(view: memoryview) -> int:
-    """Of a view, piece by piece: the library takes nothing but `bytes`."""
+def _crc32c(data: bytes | memoryview, view: memoryview) -> int:
+    """Of `data`, whose bytes `view` shows; the library takes nothing but `bytes`."""
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
     value = 0
     for start in range(0, view.nbytes, _PIECE_BYTES):
         value = google_crc32c.extend(value, bytes(view[start : start + _PIECE_BYTES]))
