@@ -8,7 +8,7 @@ MINUTES ?= 2
 LEARNERS ?= 4
 FRAGMENTS ?= 3
 SECONDS ?= 600
-BENCHES ?= merge encode stall wire quality events failover
+BENCHES ?= merge encode stall wire quality events failover store_gcs
 
 BIN := .venv/bin
 STAMP := .venv/installed
