@@ -7,6 +7,7 @@ FIRST ?= 0
 MINUTES ?= 2
 LEARNERS ?= 4
 FRAGMENTS ?= 3
+INTENSITY ?= 1
 SECONDS ?= 600
 BENCHES ?= merge encode stall wire quality events failover store_gcs
 
@@ -48,9 +49,9 @@ demo: install ## train with four learners and an aggregator on this machine
 test: install ## run the tests, without the slow ones
 	@$(RUN) pytest -m "not slow" $(ARGS)
 
-sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=3, FIRST= for another first seed
+sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=3 INTENSITY=1 FIRST=0
 	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \
-		--learners $(LEARNERS) --fragments $(FRAGMENTS) $(ARGS)
+		--learners $(LEARNERS) --fragments $(FRAGMENTS) --intensity $(INTENSITY) $(ARGS)
 
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)

@@ -27,6 +27,7 @@ def main() -> int:
             learners=arguments.learners,
             fragments=arguments.fragments,
             kinds=tuple(arguments.kinds),
+            intensity=arguments.intensity,
         )
         for seed in range(arguments.first, arguments.first + arguments.seeds)
     ]
@@ -49,6 +50,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--fragments", type=int, default=3)
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="of faults")
+    parser.add_argument("--intensity", type=float, default=1.0, help="how often faults are")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     return parser.parse_args()
 

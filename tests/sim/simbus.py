@@ -43,6 +43,15 @@ class Reader:
             self.ready.set_result(None)
 
 
+class Pattern:
+    """A pattern that was read once: who reads it now, and the subjects that it stands for."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.readers: dict[Reader, None] = {}
+        self.subjects: list[str] = []
+
+
 class SimBroker(MemoryBroker):
     """The world's streams.
 
@@ -61,10 +70,11 @@ class SimBroker(MemoryBroker):
         super().__init__(clock)
         self._hear = hear
         self._trimming = trimming
-        self._open: dict[Reader, None] = {}
-        self._routes: dict[str, list[Reader]] = {}
         self._owners: dict[str, str] = {}
-        self._seqs: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        # Of each stream: sequences by subject, patterns, and the patterns of each subject.
+        self._seqs: dict[str, dict[str, list[int]]] = defaultdict(dict)
+        self._patterns: dict[str, dict[str, Pattern]] = defaultdict(dict)
+        self._of_subject: dict[str, dict[str, list[Pattern]]] = defaultdict(dict)
 
     def publish(
         self,
@@ -93,35 +103,33 @@ class SimBroker(MemoryBroker):
 
     def _stored(self, owner: str, seq: int) -> None:
         message = self._streams[owner].log[seq]
-        self._seqs[owner][message.subject].append(seq)
-        for reader in self._route(owner, message.subject):
-            reader.give(message)
+        subject = message.subject
+        if subject not in self._seqs[owner]:
+            self._note_subject(owner, subject)
+        self._seqs[owner][subject].append(seq)
+        for pattern in self._of_subject[owner][subject]:
+            for reader in pattern.readers:
+                reader.give(message)
         self._hear(owner, message)
 
-    def forget(self, msg_id: str) -> None:
-        """Go on as if the duplicate window had passed for this message."""
-        for stream in self._streams.values():
-            stream._ids.pop(msg_id, None)
+    def _note_subject(self, owner: str, subject: str) -> None:
+        matching = [
+            p for p in self._patterns[owner].values() if subject_matches(p.pattern, subject)
+        ]
+        self._seqs[owner][subject] = []
+        self._of_subject[owner][subject] = matching
+        for pattern in matching:
+            pattern.subjects.append(subject)
 
-    def trim(self, stream: str, subject: str, below_seq: int) -> None:
-        """As `Bus.trim`."""
-        self._trimming(stream, subject, below_seq)
-        found, seqs = self.stream(stream), self._seqs[stream][subject]
-        going = bisect.bisect_left(seqs, min(below_seq, found.last_of.get(subject, 0)))
-        for seq in seqs[:going]:
-            found._drop(seq)
-        del seqs[:going]
-
-    def _route(self, owner: str, subject: str) -> list[Reader]:
-        route = self._routes.get(subject)
-        if route is None:
-            route = self._routes[subject] = [
-                reader
-                for reader in self._open
-                if reader.stream == owner
-                and any(subject_matches(pattern, subject) for pattern in reader.subjects)
-            ]
-        return route
+    def _pattern(self, stream: str, text: str) -> Pattern:
+        pattern = self._patterns[stream].get(text)
+        if pattern is None:
+            pattern = self._patterns[stream][text] = Pattern(text)
+            for subject, matching in self._of_subject[stream].items():
+                if subject_matches(text, subject):
+                    matching.append(pattern)
+                    pattern.subjects.append(subject)
+        return pattern
 
     def open_reader(self, stream: str, subjects: list[str], start_seq: int) -> Reader:
         """A reader that has all that is stored from `start_seq` on, and gets what comes."""
@@ -131,44 +139,48 @@ class SimBroker(MemoryBroker):
             raise stream_went_back(stream, start_seq, found.last_seq)
         reader = Reader(stream, subjects)
         stored: list[int] = []
-        for subject, seqs in self._seqs[stream].items():
-            if any(subject_matches(pattern, subject) for pattern in subjects):
+        for text in subjects:
+            pattern = self._pattern(stream, text)
+            pattern.readers[reader] = None
+            for subject in pattern.subjects:
+                seqs = self._seqs[stream][subject]
                 stored.extend(seqs[bisect.bisect_left(seqs, start_seq) :])
-        reader.queue.extend(found.log[seq] for seq in sorted(stored) if seq in found.log)
-        self._open[reader] = None
-        self._change_routes(reader, list.append)
+        stored.sort()
+        reader.queue.extend(found.log[seq] for seq in stored if seq in found.log)
         return reader
-
-    def _change_routes(
-        self, reader: Reader, change: Callable[[list[Reader], Reader], None]
-    ) -> None:
-        """Readers of single subjects come and go often; the others' routes stay as they are."""
-        for pattern in reader.subjects:
-            if "*" in pattern or ">" in pattern:
-                self._routes.clear()
-                return
-        for subject in reader.subjects:
-            if subject in self._routes:
-                change(self._routes[subject], reader)
 
     def close_reader(self, reader: Reader) -> None:
         """Forget a reader."""
-        del self._open[reader]
-        self._change_routes(reader, list.remove)
+        for text in reader.subjects:
+            del self._patterns[reader.stream][text].readers[reader]
+
+    def forget(self, msg_id: str) -> None:
+        """Go on as if the duplicate window had passed for this message."""
+        for stream in self._streams.values():
+            stream._ids.pop(msg_id, None)
+
+    def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """As `Bus.trim`."""
+        self._trimming(stream, subject, below_seq)
+        found, seqs = self.stream(stream), self._seqs[stream].get(subject, [])
+        going = bisect.bisect_left(seqs, min(below_seq, found.last_of.get(subject, 0)))
+        for seq in seqs[:going]:
+            found._drop(seq)
+        del seqs[:going]
 
 
 class ActorBus:
     """One actor's client of the world's broker."""
 
     def __init__(self, actor: "Actor") -> None:
-        self._actor = actor
+        self.actor = actor
 
     @property
     def _broker(self) -> SimBroker:
-        return self._actor.world.broker
+        return self.actor.world.broker
 
     async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
-        self._actor.check()
+        self.actor.check()
         self._broker.create_stream(stream, subjects, limits)
 
     async def publish(
@@ -180,8 +192,8 @@ class ActorBus:
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        await self._actor.delay()
-        actor, faults = self._actor, self._actor.faults
+        await self.actor.delay()
+        actor, faults = self.actor, self.actor.faults
 
         def store() -> int:
             return self._broker.publish(subject, payload, msg_id, expected_last, ttl_s)
@@ -214,12 +226,12 @@ class ActorBus:
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
         await self._ask()
         name = f"{subject} below {below_seq}"
-        self._actor.effect("trim", name, lambda: self._broker.trim(stream, subject, below_seq))
-        if self._actor.hit(self._actor.faults.lost_answer, "lost_answer"):
-            raise BusUnavailableError(f"{self._actor.name}: answer lost")
+        self.actor.effect("trim", name, lambda: self._broker.trim(stream, subject, below_seq))
+        if self.actor.hit(self.actor.faults.lost_answer, "lost_answer"):
+            raise BusUnavailableError(f"{self.actor.name}: answer lost")
 
     async def _ask(self) -> None:
-        actor = self._actor
+        actor = self.actor
         await actor.delay()
         if actor.bus_is_cut() or actor.hit(actor.faults.lost_request, "lost_request"):
             raise BusUnavailableError(f"{actor.name}: request lost")
@@ -227,16 +239,16 @@ class ActorBus:
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        self._actor.check()
+        self.actor.check()
         reader = self._broker.open_reader(stream, subjects, start_seq)
         queue, log = reader.queue, self._broker.stream(stream).log
         # Whoever reads one subject up to a certain message relies on getting each once.
-        again = self._actor.faults.redelivered if len(subjects) > 1 else 0.0
+        again = self.actor.faults.redelivered if len(subjects) > 1 else 0.0
         recent: deque[Message] = deque(maxlen=REDELIVERED)
         try:
             while True:
                 if not queue:
-                    reader.ready = self._actor.world.loop.create_future()
+                    reader.ready = self.actor.world.loop.create_future()
                     await reader.ready
                     reader.ready = None
                 message = queue.popleft()
@@ -246,28 +258,28 @@ class ActorBus:
                 yield message
                 if again:
                     recent.append(message)
-                    if self._actor.hit(again, "redelivered"):
-                        yield self._actor.chance.choice(recent)
+                    if self.actor.hit(again, "redelivered"):
+                        yield self.actor.chance.choice(recent)
         finally:
             self._broker.close_reader(reader)
 
     async def _deliver(self) -> None:
-        actor = self._actor
+        actor = self.actor
         actor.world.delivered += 1
         while actor.bus_is_cut():  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(actor.bus_cut_until_s - actor.world.loop.now_s)
         await actor.delay()
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
-        actor = self._actor
+        actor = self.actor
         actor.check()
         if not actor.bus_is_cut() and not actor.hit(actor.faults.lost_broadcast, "lost_broadcast"):
             self._broker.broadcast(subject, payload)
 
     async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
         async for item in MemoryBus(self._broker).listen(subject):
-            if not self._actor.bus_is_cut():
-                await self._actor.delay()
+            if not self.actor.bus_is_cut():
+                await self.actor.delay()
                 yield item
 
     async def close(self) -> None:

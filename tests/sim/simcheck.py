@@ -76,7 +76,8 @@ class Chain:
     next_start: dict[tuple[str, int], int] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
     arrays: FragmentArrays | None = None
-    versions: int = 0
+    digests: list[tuple[str, str]] = field(default_factory=list)
+    restores: int = 0
 
 
 class Checkers:
@@ -104,6 +105,7 @@ class Checkers:
             "join": self._on_join,
             "update": self._on_update,
             "record": self._on_record,
+            "checkpoint": self._on_checkpoint,
             "stop": self._on_stop,
             "end": self._on_end,
         }
@@ -193,6 +195,8 @@ class Checkers:
         life = (update.learner, update.incarnation)
         expected = chain.next_start.get(life)
         least = chain.until.get(update.learner, 0)
+        if chain.restores:
+            expected = None  # A rollback lets go of what was not sent.
         if covers.start != expected if expected is not None else covers.start < least:
             raise Violation("data", str(update), f"{covers} is to follow {expected or least}")
         chain.next_start[life] = chain.until[update.learner] = covers.stop
@@ -239,7 +243,7 @@ class Checkers:
                    f"version {record.version} after the last")  # fmt: skip
         forward = record.global_step >= before.global_step or record.what == "restore"
         self._hold(forward, "chain", about, f"the clock goes back to {record.global_step}")
-        chain.versions += moves
+        chain.restores += record.what == "restore"
 
     def _check_objects(self, record: wire.Record) -> None:
         """What a record names is stored before the record is."""
@@ -314,19 +318,28 @@ class Checkers:
         self._hold(found == counted, "totals", about, f"{found}, counted are {counted}")
 
     def _remake(self, chain: Chain, record: wire.Record) -> None:
-        """Every version, merged again from the one before, has its digests."""
-        about = f"fragment {record.fragment}"
-        if chain.arrays is None:
-            world = self._world
+        """Every version, made again from the one before or from what is stored, has its digests."""
+        about, store = f"fragment {record.fragment}", self._world.store
+        if record.what == "verdict":
+            pass
+        elif record.version == 0 or record.what == "restore":
             chain.arrays = FragmentArrays.from_objects(
-                world.settings, world.layout, record.fragment,
-                view=world.store.get(record.snapshot.name),
-                outer_state=world.store.get(record.outer.name),
+                self._world.settings, self._world.layout, record.fragment,
+                view=store.get(record.snapshot.name), outer_state=store.get(record.outer.name),
             )  # fmt: skip
-        elif record.what == "version":
-            chain.arrays.merge_again(record, self._world.store)
-        digest = shards.digest(chain.arrays.view)
-        self._hold(digest == record.view_digest, "digests", about, f"version {record.version}")
+        else:
+            chain.arrays.merge_again(record, store)
+        found = (shards.digest(chain.arrays.view), chain.arrays.outer_digest())
+        recorded = (record.view_digest, record.outer_digest)
+        self._hold(found == recorded, "digests", about, f"version {record.version}")
+        if record.what != "verdict":
+            chain.digests.append(recorded)
+        if record.restored_version is not None and record.what == "restore":
+            same = chain.digests[record.restored_version] == recorded
+            self._hold(same, "digests", about, f"is not version {record.restored_version}")
+
+    def _on_checkpoint(self, message: Message) -> None:
+        self.garbage.note_checkpoint(wire.decode(wire.Checkpoint, message.payload))
 
     def _on_stop(self, message: Message) -> None:
         self._hold(not self.stopped, "end", message.subject, "stopped twice")
@@ -370,7 +383,8 @@ class Checkers:
         for chain in self.chains:
             total.update(chain.fates)
             total["in_flight"] += len(chain.unresolved)
-            total["versions"] += chain.versions
+            total["versions"] += len(chain.digests)
+            total["restores"] += chain.restores
         return total
 
     @staticmethod

@@ -22,7 +22,11 @@ from simcheck import Violation
 from simtensors import Light
 from simworld import SimLearner, World
 
-from common.config import BusSection, GcSection
+from aggregator import checkpoint, rollback
+from aggregator import settings as run_settings
+from aggregator.context import Context
+from common.config import BusSection, GcSection, parse_settings
+from common.errors import DilocoError, IntegrityError
 
 # Kinds of faults of single operations, with the greatest probability of each.
 OPERATIONS = {
@@ -47,6 +51,7 @@ PROCESSES = (
     "skew",
     "speeds",
     "membership",
+    "operator",
     "standby",
     "rivals",
 )
@@ -62,7 +67,8 @@ class Plan:
 
     Attributes:
         kinds: of faults that may be; which of them are, the seed says.
-        all_kinds: they all are.
+        intensity: how often they are, against what is usual here, which is far too often for a
+            run of hours that should also get somewhere.
     """
 
     seed: int
@@ -70,7 +76,7 @@ class Plan:
     learners: int = 4
     fragments: int = 3
     kinds: tuple[str, ...] = KINDS
-    all_kinds: bool = False
+    intensity: float = 1.0
     traced: bool = False
 
     def chance(self, of: str) -> random.Random:
@@ -79,7 +85,7 @@ class Plan:
 
     def has(self, kind: str) -> bool:
         """Whether there are faults of a kind: half of all seeds have it."""
-        return kind in self.kinds and (self.all_kinds or self.chance(f"has-{kind}").random() < 0.5)
+        return kind in self.kinds and self.chance(f"has-{kind}").random() < 0.5
 
 
 @dataclass
@@ -110,7 +116,7 @@ def settings(plan: Plan) -> dict[str, Any]:
             "delta_codec": "float32",
             "block": 16,
             "shard_elements": 1024,
-            "snapshot_every": chance.choice([1, 2, 5]),
+            "snapshot_every": max(chance.choice([1, 2, 5]), plan.fragments // 3),
             "overlap_steps": chance.choice([0, 2]),
             "announce_again_s": chance.choice([4.0, 20.0]),
         },
@@ -133,7 +139,7 @@ def settings(plan: Plan) -> dict[str, Any]:
 def faults(plan: Plan) -> Faults:
     """How often single operations go wrong."""
     rates = {
-        kind: greatest * plan.chance(kind).random() ** 2
+        kind: plan.intensity * greatest * plan.chance(kind).random() ** 2
         for kind, greatest in OPERATIONS.items()
         if plan.has(kind)
     }
@@ -183,7 +189,7 @@ class Scenario:
             actor.drift = self._clocks.uniform(-0.01, 0.01)
             self.world.injected["skew"] += 1
         if self.plan.has("crash_at_effect") and not self.calm and self._effects.random() < 0.5:
-            actor.kill_at = self._effects.randint(1, 120)
+            actor.kill_at = int(self._effects.randint(1, 120) / self.plan.intensity)
             actor.killed_before = self._effects.random() < 0.5
 
     async def run(self) -> None:
@@ -207,6 +213,7 @@ class Scenario:
                 ("pause", self._pause),
                 ("partition", self._cut),
                 ("membership", self._ask_to_leave),
+                ("operator", self._operate),
             )
             if plan.has(kind)
         ]
@@ -248,7 +255,7 @@ class Scenario:
         return chance.choice(list(self.world.actors))
 
     async def _every(self, chance: random.Random, mean_s: float) -> None:
-        await asyncio.sleep(chance.expovariate(1 / mean_s))
+        await asyncio.sleep(chance.expovariate(self.plan.intensity / mean_s))
         while not self.world.actors:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.1)
 
@@ -278,6 +285,46 @@ class Scenario:
                 victim.bus_cut_until_s = until_s
             if sides != "bus":
                 victim.store_cut_until_s = until_s
+
+    async def _operate(self, chance: random.Random) -> None:
+        """An operator changes settings, goes back, and marks checkpoints."""
+        while True:
+            await self._every(chance, 25.0)
+            command = chance.choice([self._change, self._roll_back, self._mark])
+            context = self.world.operator()
+            actor = context.bus.actor
+            self._begin(actor)
+            self.world.injected["operator"] += 1
+            self.world.note(actor, "begins", command.__name__)
+            task = actor.spawn(command(context, chance))
+            await asyncio.wait([task], timeout=30.0)
+            error = task.exception() if task.done() and not task.cancelled() else None
+            unexpected = isinstance(error, IntegrityError) or not isinstance(error, DilocoError)
+            if error is not None and unexpected and not actor.dead:
+                self.world.fail(Violation("breaks", actor.name, repr(error)))
+            actor.kill()
+
+    async def _change(self, context: Context, chance: random.Random) -> None:
+        now, _ = await run_settings.effective_settings(context)
+        sections = {
+            "sync": {"min_steps": chance.choice([1, 2, 4])},
+            "quorum": {"min_learners": chance.choice([1, 2, 3])},
+            "outer": {"learning_rate": chance.choice([0.5, 1.0])},
+        }
+        document = now.model_dump()
+        for section, values in sections.items():
+            document[section] |= values
+        await run_settings.change_settings(context, parse_settings(document))
+
+    async def _roll_back(self, context: Context, chance: random.Random) -> None:
+        back = chance.randint(0, 4)
+        newest = [chain.record.version for chain in self.world.checkers.chains if chain.record]
+        wanted = {fragment: max(0, version - back) for fragment, version in enumerate(newest)}
+        targets = await rollback.find_versions(context, wanted)
+        await rollback.roll_back(context, targets)
+
+    async def _mark(self, context: Context, _chance: random.Random) -> None:
+        await checkpoint.mark(context)
 
     async def _ask_to_leave(self, chance: random.Random) -> None:
         while True:

@@ -166,15 +166,13 @@ class World:
 
     # Aggregators
 
-    def aggregator(
-        self, name: str = "aggregator", lease_s: float | None = None, **life: Any
-    ) -> Actor:
-        """Start one life of an aggregator; without `lease_s` it owns all fragments, unasked.
+    def operator(self, **life: Any) -> AggregatorContext:
+        """What an operator's command works with; its actor is `context.bus.actor`."""
+        actor = Actor("operator", self, **{"faults": self.faults, **life})
+        return self._context(actor, "operator")
 
-        `life` as of `Actor`.
-        """
-        actor = Actor(name, self, **{"faults": self.faults, **life})
-        context = AggregatorContext(
+    def _context(self, actor: Actor, name: str) -> AggregatorContext:
+        return AggregatorContext(
             settings=self.settings,
             layout=self.layout,
             epoch=0,
@@ -185,6 +183,16 @@ class World:
             name=name,
             gc=self.gc,
         )
+
+    def aggregator(
+        self, name: str = "aggregator", lease_s: float | None = None, **life: Any
+    ) -> Actor:
+        """Start one life of an aggregator; without `lease_s` it owns all fragments, unasked.
+
+        `life` as of `Actor`.
+        """
+        actor = Actor(name, self, **{"faults": self.faults, **life})
+        context = self._context(actor, name)
         actor.spawn(aggregate(context, Leases(context, lease_s) if lease_s else None))
         return actor
 
