@@ -10,7 +10,7 @@ from typing import NamedTuple
 from aggregator.fragment import FragmentArrays
 from common import names, wire
 from common.config import RunSettings
-from common.errors import IntegrityError, ObjectMissingError
+from common.errors import DilocoError, IntegrityError, ObjectMissingError
 from common.tape import (
     RunContext,
     get_object,
@@ -48,12 +48,21 @@ async def recover(context: RunContext, fragment: int) -> Recovered:
     while True:
         try:
             return await rebuild(context, newest, newest_seq)
-        except ObjectMissingError as error:
+        except (ObjectMissingError, IntegrityError) as error:
+            # Another owner may have gone on, and have collected what this record needs.
             missed_seq = newest_seq
             newest, newest_seq = await last_record(context, fragment)
             if newest_seq == missed_seq:
+                if (missing := missing_object(error)) is None:
+                    raise
                 what = f"version {newest.version} of fragment {fragment}"
-                raise lost_for_good(what, error) from error
+                raise lost_for_good(what, missing) from error
+
+
+def missing_object(error: DilocoError) -> ObjectMissingError | None:
+    """What was missing when a version could not be made again, if that is why."""
+    why = error if isinstance(error, ObjectMissingError) else error.__cause__
+    return why if isinstance(why, ObjectMissingError) else None
 
 
 async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> Recovered:

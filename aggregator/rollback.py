@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from aggregator.context import Context, commit_record, identity, store_version_object
-from aggregator.recovery import Recovered, rebuild
+from aggregator.recovery import Recovered, missing_object, rebuild
 from aggregator.settings import check_goes_on
 from common import wire
-from common.errors import ConfigError, ObjectMissingError, SwapLostError
+from common.errors import ConfigError, IntegrityError, ObjectMissingError, SwapLostError
 from common.tape import Recorded, last_record, records_of
 
 
@@ -102,10 +102,12 @@ async def _roll_back(context: Context, target: Recorded) -> wire.Record:
 async def _rebuild(context: Context, target: Recorded) -> Recovered:
     try:
         return await rebuild(context, target.record, target.record_seq)
-    except ObjectMissingError as error:
+    except (ObjectMissingError, IntegrityError) as error:
+        if (missing := missing_object(error)) is None:
+            raise
         raise ConfigError(
             f"fragment {target.record.fragment}: version {target.record.version} cannot be made "
-            f"again: {error.message}",
+            f"again: {missing.message}",
             hint="garbage collection keeps what gc.replay_s says; choose a later version",
         ) from error
 
