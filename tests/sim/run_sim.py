@@ -94,7 +94,8 @@ def summary(outcomes: list[Outcome]) -> str:
         f"second\n"
         f"learner steps {fates['learner_steps']:,}, versions {fates['versions']:,}\n"
         f"updates sent {fates['sent']:,} = merged {fates['merged']:,} + rejected "
-        f"{fates['rejected']:,} + in flight {fates['in_flight']:,}\n"
+        f"{fates['rejected']:,} + in flight {fates['in_flight']:,} + lost with a server "
+        f"{fates['abandoned']:,}\n"
         f"faults injected and survived, by kind:{kinds}"
     )
 

@@ -154,6 +154,11 @@ class SimBroker(MemoryBroker):
         for text in reader.subjects:
             del self._patterns[reader.stream][text].readers[reader]
 
+    def silence(self) -> None:
+        """Nobody is told of what still comes: this server is no more."""
+        self._hear = lambda _stream, _message: None
+        self._trimming = lambda _stream, _subject, _below_seq: None
+
     def forget(self, msg_id: str) -> None:
         """Go on as if the duplicate window had passed for this message."""
         for stream in self._streams.values():
@@ -195,8 +200,10 @@ class ActorBus:
         await self.actor.delay()
         actor, faults = self.actor, self.actor.faults
 
+        broker = self._broker
+
         def store() -> int:
-            return self._broker.publish(subject, payload, msg_id, expected_last, ttl_s)
+            return broker.publish(subject, payload, msg_id, expected_last, ttl_s)
 
         if actor.bus_is_cut() or actor.hit(faults.lost_request, "lost_request"):
             actor.check()
@@ -209,7 +216,7 @@ class ActorBus:
             raise BusUnavailableError(f"{actor.name}: request late")
         seq: int = actor.effect("publish", subject, store)
         if msg_id and actor.hit(faults.duplicate, "duplicate"):
-            self._broker.forget(msg_id)
+            broker.forget(msg_id)
             raise BusUnavailableError(f"{actor.name}: answer lost for long")
         if actor.hit(faults.lost_answer, "lost_answer"):
             raise BusUnavailableError(f"{actor.name}: answer lost")
@@ -240,8 +247,9 @@ class ActorBus:
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
         self.actor.check()
-        reader = self._broker.open_reader(stream, subjects, start_seq)
-        queue, log = reader.queue, self._broker.stream(stream).log
+        broker = self._broker
+        reader = broker.open_reader(stream, subjects, start_seq)
+        queue, log = reader.queue, broker.stream(stream).log
         # Whoever reads one subject up to a certain message relies on getting each once.
         again = self.actor.faults.redelivered if len(subjects) > 1 else 0.0
         recent: deque[Message] = deque(maxlen=REDELIVERED)
@@ -261,7 +269,7 @@ class ActorBus:
                     if self.actor.hit(again, "redelivered"):
                         yield self.actor.chance.choice(recent)
         finally:
-            self._broker.close_reader(reader)
+            broker.close_reader(reader)
 
     async def _deliver(self) -> None:
         actor = self.actor

@@ -76,8 +76,11 @@ class Chain:
     next_start: dict[tuple[str, int], int] = field(default_factory=dict)
     until: dict[str, int] = field(default_factory=dict)
     arrays: FragmentArrays | None = None
-    digests: list[tuple[str, str]] = field(default_factory=list)
+    digests: dict[int, tuple[str, str]] = field(default_factory=dict)
     restores: int = 0
+    # What the first record of the epoch must be, and the sums that it brings along.
+    begins_with: wire.Record | None = None
+    before: tuple[int, ...] = (0, 0, 0, 0, 0)
 
 
 class Checkers:
@@ -93,6 +96,8 @@ class Checkers:
         self.joined: dict[str, int] = {}
         self.stopped = False
         self.end_seq = 0
+        self.epoch = 0
+        self.past: Counter[str] = Counter()
         self.garbage = GarbageChecker(
             world.run_name,
             len(self.chains),
@@ -109,6 +114,20 @@ class Checkers:
             "stop": self._on_stop,
             "end": self._on_end,
         }
+
+    def begin_epoch(self, epoch: int, file: wire.CheckpointFile) -> None:
+        """From here on there is a new tape, which begins with a checkpoint; the old one is lost."""
+        self.past = self.fates()
+        self.past["abandoned"] += self.past.pop("in_flight")
+        self.epoch, self.joined, self.stopped = epoch, {}, False
+        digests = [chain.digests for chain in self.chains]
+        self.chains = [Chain() for _ in self.chains]
+        for record, known in zip(file.records, digests, strict=True):
+            chain = self.chains[record.fragment]
+            chain.begins_with, chain.before = record, _sums(record.totals)
+            chain.until = dict(file.specification.positions)
+            chain.digests = {v: pair for v, pair in known.items() if v <= record.version}
+        self.garbage.begin_epoch(file)
 
     # Hooks
 
@@ -135,6 +154,8 @@ class Checkers:
         """Whether the update of a shard is not resolved, and not void either."""
         chain = self.chains[shard.fragment]
         update = UpdateId(shard.learner, shard.incarnation, shard.seq)
+        if shard.epoch != self.epoch:
+            return False
         joined_seq = self.joined.get(shard.learner, 0)
         announced_seq = chain.unresolved.get(update)
         if announced_seq is not None:  # Of an older life it counts if it came before the join.
@@ -228,9 +249,13 @@ class Checkers:
     def _check_link(self, chain: Chain, record: wire.Record) -> None:
         """Versions are 0, 1, 2 ... without gap or fork, and each record builds on the last."""
         about, before = f"fragment {record.fragment}", chain.record
+        self._hold(record.epoch == self.epoch, "chain", about, f"is of epoch {record.epoch}")
         if before is None:
-            first = (record.version, record.base_seq, record.base_digest) == (0, 0, "")
-            self._hold(first, "chain", about, f"begins with {record.version}")
+            origin = chain.begins_with
+            version, digest = (origin.version, origin.view_digest) if origin else (0, None)
+            first = (record.version, record.base_seq, record.base_digest) == (version, 0, "")
+            same = digest in (None, record.view_digest)
+            self._hold(first and same, "chain", about, f"begins with {record.version}")
             return
         moves = record.what in ("version", "restore")
         self._hold(record.version == before.version + moves, "chain", about,
@@ -309,11 +334,10 @@ class Checkers:
         about = f"fragment {record.fragment}"
         balance = fates["tokens_merged"] + fates["tokens_rejected"] + flying
         self._hold(fates["tokens_sent"] == balance, "tokens", about, f"{dict(fates)}, {flying}")
-        found = (totals.updates_merged, totals.updates_rejected, totals.tokens_merged,
-                 totals.tokens_rejected, totals.steps_merged)  # fmt: skip
+        found = _sums(totals)
+        counters = ("merged", "rejected", "tokens_merged", "tokens_rejected", "steps")
         counted = tuple(
-            fates[name]
-            for name in ("merged", "rejected", "tokens_merged", "tokens_rejected", "steps")
+            before + fates[name] for before, name in zip(chain.before, counters, strict=True)
         )
         self._hold(found == counted, "totals", about, f"{found}, counted are {counted}")
 
@@ -322,7 +346,7 @@ class Checkers:
         about, store = f"fragment {record.fragment}", self._world.store
         if record.what == "verdict":
             pass
-        elif record.version == 0 or record.what == "restore":
+        elif record.version == 0 or record.what in ("restore", "restored"):
             chain.arrays = FragmentArrays.from_objects(
                 self._world.settings, self._world.layout, record.fragment,
                 view=store.get(record.snapshot.name), outer_state=store.get(record.outer.name),
@@ -333,7 +357,7 @@ class Checkers:
         recorded = (record.view_digest, record.outer_digest)
         self._hold(found == recorded, "digests", about, f"version {record.version}")
         if record.what != "verdict":
-            chain.digests.append(recorded)
+            chain.digests[record.version] = recorded
         if record.restored_version is not None and record.what == "restore":
             same = chain.digests[record.restored_version] == recorded
             self._hold(same, "digests", about, f"is not version {record.restored_version}")
@@ -379,7 +403,7 @@ class Checkers:
 
     def fates(self) -> Counter[str]:
         """Counts of updates by fate, over all fragments."""
-        total: Counter[str] = Counter()
+        total = Counter(self.past)
         for chain in self.chains:
             total.update(chain.fates)
             total["in_flight"] += len(chain.unresolved)
@@ -395,3 +419,13 @@ class Checkers:
     def _hold(condition: bool, rule: str, about: object, what: str) -> None:
         if not condition:
             raise Violation(rule, str(about), what)
+
+
+def _sums(totals: wire.Totals) -> tuple[int, ...]:
+    return (
+        totals.updates_merged,
+        totals.updates_rejected,
+        totals.tokens_merged,
+        totals.tokens_rejected,
+        totals.steps_merged,
+    )

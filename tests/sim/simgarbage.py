@@ -102,6 +102,11 @@ class GarbageChecker:
         for fragment, version in enumerate(checkpoint.versions):
             self.needs[fragment].pinned.append(version)
 
+    def begin_epoch(self, file: wire.CheckpointFile) -> None:
+        """The tape begins anew with a checkpoint."""
+        pinned = [record.version for record in file.records]
+        self.needs = {f: Needs(pinned=[version]) for f, version in enumerate(pinned)}
+
     def on_deleted(self, name: str) -> None:
         """An object is about to go."""
         self.deleted += 1

@@ -12,7 +12,7 @@ import gc
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from simactor import CALM, Actor, Faults
 from simcheck import Violation
 from simtensors import Light
-from simworld import SimLearner, World
+from simworld import SimLearner, World, ended
 
 from aggregator import checkpoint, rollback
 from aggregator import settings as run_settings
@@ -52,6 +52,7 @@ PROCESSES = (
     "speeds",
     "membership",
     "operator",
+    "resume",
     "standby",
     "rivals",
 )
@@ -170,6 +171,7 @@ class Scenario:
             traced=plan.traced,
         )
         self.calm = False
+        self.closed = False
         self._clocks = plan.chance("skew")
         self._effects = plan.chance("crash_at_effect")
         self.learners = [self._learner(index) for index in range(plan.learners)]
@@ -206,6 +208,8 @@ class Scenario:
             world.injected["rivals"] += 1
         work = [asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()]
         work += [asyncio.ensure_future(self._keep_learning(learner)) for learner in self.learners]
+        if plan.has("resume"):
+            work.append(asyncio.ensure_future(self._lose_the_server(plan.chance("resume"))))
         trouble = [
             asyncio.ensure_future(make(plan.chance(kind)))
             for kind, make in (
@@ -235,19 +239,28 @@ class Scenario:
     async def _keep_aggregating(self, name: str, lease_s: float | None) -> None:
         chance = self.plan.chance(f"restarts-{name}")
 
-        def next_life() -> tuple[Actor, float]:
+        while True:
+            await self._opened()
             actor = self.world.aggregator(name, lease_s)
             self._begin(actor)
-            return actor, chance.uniform(0.0, 4.0)
-
-        await self.world.keep_aggregating(next_life)
+            await ended(actor)
+            if not actor.dead:
+                return
+            await asyncio.sleep(chance.uniform(0.0, 4.0))
 
     async def _keep_learning(self, learner: SimLearner) -> None:
         chance = self.plan.chance(f"restarts-{learner.name}")
         if self.plan.has("membership") and chance.random() < 0.3:
             await asyncio.sleep(chance.uniform(0, self.plan.minutes * 30))
-        while not await learner.live(self._begin) or learner.leave_asked:  # noqa: ASYNC110
+        await self._opened()
+        while not await learner.live(self._begin) or learner.leave_asked:
             await asyncio.sleep(chance.uniform(0.1, 6.0))
+            await self._opened()
+
+    async def _opened(self) -> None:
+        """Wait until processes may start: not while there is no server."""
+        while self.closed:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.1)
 
     # Trouble
 
@@ -290,19 +303,49 @@ class Scenario:
         """An operator changes settings, goes back, and marks checkpoints."""
         while True:
             await self._every(chance, 25.0)
-            command = chance.choice([self._change, self._roll_back, self._mark])
-            context = self.world.operator()
-            actor = context.bus.actor
-            self._begin(actor)
             self.world.injected["operator"] += 1
-            self.world.note(actor, "begins", command.__name__)
-            task = actor.spawn(command(context, chance))
-            await asyncio.wait([task], timeout=30.0)
-            error = task.exception() if task.done() and not task.cancelled() else None
-            unexpected = isinstance(error, IntegrityError) or not isinstance(error, DilocoError)
-            if error is not None and unexpected and not actor.dead:
-                self.world.fail(Violation("breaks", actor.name, repr(error)))
-            actor.kill()
+            command = chance.choice([self._change, self._roll_back, self._mark])
+            await self._command(command, chance)
+
+    async def _command(
+        self, command: Callable[[Context, random.Random], Awaitable[None]], chance: random.Random
+    ) -> bool:
+        """Run an operator's command; whether it succeeded."""
+        context = self.world.operator()
+        actor = context.bus.actor
+        self._begin(actor)
+        self.world.note(actor, "begins", command.__name__)
+        task = actor.spawn(command(context, chance))
+        await asyncio.wait([task], timeout=30.0)
+        error = task.exception() if task.done() and not task.cancelled() else None
+        unexpected = isinstance(error, IntegrityError) or not isinstance(error, DilocoError)
+        if error is not None and unexpected and not actor.dead:
+            self.world.fail(Violation("breaks", actor.name, repr(error)))
+        succeeded = task.done() and not actor.dead and error is None
+        actor.kill()
+        return succeeded
+
+    async def _lose_the_server(self, chance: random.Random) -> None:
+        """All processes die, the server with its disk too; the run goes on from a checkpoint."""
+        world = self.world
+        await asyncio.sleep(chance.uniform(0.2, 0.5) * self.plan.minutes * 60)
+        while not checkpoint.checkpoints(world.store, world.run_name):
+            await self._command(self._mark, chance)
+            await asyncio.sleep(chance.uniform(0.5, 2.0))
+        await asyncio.sleep(chance.uniform(0.0, 0.2) * self.plan.minutes * 60)
+        if world.checkers.stopped:
+            return
+        self.closed = True
+        world.injected["resume"] += 1
+        await world.lose_the_server()
+        resumed = False
+        while not resumed:
+            await asyncio.sleep(chance.uniform(0.1, 5.0))
+            resumed = await self._command(self._resume, chance)
+        self.closed = False
+
+    async def _resume(self, context: Context, _chance: random.Random) -> None:
+        await self.world.resume(context.bus.actor)
 
     async def _change(self, context: Context, chance: random.Random) -> None:
         now, _ = await run_settings.effective_settings(context)

@@ -101,7 +101,8 @@ def _show(world: World, event: Event) -> str:
     at_s, actor, what, name = event
     if what.startswith("#"):
         stream = names.tape_stream(world.run_name)
-        found = world.broker._streams[stream].log.get(int(what[1:]))
+        tape = world.broker._streams.get(stream)
+        found = tape.log.get(int(what[1:])) if tape is not None else None
         if found is not None and found.subject == name:
             name = f"{name} {_describe(found)}"
     return f"  {at_s:9.3f}  {actor:<12} {what:<9} {name}"

@@ -10,6 +10,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from simloop import StuckError, VirtualLoop
 from simstore import SimStore
 from simtensors import TOKENS, Ledger, Light
 
+from aggregator import checkpoint
 from aggregator.context import Context as AggregatorContext
 from aggregator.daemon import aggregate
 from aggregator.leases import Leases
@@ -29,7 +31,7 @@ from common.bus import Message, subject_matches
 from common.config import BusSection, GcSection, RunSettings
 from common.layout import Layout, Tensor, make_layout
 from common.service import cancel
-from diloco.create import create_run
+from diloco.create import create_run, make_streams
 from learner import sync
 from learner.adopt import Adopter, starts
 from learner.background import Arrived
@@ -91,6 +93,7 @@ class World:
         self.run_name = self.settings.run.name
         self.layout = self._make_layout()
         self.checkers = Checkers(self)
+        self.epoch = 0
         self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
         self.store = SimStore(self.checkers.on_stored, self.checkers.on_deleted)
         self.chance = random.Random(f"world-{seed}")
@@ -164,6 +167,27 @@ class World:
         )  # fmt: skip
         del self.actors[creator]
 
+    async def lose_the_server(self) -> None:
+        """Kill every process, and lose the tape: what is left is the store."""
+        for actor in list(self.actors):
+            actor.kill()
+        self.broker.silence()
+        self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
+
+    async def resume(self, actor: Actor) -> None:
+        """As `diloco.operate.resume`: begin a new tape from the newest checkpoint."""
+        file = checkpoint.load_file(actor.store, self.run_name, None)
+        await make_streams(actor.bus, self.run_name, self.streams)
+        context = replace(
+            self._context(actor, "resume"),
+            epoch=await checkpoint.next_epoch(actor.bus, actor.store, file),
+        )
+        if context.epoch != self.epoch:
+            self.epoch = context.epoch
+            self.checkers.begin_epoch(context.epoch, file)
+        await checkpoint.begin_epoch(context, file)
+        await checkpoint.begin_fragments(context, file.records)
+
     # Aggregators
 
     def operator(self, **life: Any) -> AggregatorContext:
@@ -175,7 +199,7 @@ class World:
         return AggregatorContext(
             settings=self.settings,
             layout=self.layout,
-            epoch=0,
+            epoch=self.epoch,
             bus=actor.bus,
             store=actor.store,
             runtime=actor.runtime,
@@ -329,7 +353,7 @@ class SimLearner:
         context = LearnerContext(
             settings=world.settings,
             layout=world.layout,
-            epoch=0,
+            epoch=world.epoch,
             bus=actor.bus,
             store=actor.store,
             runtime=actor.runtime,
