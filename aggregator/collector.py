@@ -89,8 +89,8 @@ class Collector:
     async def _collect(self) -> None:
         context, began_s = self._context, self._context.runtime.clock()
         state = self._state()
-        if state is None:
-            return
+        if state is None or not machine.has_met_all(state):
+            return  # It would know of a new life, and not yet what the one before has announced.
         fleet = fleet_of(state)
         found = await context.runtime.call(
             list_fragment, context.store, context.run, self._fragment, [*fleet.lives]

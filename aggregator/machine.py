@@ -383,6 +383,11 @@ def position(state: State) -> int:
     return min(waiting, default=state.seen_seq + 1)
 
 
+def has_met_all(state: State) -> bool:
+    """Whether everything was read again that the record knew of which this life began from."""
+    return state.seen_seq >= state.known_seq
+
+
 def global_step_after(rules: FragmentRules, state: State) -> int:
     """The run's clock at the version after `state`'s; the last rounds do not go beyond the run."""
     return min(rules.steps, _next_step(rules, state))
@@ -749,7 +754,7 @@ def _advance_to_end(state: State, now_s: float) -> Result:
     A learner that has an update in this round sends its last one only after the record. And what
     was met before this life began must first be met again.
     """
-    if state.pending or state.seen_seq < state.known_seq:
+    if state.pending or not has_met_all(state):
         return state, ()
     awaited = {name for name, member in _live(state).items() if not member.final}
     if not awaited:

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from aggregator import machine
 from aggregator.checkpoint import mark
-from aggregator.collector import fleet_of, read_pins
+from aggregator.collector import Collector, fleet_of, read_pins
 from aggregator.garbage import Fleet
 from aggregator.machine import UpdateId
 from aggregator.recovery import recover
@@ -93,6 +93,26 @@ def test_who_is_told_not_to_collect_does_not(run_async):
             await lab.send_many("a", 4 * SNAPSHOT_EVERY)
             await asyncio.sleep(0.2)
         assert len(await lab.records()) == 4 * SNAPSHOT_EVERY + 1
+
+    run_async(scenario())
+
+
+def test_nothing_is_collected_before_the_tape_was_read_again(run_async):
+    async def scenario() -> None:
+        lab = Lab(replay_s=0, enabled=False)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", 4 * SNAPSHOT_EVERY)
+        record, record_seq = await lab.newest()
+        begun = machine.resume(record, record_seq, lab.context.runtime.clock())
+        begun = begun._replace(known_seq=begun.seen_seq + 1)
+        stored = len(lab.objects(""))
+        await Collector(lab.context, 0, lambda: begun)._collect()
+        assert len(lab.objects("")) == stored
+        all_met = begun._replace(seen_seq=begun.known_seq)
+        await Collector(lab.context, 0, lambda: all_met)._collect()
+        assert len(lab.objects("")) < stored
 
     run_async(scenario())
 
