@@ -6,7 +6,7 @@ SEEDS ?= 200
 FIRST ?= 0
 MINUTES ?= 2
 LEARNERS ?= 4
-FRAGMENTS ?= 3
+FRAGMENTS ?= 2
 INTENSITY ?= 1
 SECONDS ?= 600
 BENCHES ?= merge encode stall wire quality events failover store_gcs
@@ -49,7 +49,7 @@ demo: install ## train with four learners and an aggregator on this machine
 test: install ## run the tests, without the slow ones
 	@$(RUN) pytest -m "not slow" $(ARGS)
 
-sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=3 INTENSITY=1 FIRST=0
+sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0
 	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \
 		--learners $(LEARNERS) --fragments $(FRAGMENTS) --intensity $(INTENSITY) $(ARGS)
 

@@ -48,7 +48,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--minutes", type=float, default=2.0, help="simulated, of each seed")
     parser.add_argument("--learners", type=int, default=4)
-    parser.add_argument("--fragments", type=int, default=3)
+    parser.add_argument("--fragments", type=int, default=2)
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="of faults")
     parser.add_argument("--intensity", type=float, default=1.0, help="how often faults are")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")

@@ -75,7 +75,7 @@ class Plan:
     seed: int
     minutes: float = 2.0
     learners: int = 4
-    fragments: int = 3
+    fragments: int = 2
     kinds: tuple[str, ...] = KINDS
     intensity: float = 1.0
     traced: bool = False
