@@ -15,7 +15,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "sim"))
 
-from simworld import Faults, SimLearner, World
+from simtensors import Covers, Ledger
+from simworld import SimLearner, World
 
 LEARNERS, SIZE, INNER_RATE = 3, 64, 0.05
 _chance = np.random.default_rng(5)
@@ -33,11 +34,18 @@ def gradient(theta_N, learner, position):
     return CURVATURE_N * np.tanh(distance_N)
 
 
-def inner_step(trained, learner, position):
-    """One step of inner SGD on the system's tensors."""
-    (name, theta_N) = next(iter(trained.items()))
-    step_N = np.float32(INNER_RATE) * gradient(np.asarray(theta_N), learner, position)
-    return {name: theta_N - jnp.asarray(step_N)}
+class Trained(Ledger):
+    """The simulation's tensors, really trained: by one step of inner SGD at a time."""
+
+    def train(self, replica, learner, position):
+        (name, theta_N) = next(iter(replica.trained.items()))
+        step_N = np.float32(INNER_RATE) * gradient(np.asarray(theta_N), learner, position)
+        replica.trained = {name: theta_N - jnp.asarray(step_N)}
+
+    def covers(self, _store, manifest, _block):
+        """What the manifest says; the values cannot tell."""
+        learner = int(manifest.learner.rpartition("-")[2])
+        return Covers(learner, manifest.position - manifest.steps, manifest.position)
 
 
 def views_of_the_system(*, interval_steps, steps, outer):
@@ -58,8 +66,8 @@ def views_of_the_system(*, interval_steps, steps, outer):
         "outer": {"merge": "average", **outer},
         "quorum": {"min_learners": LEARNERS, "deadline_s": 3600.0},
     }
-    world = World(settings, seed=0, rows=SIZE, faults=Faults(latency_s=0.01))
-    learners = [SimLearner(world, i, work=inner_step) for i in range(LEARNERS)]
+    world = World(settings, seed=0, tensors=Trained(SIZE))
+    learners = [SimLearner(world, i) for i in range(LEARNERS)]
 
     async def scenario():
         await world.create()
