@@ -1,0 +1,1 @@
+"""Configurations of nats-server; `diloco auth` fills them in."""
