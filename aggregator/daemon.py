@@ -8,6 +8,7 @@ from aggregator.conductor import Conductor
 from aggregator.context import Context
 from aggregator.driver import FragmentOwner, LivenessWatch
 from aggregator.leases import Everything, Leases
+from aggregator.tape_watch import watch_tape
 from common import bus_nats, log, names
 from common.bus import Bus
 from common.config import Config, check_same_run, parse_settings, warnings
@@ -111,6 +112,7 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
         await first_of(
             all_of(held.hold(owners.take, owners.drop), Conductor(context).conduct()),
             LivenessWatch(context, owners.all()).watch(),
+            watch_tape(context),
             owners.failure(),
         )
     finally:

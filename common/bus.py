@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from common.errors import BusError, StreamMissingError, SwapLostError
+from common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
 
 # Broadcasts that one listener may leave unread; then the oldest are dropped.
 LISTEN_BACKLOG = 1024
@@ -37,8 +37,9 @@ class Message(NamedTuple):
 
 
 class StreamLimits(NamedTuple):
-    """What a stream keeps; 0 means no limit. The tape has none: garbage collection trims it.
+    """What a stream keeps; 0 means no limit. Of the tape nothing goes but by garbage collection.
 
+    `keep_old`: a stream at `max_bytes` takes no new message, instead of dropping its oldest.
     `last_only`: of each subject its last message alone, which may have a time to live: a bucket
     of keys and values, as NATS calls it.
     """
@@ -49,6 +50,14 @@ class StreamLimits(NamedTuple):
     duplicate_window_s: float = 120.0
     replicas: int = 1
     last_only: bool = False
+    keep_old: bool = False
+
+
+class Filled(NamedTuple):
+    """How much a stream holds, and the most that it may (0: no limit)."""
+
+    size_bytes: int
+    max_bytes: int
 
 
 class Bus(Protocol):
@@ -74,7 +83,8 @@ class Bus(Protocol):
 
         Raises:
             SwapLostError: the subject's last message is not `expected_last`.
-            BusUnavailableError: no answer; the message may or may not have been stored.
+            BusUnavailableError: no answer, and the message may or may not have been stored; or the
+                stream is full (`keep_old`).
             BusError: refused for good (no such stream, too large, not permitted; `ttl_s` below a
                 second, or in a stream that is not `last_only`).
         """
@@ -88,6 +98,13 @@ class Bus(Protocol):
 
     async def last_sequence(self, stream: str) -> int:
         """Sequence of the stream's last message; 0 if it is empty.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
+
+    async def filled(self, stream: str) -> Filled:
+        """How full a stream is.
 
         Raises:
             StreamMissingError: there is no such stream.
@@ -178,6 +195,14 @@ def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
     )
 
 
+def stream_is_full(subject: str) -> BusUnavailableError:
+    """The error of a message that a stream with `keep_old` has no room for."""
+    return BusUnavailableError(
+        f"the stream of {subject!r} is full",
+        hint="runbooks/tape-full.md: nothing is lost, everybody waits until there is room",
+    )
+
+
 class _Stream:
     """One stream of a MemoryBroker: the log and its indexes."""
 
@@ -213,6 +238,9 @@ class _Stream:
             raise SwapLostError(subject, expected)
         if msg_id in self._ids:
             return self._ids[msg_id].seq
+        added = len(subject) + len(payload) + len(msg_id)
+        if self.limits.keep_old and self._bytes + added > self.limits.max_bytes > 0:
+            raise stream_is_full(subject)
         if self.limits.last_only and subject in self.last_of:
             self._drop(self.last_of[subject])
         self.last_seq += 1
@@ -257,6 +285,10 @@ class _Stream:
         for message in [m for m in self.log.values() if m.subject == subject and m.seq < end]:
             del self.log[message.seq]
             self._bytes -= _size(message)
+
+    def filled(self) -> Filled:
+        """How much it holds."""
+        return Filled(self._bytes, self.limits.max_bytes)
 
     def _oldest(self) -> Message:
         return self.log[next(iter(self.log))]
@@ -421,6 +453,14 @@ class MemoryBus:
             BusError: no such stream, or the bus is closed.
         """
         return self._open_broker().stream(stream).last_seq
+
+    async def filled(self, stream: str) -> Filled:
+        """How full a stream is.
+
+        Raises:
+            BusError: no such stream, or the bus is closed.
+        """
+        return self._open_broker().stream(stream).filled()
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
         """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.

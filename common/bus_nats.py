@@ -46,6 +46,7 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from common.bus import (
     LISTEN_BACKLOG,
+    Filled,
     Message,
     StreamLimits,
     check_limits,
@@ -53,6 +54,7 @@ from common.bus import (
     check_settings,
     check_subject,
     check_ttl,
+    stream_is_full,
     stream_settings,
     stream_went_back,
 )
@@ -78,6 +80,7 @@ _BROADCAST_BACKLOG_BYTES = 1 << 20
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _STREAM_EXISTS = 10058
 _STREAM_NOT_FOUND = 10059
+_STREAM_FULL = (10077, "maximum bytes exceeded")
 _PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 
 T = TypeVar("T")
@@ -268,8 +271,8 @@ class NatsBus:
     async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
         """Create `stream`; the same again is no error.
 
-        A stream without a limit on age or size refuses new messages when the disk is full; one
-        with limits drops its oldest.
+        A stream that keeps what is old, or has no limit on age or size, refuses new messages when
+        its limit is reached or the disk is full; others drop their oldest.
 
         Raises:
             BusError: it exists with other settings (each difference is named), its subjects
@@ -362,6 +365,16 @@ class NatsBus:
             BusError: no such stream, or not permitted.
         """
         return (await self._stream_info(stream)).state.last_seq
+
+    async def filled(self, stream: str) -> Filled:
+        """How full a stream is.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: no such stream, or not permitted.
+        """
+        info = await self._stream_info(stream)
+        return Filled(info.state.bytes, max(info.config.max_bytes or 0, 0))
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
         """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
@@ -811,6 +824,8 @@ def _ours(error: nats.errors.Error, subject: str) -> BusError:
             f"{subject!r}: nobody answers",
             hint="no stream takes this subject, or its leader is being elected; create the run",
         )
+    if isinstance(error, APIError) and (error.err_code, error.description) == _STREAM_FULL:
+        return stream_is_full(subject)
     if isinstance(error, APIError) and error.code != 503:
         if error.err_code == _STREAM_NOT_FOUND:
             return _NoStreamError(text, hint="create the run first, or use the server it is on")
@@ -846,7 +861,7 @@ def _own(path: str | None) -> Credentials | None:
 
 
 def _stream_config(stream: str, subjects: list[str], limits: StreamLimits) -> api.StreamConfig:
-    bounded = limits.max_age_s > 0 or limits.max_bytes > 0
+    bounded = (limits.max_age_s > 0 or limits.max_bytes > 0) and not limits.keep_old
     return api.StreamConfig(
         name=stream,
         subjects=subjects,
@@ -877,6 +892,7 @@ def _settings(config: api.StreamConfig) -> dict[str, object]:
             duplicate_window_s=config.duplicate_window,
             replicas=config.num_replicas or 1,
             last_only=config.max_msgs_per_subject == 1,
+            keep_old=(config.max_bytes or 0) > 0 and config.discard == api.DiscardPolicy.NEW,
         ),
     )
 

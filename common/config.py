@@ -178,6 +178,7 @@ class BusSection(Section):
             for none.
         tls_ca: PEM file with the authority of the server's certificate; None: those the system
             trusts.
+        tape_max_bytes: size at which the tape takes no more; 0 for no limit but the disk's.
     """
 
     url: str = "nats://127.0.0.1:4222"
@@ -185,6 +186,7 @@ class BusSection(Section):
     tls_ca: str | None = None
     replicas: Annotated[int, Field(ge=1, le=5)] = 1
     duplicate_window_s: Annotated[float, Field(gt=0)] = 120.0
+    tape_max_bytes: Annotated[int, Field(ge=0)] = 0
     ops_max_age_s: Annotated[float, Field(gt=0)] = 86400.0
     ops_max_bytes: Annotated[int, Field(ge=1 << 16)] = 64 << 20
 

@@ -150,10 +150,11 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
 
 async def make_streams(bus: Bus, run: str, streams: BusSection) -> None:
     """Make the streams of a run; those that are there stay."""
-    tape = StreamLimits(duplicate_window_s=streams.duplicate_window_s, replicas=streams.replicas)
-    ops = tape._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)
+    small = StreamLimits(duplicate_window_s=streams.duplicate_window_s, replicas=streams.replicas)
+    tape = small._replace(max_bytes=streams.tape_max_bytes, keep_old=streams.tape_max_bytes > 0)
+    ops = small._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)
+    leases = small._replace(last_only=True)
     await bus.create_stream(names.tape_stream(run), names.tape_subjects(run), tape)
-    leases = tape._replace(last_only=True)
     await bus.create_stream(names.ops_stream(run), names.ops_subjects(run), ops)
     await bus.create_stream(names.leases_stream(run), names.leases_subjects(run), leases)
 

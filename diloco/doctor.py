@@ -186,6 +186,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
         await context.bus.publish(subject, wire.encode(probe))
         after_s = context.runtime.clock()
         message = await context.bus.last(names.ops_stream(context.run), subject)
+        filled = await context.bus.filled(context.tape)
     except BusUnavailableError as error:
         return [_failed("bus", error, symptoms.NATS_AWAY)]
     except BusError as error:
@@ -197,6 +198,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     return [
         Finding(severity="ok", about="bus", sentence="NATS answers, and takes messages"),
         symptoms.clock("this machine's clock", ahead_s, live_s),
+        *symptoms.room(filled),
     ]
 
 

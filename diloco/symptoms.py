@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from aggregator.tape_watch import NEARLY_FULL, share
 from common import wire
+from common.bus import Filled
 from common.config import RunSettings, warnings
 from diloco.audit import Audit, Breach
 from diloco.history import History
@@ -31,6 +33,7 @@ MISSING_OBJECT = "runbooks/missing-object.md"
 ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
+TAPE_FULL = "runbooks/tape-full.md"
 
 # Clocks that differ by more confuse deadlines and people; `quorum.live_s` is what breaks.
 SKEW_S = 1.0
@@ -254,6 +257,24 @@ def tape(history: History, found: Audit) -> Iterator[Finding]:
             sentence=f"{len(history.garbage)} messages are none of this run's protocol, most on "
             f"{subjects.most_common(1)[0][0]!r}: they were passed over",
         )
+
+
+def room(filled: Filled) -> Iterator[Finding]:
+    """How near the tape is to its limit."""
+    used = share(filled)
+    if not filled.max_bytes:
+        return
+    sizes = f"{_bytes(filled.size_bytes)} of {_bytes(filled.max_bytes)}"
+    if used < NEARLY_FULL:
+        yield Finding(severity="ok", about="tape", sentence=f"it holds {sizes}")
+        return
+    yield Finding(
+        severity="warning",
+        about="tape",
+        sentence=f"it is nearly full: {sizes}; full, it takes no message of anybody",
+        advice="find out who fills it, and let garbage collection or a larger limit make room",
+        runbook=TAPE_FULL,
+    )
 
 
 def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:

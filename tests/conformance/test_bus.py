@@ -683,3 +683,35 @@ def test_a_time_to_live_is_a_second_at_least_and_not_for_the_tape(play: Play) ->
         assert await bus.last(token, f"{token}.a") is None
 
     play(scenario)
+
+
+def test_a_stream_that_keeps_what_is_old_takes_nothing_when_full(play: Play) -> None:
+    async def scenario(client: Connect, token: str) -> None:
+        bus = await client()
+        limits = StreamLimits(max_bytes=20_000, keep_old=True)
+        await bus.create_stream(token, [f"{token}.>"], limits)
+        await bus.create_stream(token, [f"{token}.>"], limits)
+        assert await bus.filled(token) == (0, 20_000)
+        taken, refusal = 0, None
+        while refusal is None:
+            try:
+                await bus.publish(f"{token}.{taken % 2}", bytes(1000), msg_id=f"id-{taken}")
+                taken += 1
+            except BusUnavailableError as error:
+                refusal = error
+        assert "is full" in refusal.message
+        assert 15 <= taken <= 20
+        filled = await bus.filled(token)
+        assert 0.75 * filled.max_bytes < filled.size_bytes <= filled.max_bytes == 20_000
+        assert [m.seq for m in await take(bus.read(token, [f"{token}.>"], 1), 1)] == [1]
+        # A repeat of what is there is no new message; and once there is room, all goes on.
+        assert await bus.publish(f"{token}.0", bytes(1000), msg_id="id-0") == 1
+        await bus.trim(token, f"{token}.0", taken)
+        assert await bus.publish(f"{token}.0", bytes(1000), msg_id="new") == taken + 1
+        with pytest.raises(BusError, match="keep_old"):
+            await bus.create_stream(token, [f"{token}.>"], limits._replace(keep_old=False))
+        unlimited = StreamLimits()
+        await bus.create_stream(f"{token}-u", [f"{token}u.>"], unlimited)
+        assert (await bus.filled(f"{token}-u")).max_bytes == 0
+
+    play(scenario)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from common.bus import (
+    Filled,
     MemoryBroker,
     MemoryBus,
     Message,
@@ -229,6 +230,9 @@ class ActorBus:
     async def last_sequence(self, stream: str) -> int:
         await self._ask()
         return await MemoryBus(self._broker).last_sequence(stream)
+
+    async def filled(self, stream: str) -> Filled:
+        return await MemoryBus(self._broker).filled(stream)
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
         await self._ask()

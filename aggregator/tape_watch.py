@@ -1,0 +1,40 @@
+"""Warns long before the tape is full: then nobody could publish anything."""
+
+import asyncio
+
+from aggregator.context import Context
+from common.bus import Filled
+from common.errors import BusUnavailableError
+
+LOOK_S = 30.0
+# The tape is nearly full from this share of its limit on.
+NEARLY_FULL = 0.8
+# It is said again whenever so much more of the limit is used.
+AGAIN = 0.05
+
+
+def share(filled: Filled) -> float:
+    """The part of its limit that a stream uses; 0 without a limit."""
+    return filled.size_bytes / filled.max_bytes if filled.max_bytes else 0.0
+
+
+async def watch_tape(context: Context) -> None:
+    """Log a warning when the tape is nearly full, and again as it fills; never returns."""
+    said = 0.0
+    while True:
+        try:
+            filled = await context.bus.filled(context.tape)
+        except BusUnavailableError:
+            filled = Filled(0, 0)
+        used = share(filled)
+        if used < NEARLY_FULL:
+            said = 0.0
+        elif used >= said + AGAIN:
+            context.logger.warning(
+                "tape_nearly_full",
+                size_bytes=filled.size_bytes,
+                max_bytes=filled.max_bytes,
+                runbook="runbooks/tape-full.md",
+            )
+            said = used
+        await asyncio.sleep(LOOK_S)

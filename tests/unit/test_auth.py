@@ -1,0 +1,148 @@
+"""`diloco auth`: what it writes, and that nats-server takes it."""
+
+import json
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from common.credentials import Credentials, load_credentials, render_credentials
+from common.errors import ConfigError
+from common.nats_server import find_binary
+from diloco import auth
+from diloco.__main__ import app
+from diloco.permissions import Identity, grants
+
+
+def checked(configuration: Path) -> None:
+    """nats-server understands the file, and all that it includes."""
+    done = subprocess.run(
+        [str(find_binary()), "-t", "-c", str(configuration)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("hosts", [["localhost"], ["a.example", "10.0.0.7", "fd00::1"]])
+def test_the_templates_of_servers_are_valid(tmp_path: Path, hosts: list[str]) -> None:
+    folder = tmp_path / "auth"
+    made = auth.init(folder, "demo", hosts)
+    auth.add(folder, "berlin", "learner")
+    auth.add(folder, "one", "aggregator")
+    assert [path.name for path in made.servers] == [f"nats-{n + 1}.conf" for n in range(len(hosts))]
+    for server in made.servers:
+        checked(server)
+        text = server.read_text()
+        assert "sync_interval: always" in text
+        assert f"{folder}/tls/{server.stem}.pem" in text
+        assert ("routes" in text) == (len(hosts) == 3)
+    auth.revoke(folder, "berlin")
+    checked(made.servers[0])
+    assert "berlin" not in (folder / "accounts.conf").read_text()
+
+
+def test_a_configuration_that_is_cut_short_is_not_valid(tmp_path: Path) -> None:
+    made = auth.init(tmp_path, "demo", ["localhost"])
+    accounts = tmp_path / "accounts.conf"
+    accounts.write_text(accounts.read_text().rstrip()[:-1])
+    with pytest.raises(AssertionError):
+        checked(made.servers[0])
+
+
+def test_secrets_are_for_their_owner_alone(tmp_path: Path) -> None:
+    made = auth.init(tmp_path, "demo", ["localhost"])
+    added = auth.add(tmp_path, "berlin", "learner")
+    secret = [
+        made.credentials,
+        added.credentials,
+        tmp_path / "tls/ca.key",
+        tmp_path / "tls/nats-1.key",
+    ]
+    for path in secret:
+        assert path is not None
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    public = "".join(p.read_text() for p in tmp_path.glob("*.*"))
+    for path in secret:
+        assert path is not None
+        seed = [line for line in path.read_text().splitlines() if "seed" in line or "SU" in line]
+        assert all(line not in public for line in seed)
+    assert added.credentials is not None
+    own = load_credentials(added.credentials)
+    assert own is not None
+    assert (own.run, own.identity, own.role) == ("demo", "berlin", "learner")
+    auth.revoke(tmp_path, "berlin")
+    assert not added.credentials.exists()
+
+
+def test_wrong_use_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no credentials"):
+        auth.add(tmp_path, "a", "learner")
+    auth.init(tmp_path, "demo", ["localhost"])
+    with pytest.raises(ConfigError, match="already"):
+        auth.init(tmp_path, "demo", ["localhost"])
+    auth.add(tmp_path, "a", "learner")
+    with pytest.raises(ConfigError, match=r"'a' in .* already"):
+        auth.add(tmp_path, "a", "aggregator")
+    with pytest.raises(ConfigError, match="no identity 'b'"):
+        auth.revoke(tmp_path, "b")
+    for name in ("../a", "A", "a.b", "a*", ">", ""):
+        with pytest.raises(ConfigError, match="cannot name"):
+            auth.add(tmp_path, name, "learner")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "seed = 3", "not toml", 'run = "r"\nidentity = "i"\nrole = "king"\nseed = "SUX"']
+)
+def test_a_file_that_is_none_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="is no credentials file") as caught:
+        load_credentials(path)
+    assert "SUX" not in caught.value.message
+
+
+def test_credentials_survive_the_file(tmp_path: Path) -> None:
+    one = Credentials(run="r", identity="i", role="learner", seed="SU")
+    path = tmp_path / "c.toml"
+    path.write_text(render_credentials(one))
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="mode 0640: others can read it"):
+        load_credentials(path)
+    path.chmod(0o400)
+    assert load_credentials(path) == one
+
+
+def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
+    folder = tmp_path / "auth"
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["auth", *arguments])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    told = run("init", str(folder), "--run", "demo", "--host", "nats.example")
+    assert "tls://nats.example:4222" in told
+    assert str(folder / "credentials/operator.toml") in told
+    assert str(folder / "credentials/berlin.toml") in run("add-learner", str(folder), "berlin")
+    assert "reload" in run("add-aggregator", str(folder), "one")
+    listed = run("list", str(folder))
+    assert [line.split()[:2] for line in listed.splitlines()] == [
+        ["operator", "operator"],
+        ["learner", "berlin"],
+        ["aggregator", "one"],
+    ]
+    assert "berlin" in run("revoke", str(folder), "berlin")
+    assert "berlin" not in run("list", str(folder))
+
+
+def test_no_learner_may_write_what_another_may() -> None:
+    one, other = (set(grants("r", Identity(n, "learner", "")).requests) for n in ("a", "b"))
+    written = {subject for subject in one if subject.startswith("diloco.")}
+    assert written
+    assert not written & other
+    assert all(".a" in subject for subject in written), json.dumps(sorted(written))

@@ -1,0 +1,64 @@
+"""The warning before the tape is full: in the aggregator's log, and by the doctor."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+
+from aggregator import tape_watch
+from aggregator.tape_watch import watch_tape
+from common.bus import Filled, MemoryBus, StreamLimits
+from diloco import symptoms
+
+LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
+
+
+async def watched(bus: MemoryBus, fill: list[int]) -> list[dict[str, Any]]:
+    """What is logged while so many bytes come one after the other."""
+    with structlog.testing.capture_logs() as logs:
+        context: Any = SimpleNamespace(bus=bus, tape="tape", logger=structlog.get_logger())
+        watching = asyncio.ensure_future(watch_tape(context))
+        for size in fill:
+            await asyncio.sleep(0.02)
+            await bus.publish("t", bytes(size))
+        await asyncio.sleep(0.02)
+        watching.cancel()
+    return logs
+
+
+def test_it_is_said_at_80_percent_and_with_each_5_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape_watch, "LOOK_S", 0.001)
+
+    async def scenario() -> None:
+        bus = MemoryBus()
+        await bus.create_stream("tape", ["t"], LIMITS)
+        assert await watched(bus, [50_000, 29_000]) == []
+        logs = await watched(bus, [2_000, 1_000, 1_000, 4_000, 500])
+        assert [(log["event"], log["log_level"], log["size_bytes"]) for log in logs] == [
+            ("tape_nearly_full", "warning", 81_001 + 2),
+            ("tape_nearly_full", "warning", 87_000 + 6),
+        ]
+        assert logs[0]["max_bytes"] == 100_000
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_said_of_a_tape_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape_watch, "LOOK_S", 0.001)
+
+    async def scenario() -> None:
+        bus = MemoryBus()
+        await bus.create_stream("tape", ["t"], StreamLimits())
+        assert await watched(bus, [900_000]) == []
+
+    asyncio.run(scenario())
+
+
+def test_the_doctor_says_how_full_it_is() -> None:
+    assert list(symptoms.room(Filled(10**9, 0))) == []
+    assert [f.severity for f in symptoms.room(Filled(79, 100))] == ["ok"]
+    (finding,) = symptoms.room(Filled(80, 100))
+    assert finding.severity == "warning"
+    assert finding.runbook == "runbooks/tape-full.md"
