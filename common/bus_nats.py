@@ -133,12 +133,31 @@ class _Pause:
             self._next_s = _PAUSE_MIN_S
 
 
+class _Client(Client):
+    """nats-py's client, which hears a refusal: over TLS it would write on into a broken pipe."""
+
+    def _connect_command(self) -> bytes:
+        """CONNECT with the PING that nats-py sends after it, so that it reads before it writes."""
+        transport: Any = self._transport
+
+        def connect_and_ping(data: bytes) -> None:
+            transport.write = leave_out
+            type(transport).write(transport, data)
+
+        def leave_out(_ping: bytes) -> None:
+            del transport.write
+
+        transport.write = connect_and_ping
+        command: bytes = super()._connect_command()
+        return command + b"PING\r\n"
+
+
 class _Link:
     """One connection, from its making to its loss."""
 
     def __init__(self, address: _Address) -> None:
         self.lost = asyncio.Event()
-        self.client = Client()
+        self.client = _Client()
         self.js: JetStreamContext = self.client.jetstream(
             prefix=address.api, timeout=CALL_TIMEOUT_S
         )
@@ -589,9 +608,7 @@ class NatsBus:
         if len(subjects) == 1:
             asked = f"{asked}.{subjects[0]}"
         await self._call(asked, lambda js: js.add_consumer(stream, config))
-        cursor = _Cursor(link, stream, consumer, position)
-        await cursor.open()
-        return cursor
+        return _Cursor(link, stream, consumer, position)
 
 
 async def connect(
@@ -651,24 +668,18 @@ async def connect(
 
 
 class _Cursor:
-    """One pull consumer and its inbox; every irregularity is a `BusUnavailableError`."""
+    """One pull consumer; every irregularity is a `BusUnavailableError`."""
 
     def __init__(self, link: _Link, stream: str, consumer: str, position: int) -> None:
         self._link = link
         self._path = f"{stream}.{consumer}"
         self._position = position
-        self._inbox = link.client.new_inbox()
         self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._granted = 0  # messages the server may still send for the pull in progress
         self._delivered = 0
         self._made_at = self._pulled_at = asyncio.get_running_loop().time()
-        self._inbox_sub: Subscription | None = None
-
-    async def open(self) -> None:
-        """Listen on the inbox."""
-        with _vendor_errors(self._path):
-            self._inbox_sub = await self._link.client.subscribe(self._inbox, cb=self._queue.put)
-        self._link.queues.add(self._queue)
+        self._inbox: Subscription | None = None
+        link.queues.add(self._queue)
 
     def age_s(self) -> float:
         """Seconds since it was made."""
@@ -691,8 +702,8 @@ class _Cursor:
         if not self._link.lost.is_set():
             with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
                 async with asyncio.timeout(CALL_TIMEOUT_S):
-                    if self._inbox_sub is not None:
-                        await self._inbox_sub.unsubscribe()
+                    if self._inbox is not None:
+                        await self._inbox.unsubscribe()
                     # Without asking for an answer: the server drops it when idle in any case.
                     await self._link.client.publish(
                         f"{self._link.api}.CONSUMER.DELETE.{self._path}"
@@ -706,9 +717,16 @@ class _Cursor:
             "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
         }
         subject = f"{self._link.api}.CONSUMER.MSG.NEXT.{self._path}"
+        client, answered = self._link.client, self._inbox
         self._pulled_at = asyncio.get_running_loop().time()
         with _vendor_errors(subject):
-            await self._link.client.publish(subject, json.dumps(request).encode(), self._inbox)
+            # An inbox for each pull: across accounts the server keeps a way back to it for as long
+            # as somebody listens there.
+            inbox = client.new_inbox()
+            self._inbox = await client.subscribe(inbox, cb=self._queue.put)
+            await client.publish(subject, json.dumps(request).encode(), inbox)
+            if answered is not None:
+                await answered.unsubscribe()
         self._granted = _PULL_BATCH
 
     def _note(self, status: str, headers: dict[str, str]) -> None:

@@ -146,11 +146,14 @@ def _exports(run: str, identities: Iterable[Identity]) -> list[str]:
             for subject in subjects:
                 users.setdefault((kind, subject), []).append(_quoted(_own_account(run, one)))
     return [
-        # Several answers may come to one request: the messages that a pull asks for.
-        f"{{{kind}: {_quoted(subject)}, {'response: stream, ' if kind == 'service' else ''}"
-        f"accounts: [{', '.join(accounts)}]}}"
+        f"{{{kind}: {_quoted(subject)}, {_answers(subject)}accounts: [{', '.join(accounts)}]}}"
         for (kind, subject), accounts in users.items()
     ]
+
+
+def _answers(subject: str) -> str:
+    """A pull is answered by many messages, anything else by one."""
+    return "response: stream, " if ".CONSUMER.MSG.NEXT." in subject else ""
 
 
 def _account(run: str, identity: Identity) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import ssl
 import stat
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,13 @@ import nats
 import pytest
 from harness import ENDLESS, World, open_world
 
-from common import names, wire
+from common import bus_nats, names, wire
 from common.bus import StreamLimits
 from common.bus_nats import NatsBus, connect
 from common.config import BusSection
 from common.credentials import SHARED_API, load_credentials
 from common.errors import BusError, BusUnavailableError, ConfigError
-from common.nats_server import NatsServer
+from common.nats_server import NatsServer, _free_port
 from diloco import auth
 from diloco.create import make_streams
 
@@ -37,6 +38,13 @@ class Guarded:
 
     folder: Path
     server: NatsServer
+    monitor_port: int
+
+    def ways_back(self) -> int:
+        """To how many askers the server still keeps a way, in the run's account."""
+        url = f"http://127.0.0.1:{self.monitor_port}/accountz?acc=diloco-{RUN}"
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return len(json.load(answer)["account_detail"].get("responses") or {})
 
     @property
     def url(self) -> str:
@@ -91,12 +99,14 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
     for learner in ("a", "b"):
         auth.add(folder, learner, "learner")
     auth.add(folder, "agg", "aggregator")
+    port = _free_port()
     config = f"""
+        http: "127.0.0.1:{port}"
         tls {{ cert_file: "{folder}/tls/nats-1.pem", key_file: "{folder}/tls/nats-1.key" }}
         accounts {{ include "../accounts.conf" }}
     """
     with NatsServer(folder / "server", extra_config=config) as server:
-        yield Guarded(folder, server)
+        yield Guarded(folder, server, port)
 
 
 @pytest.fixture
@@ -330,6 +340,28 @@ def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_a
                 last = await operator.last(TAPE, subject)
                 assert last is None or last.payload == b"real"
         await client.close()
+
+    run_async(scenario())
+
+
+def test_the_server_keeps_nothing_of_what_was_answered(
+    guarded: Guarded, run_async: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_nats, "_PULL_EXPIRES_S", 0.3)
+    monkeypatch.setattr(bus_nats, "_HEARTBEAT_S", 0.1)
+
+    async def scenario() -> None:
+        await make_run(guarded)
+        async with guarded.enter("a") as bus, guarded.enter("operator") as operator:
+            reader = bus.read(TAPE, [names.record(RUN, "*")], 1)
+            for _ in range(30):
+                message = await anext(reader)
+                await operator.publish(message.subject, b"next")
+                await bus.publish(names.update(RUN, "a", 0), b"mine")
+                assert await bus.last(TAPE, names.spec(RUN)) is not None
+                await asyncio.sleep(0.1)
+            # One for the pull that waits, and one that may just have ended.
+            assert guarded.ways_back() <= 2
 
     run_async(scenario())
 
