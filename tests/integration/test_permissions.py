@@ -124,6 +124,8 @@ def test_a_run_with_credentials_over_tls_loses_a_revoked_learner_and_nothing_els
     }
     aggregator = world.start("agg", "aggregator", "--config", files["agg"])
     kept = world.start("a", "learner", "--config", files["a"], "--learner", "a")
+    # One after the other, since the cache of compiled programs can be read half written.
+    world.until(lambda: world.steps("a") > 0, "training of a")
     gone = world.start("b", "learner", "--config", files["b"], "--learner", "b")
 
     def contributed(learner: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from common import log
 from common.credentials import Credentials, load_credentials, render_credentials
 from common.errors import ConfigError
 from common.nats_server import find_binary
@@ -117,7 +118,8 @@ def test_credentials_survive_the_file(tmp_path: Path) -> None:
     assert load_credentials(path) == one
 
 
-def test_the_command_says_what_to_do_next(tmp_path: Path) -> None:
+def test_the_command_says_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "configure", lambda _level: None)
     folder = tmp_path / "auth"
 
     def run(*arguments: str) -> str:
