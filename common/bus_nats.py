@@ -244,7 +244,8 @@ class _Link:
         if "authorization" in text.lower() or "authentication" in text.lower():
             return BusError(
                 f"NATS at {self._address.shown()} refused {self._address.name!r}: {text}",
-                hint="check the credentials, and that the server knows them",
+                hint="check the credentials, and that the server knows them: "
+                "runbooks/credentials.md",
             )
         if isinstance(error, ssl.SSLError) or "certificate" in text.lower():
             return BusError(
