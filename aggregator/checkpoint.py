@@ -227,6 +227,7 @@ async def _begin(context: Context, source: wire.Record, settings_seq: int) -> No
             "opened_at_s": now_s,
             "quorum_at_s": now_s,
             "closed_at_s": now_s,
+            "merged_at_s": now_s,
             "aggregator": context.name,
             "attempt_id": identity(context),
         }

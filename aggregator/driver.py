@@ -360,6 +360,7 @@ class FragmentOwner:
             "opened_at_s": state.opened_at_s,
             "quorum_at_s": state.quorum_at_s,
             "closed_at_s": commit.at_s,
+            "merged_at_s": commit.at_s,
             "aggregator": self.context.name,
             "attempt_id": identity(self.context),
         }
@@ -374,8 +375,10 @@ class FragmentOwner:
         version = state.version + 1
         part = machine.share(state) if settings.outer.participation else 1.0
         made = await runtime.call(self._arrays.close_round, state.admitted, part)
+        merged_at_s = runtime.clock()
         delta = await self._store(version, "delta", made.delta)
         fields: dict[str, Any] = {
+            "merged_at_s": merged_at_s,
             "version": version,
             "global_step": machine.global_step_after(self.rules, state),
             "inputs": made.inputs,

@@ -75,6 +75,7 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
         opened_at_s=now_s,
         quorum_at_s=now_s,
         closed_at_s=now_s,
+        merged_at_s=now_s,
         aggregator=context.name,
         attempt_id=identity(context),
     )

@@ -134,6 +134,7 @@ async def _restore(
             "opened_at_s": now_s,
             "quorum_at_s": now_s,
             "closed_at_s": now_s,
+            "merged_at_s": now_s,
             "aggregator": context.name,
             "attempt_id": identity(context),
         }

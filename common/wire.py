@@ -279,6 +279,7 @@ class Record(Body):
         position: lowest stream sequence not yet resolved: a new owner reads from here.
         final: no version of this fragment follows.
         closed_at_s: when the round closed; `opened_at_s`, `quorum_at_s` before it.
+        merged_at_s: when the outer step was taken; storing and publishing follow.
     """
 
     kind: ClassVar[str] = "record"
@@ -316,6 +317,7 @@ class Record(Body):
     opened_at_s: float
     quorum_at_s: float
     closed_at_s: float
+    merged_at_s: float
     aggregator: str
     attempt_id: str
 

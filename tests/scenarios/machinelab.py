@@ -117,6 +117,7 @@ def record_of(rules, commit: machine.Commit, base_digest: str) -> wire.Record:
         opened_at_s=state.opened_at_s,
         quorum_at_s=state.quorum_at_s,
         closed_at_s=commit.at_s,
+        merged_at_s=commit.at_s,
         aggregator="lab",
         attempt_id="0",
     )
