@@ -469,7 +469,10 @@ def decode(expected: type[T], payload: bytes) -> T:
     Raises:
         WireError: reason "oversize", "undecodable", "schema", "kind" or "malformed".
     """
-    fields = _unpack(payload, expected.limit_bytes)
+    return _parse(expected, _unpack(payload, expected.limit_bytes))
+
+
+def _parse(expected: type[T], fields: dict[str, Any]) -> T:
     if fields.pop("kind", None) != expected.kind:
         raise WireError("kind", f"expected a message of kind {expected.kind!r}")
     try:
@@ -488,9 +491,10 @@ def decode_record(payload: bytes) -> "Record | RecordPointer":
     Raises:
         WireError: as `decode`.
     """
-    if _unpack(payload, MESSAGE_BYTES).get("kind") == RecordPointer.kind:
-        return decode(RecordPointer, payload)
-    return decode(Record, payload)
+    fields = _unpack(payload, MESSAGE_BYTES)
+    if fields.get("kind") == RecordPointer.kind:
+        return _parse(RecordPointer, fields)
+    return _parse(Record, fields)
 
 
 def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:

@@ -68,9 +68,20 @@ class Ready(NamedTuple):
     restored: bool = False
 
 
-class FragmentState(NamedTuple):
-    """One fragment: what is adopted, what is unsent, what is in flight.
+class Work(NamedTuple):
+    """Inner steps, and the tokens they were taken over."""
 
+    steps: int = 0
+    tokens: int = 0
+
+
+NO_WORK = Work()
+
+
+class FragmentState(NamedTuple):
+    """One fragment: what is adopted, what is sent, what is in flight.
+
+    `sent` counts the work of this life that is sent, or let go by an overwrite or a rollback.
     `due_steps`: unsent steps at which it is due; `open_version`: of the round last announced.
     """
 
@@ -78,8 +89,7 @@ class FragmentState(NamedTuple):
     view_digest: str
     record_seq: int
     due_steps: int
-    steps: int = 0
-    tokens: int = 0
+    sent: Work = NO_WORK
     next_seq: int = 1
     in_flight: InFlight | None = None
     open_version: int = 0
@@ -91,13 +101,13 @@ class FragmentState(NamedTuple):
 class State:
     """The core's state.
 
-    `clock_step` is the newest global step heard of, `since_clock` the own steps since then.
-    `stopping`: the run is at its end; `ended`: it is over, no record follows; `leaving`: this
-    learner was asked to.
+    `done` is the work of this life; `clock_step` is the newest global step heard of, `since_clock`
+    the own steps since then. `stopping`: the run is at its end; `ended`: it is over, no record
+    follows; `leaving`: this learner was asked to.
     """
 
     fragments: tuple[FragmentState, ...]
-    local_step: int = 0
+    done: Work = NO_WORK
     clock_step: int = 0
     since_clock: int = 0
     stopping: bool = False
@@ -252,12 +262,18 @@ def flushed(state: State) -> bool:
     )
 
 
+def unsent_of(state: State, fragment: FragmentState) -> Work:
+    """The work that no update of a fragment covers yet."""
+    done, sent = state.done, fragment.sent
+    return Work(done.steps - sent.steps, done.tokens - sent.tokens)
+
+
 def unsent(state: State) -> dict[int, int]:
     """Steps that no manifest on the tape covers, by fragment that has any."""
     found = {}
     for index, fragment in enumerate(state.fragments):
         flying = fragment.in_flight
-        steps = fragment.steps
+        steps = unsent_of(state, fragment).steps
         if flying is not None and not flying.announced_at_s:
             steps += flying.steps
         if steps:
@@ -266,20 +282,12 @@ def unsent(state: State) -> dict[int, int]:
 
 
 def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
-    counted = tuple(
-        fragment._replace(steps=fragment.steps + event.steps, tokens=fragment.tokens + event.tokens)
-        for fragment in state.fragments
-    )
-    state = replace(
-        state,
-        fragments=counted,
-        local_step=state.local_step + event.steps,
-        since_clock=state.since_clock + event.steps,
-    )
+    done = Work(state.done.steps + event.steps, state.done.tokens + event.tokens)
+    state = replace(state, done=done, since_clock=state.since_clock + event.steps)
     effects: list[Effect] = []
     fragments = []
     for index, fragment in enumerate(state.fragments):
-        adopted = _adopt(rules, fragment, effects)
+        adopted = _adopt(rules, state, fragment, effects)
         fragments.append(_send(rules, state, index, adopted, event.now_s, effects))
     finished = tuple(
         index
@@ -291,7 +299,9 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
     return replace(state, fragments=tuple(fragments)), tuple(effects)
 
 
-def _adopt(rules: SyncRules, fragment: FragmentState, effects: list[Effect]) -> FragmentState:
+def _adopt(
+    rules: SyncRules, state: State, fragment: FragmentState, effects: list[Effect]
+) -> FragmentState:
     """Take every record that is ready, in order.
 
     Where views overwrite parameters, the steps not sent by then are lost and no longer counted
@@ -303,7 +313,7 @@ def _adopt(rules: SyncRules, fragment: FragmentState, effects: list[Effect]) -> 
         void = ready.restored or (flying is not None and flying.void)
         effects.append(Adopt(ready, resolved and not void))
         if ready.restored or (rules.overwrite and ready.version > fragment.version):
-            fragment = fragment._replace(steps=0, tokens=0)
+            fragment = fragment._replace(sent=state.done)
         if flying is not None:
             flying = None if resolved else flying._replace(void=void)
         fragment = fragment._replace(
@@ -335,14 +345,15 @@ def _send(
     ending = state.stopping or state.leaving
     if fragment.final:
         return fragment
-    if fragment.steps == 0:
+    work = unsent_of(state, fragment)
+    if work.steps == 0:
         return fragment._replace(final=True) if ending else fragment
     opened = (
         fragment.open_version > fragment.version
-        and fragment.steps >= rules.min_steps
+        and work.steps >= rules.min_steps
         and not rules.lockstep
     )
-    if not (ending or opened or fragment.steps >= fragment.due_steps):
+    if not (ending or opened or work.steps >= fragment.due_steps):
         return fragment
     effects.append(
         Send(
@@ -350,17 +361,16 @@ def _send(
             fragment.next_seq,
             fragment.version,
             fragment.view_digest,
-            fragment.steps,
-            fragment.tokens,
+            work.steps,
+            work.tokens,
             ending,
         )
     )
     return fragment._replace(
-        steps=0,
-        tokens=0,
+        sent=state.done,
         due_steps=rules.interval_steps,
         next_seq=fragment.next_seq + 1,
-        in_flight=InFlight(fragment.next_seq, fragment.steps),
+        in_flight=InFlight(fragment.next_seq, work.steps),
         final=ending,
     )
 

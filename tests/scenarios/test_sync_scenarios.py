@@ -94,7 +94,10 @@ class Player:
     def _fragment(self, index: int) -> str:
         fragment = self.state.fragments[index]
         flying = fragment.in_flight
-        parts = [f"{index}: version {fragment.version}", f"{fragment.steps} unsent"]
+        parts = [
+            f"{index}: version {fragment.version}",
+            f"{sync.unsent_of(self.state, fragment).steps} unsent",
+        ]
         if flying:
             parts.append(f"{flying.seq} {'in flight' if flying.announced_at_s else 'uploading'}")
         if fragment.final:
