@@ -19,7 +19,7 @@ from typing import Any
 
 from simactor import CALM, Actor, Faults
 from simcheck import Violation
-from simtensors import Light
+from simtensors import Ledger, Light
 from simworld import SimLearner, World, ended
 
 from aggregator import checkpoint, rollback
@@ -70,6 +70,7 @@ class Plan:
         kinds: of faults that may be; which of them are, the seed says.
         intensity: how often they are, against what is usual here, which is far too often for a
             run of hours that should also get somewhere.
+        dense: with dense ledgers and the production arithmetic.
     """
 
     seed: int
@@ -78,6 +79,7 @@ class Plan:
     fragments: int = 2
     kinds: tuple[str, ...] = KINDS
     intensity: float = 1.0
+    dense: bool = False
     traced: bool = False
 
     def chance(self, of: str) -> random.Random:
@@ -116,7 +118,7 @@ def settings(plan: Plan) -> dict[str, Any]:
             "codec": "float32",
             "delta_codec": "float32",
             "block": 16,
-            "shard_elements": 1024,
+            "shard_elements": 1 << 20 if plan.dense else 1024,
             "snapshot_every": max(chance.choice([1, 2, 5]), plan.fragments // 3),
             "overlap_steps": chance.choice([0, 2]),
             "announce_again_s": chance.choice([4.0, 20.0]),
@@ -164,7 +166,7 @@ class Scenario:
         self.world = World(
             settings(plan),
             seed=plan.seed,
-            tensors=Light(elements),
+            tensors=Ledger(16 * 512) if plan.dense else Light(elements),
             faults=faults(plan),
             streams=BusSection(duplicate_window_s=plan.chance("window").choice([5.0, 30.0])),
             gc=GcSection(replay_s=plan.chance("gc").choice([0.0, 20.0, 60.0])),

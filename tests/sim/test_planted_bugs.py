@@ -3,7 +3,8 @@
 from unittest import mock
 
 import pytest
-from simrun import Plan, simulate
+from simrun import KINDS, Plan, simulate
+from simshrink import commit, explain, shrink
 
 from aggregator import garbage, machine
 from aggregator.context import Context
@@ -84,3 +85,15 @@ def test_a_planted_bug_is_found(plant, record_property):
     record_property("seeds", seed + 1)
     print(f"{plant.__name__} is found after {seed + 1} seeds: {violation}")
     assert violation.rule in BUGS[plant]
+
+
+def test_a_failure_is_shown_by_seed_commit_and_minimal_trace():
+    with no_fence():
+        failed = simulate(Plan(seed=0))
+        smallest = shrink(failed)
+        text = explain(smallest)
+    assert smallest.violation.rule == failed.violation.rule
+    assert len(smallest.plan.kinds) < len(KINDS) / 2
+    assert smallest.plan.learners * smallest.plan.fragments < 8
+    assert text.startswith(f"seed 0 at commit {commit()} fails after")
+    assert "diloco.sim.record.0 version" in text

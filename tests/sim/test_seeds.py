@@ -24,3 +24,19 @@ def test_no_seed_breaks_an_invariant():
     assert fates["merged"] > 50 * SEEDS
     assert fates["rejected"] > 0
     assert min(injected[kind] for kind in KINDS) > 0
+
+
+def test_nor_with_the_production_arithmetic():
+    for seed in range(SEEDS, SEEDS + 3):
+        outcome = simulate(Plan(seed=seed, minutes=1.0, dense=True))
+        assert outcome.violation is None
+        assert outcome.fates["merged"] > 20
+
+
+def test_a_seed_repeats_itself():
+    def story(seed):
+        outcome = simulate(Plan(seed=seed))
+        return outcome.world.digests(), outcome.fates, outcome.injected, outcome.simulated_s
+
+    assert story(7) == story(7)
+    assert story(7) != story(8)
