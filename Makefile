@@ -8,6 +8,7 @@ MINUTES ?= 2
 LEARNERS ?= 4
 FRAGMENTS ?= 2
 INTENSITY ?= 1
+WORKERS ?= 2
 SECONDS ?= 600
 BENCHES ?= merge encode stall wire quality events failover store_gcs
 
@@ -46,8 +47,8 @@ $(STAMP): requirements.lock pyproject.toml
 demo: install ## train with four learners and an aggregator on this machine
 	@$(BIN)/diloco local $(ARGS)
 
-test: install ## run the tests, without the slow ones
-	@$(RUN) pytest -m "not slow" $(ARGS)
+test: install ## run the tests, without the slow ones; WORKERS=2 at a time
+	@$(RUN) pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0
 	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \

@@ -85,7 +85,7 @@ def test_a_passing_fault_of_a_download_is_bridged(
     assert made.times == 0
 
 
-@pytest.mark.parametrize("fault", PASSING.keys() - {"truncate"})
+@pytest.mark.parametrize("fault", sorted(PASSING.keys() - {"truncate"}))
 def test_a_passing_fault_of_a_small_upload_is_bridged(
     server: GcsServer, store: GcsStore, fault: str
 ) -> None:
@@ -97,7 +97,9 @@ def test_a_passing_fault_of_a_small_upload_is_bridged(
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT"])
-@pytest.mark.parametrize("fault", PASSING.keys() - {"truncate", "flip", "reset in the body"})
+@pytest.mark.parametrize(
+    "fault", sorted(PASSING.keys() - {"truncate", "flip", "reset in the body"})
+)
 def test_a_passing_fault_of_a_large_upload_is_bridged(
     server: GcsServer, store: GcsStore, fault: str, method: str
 ) -> None:
