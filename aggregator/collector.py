@@ -18,7 +18,7 @@ from aggregator import garbage, machine
 from aggregator.context import Context
 from aggregator.garbage import Fleet, Ledger, Trim
 from aggregator.machine import UpdateId
-from common import log, names, wire
+from common import log, metrics, names, wire
 from common.errors import DilocoError, ObjectMissingError, RunMismatchError, WireError
 from common.store import ObjectInfo, ObjectStore
 from common.tape import RunContext, last_record, records_of
@@ -115,11 +115,13 @@ class Collector:
             answered = [await answered_seq(context, fragment) for fragment in fragments]
             await trim_tape(context, garbage.plan_run(context.run, answered, fleet.lives))
             await delete(context, [info.name for info in pins.stale])
+        size_bytes = sum(item.size_bytes for item in plan.objects)
+        context.metrics.add(metrics.COLLECTED, size_bytes)
         self._logger.info(
             "collected",
             floor=plan.floor_version,
             objects=dict(Counter(item.kind for item in plan.objects)),
-            size_bytes=sum(item.size_bytes for item in plan.objects),
+            size_bytes=size_bytes,
             took_s=round(context.runtime.clock() - began_s, 3),
         )
 

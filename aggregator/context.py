@@ -5,9 +5,11 @@ Objects go to names that hold their content; messages that commit go by compare-
 
 from dataclasses import dataclass, field
 
-from common import log, names, shards, wire
+from common import log, metrics, names, shards, wire
 from common.config import GcSection
 from common.errors import BusUnavailableError, SwapLostError
+from common.health import Health
+from common.metrics import Metrics
 from common.tape import RunContext
 
 
@@ -17,6 +19,8 @@ class Context(RunContext):
 
     name: str
     gc: GcSection = field(default_factory=GcSection)
+    metrics: Metrics = field(default_factory=Metrics)
+    health: Health = field(default_factory=Health)
 
 
 def identity(context: Context) -> str:
@@ -34,6 +38,7 @@ async def store_version_object(
         lambda: context.runtime.call(context.store.put, name, data),
         logger=logger,
     )
+    context.metrics.add(metrics.STORED, len(data))
     return wire.ObjectRef(name=name, size_bytes=len(data), crc32c=shards.crc32c(data))
 
 

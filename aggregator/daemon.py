@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
+from aggregator import instruments
 from aggregator.conductor import Conductor
 from aggregator.context import Context
 from aggregator.driver import FragmentOwner, LivenessWatch
@@ -11,9 +12,16 @@ from aggregator.leases import Everything, Leases
 from aggregator.tape_watch import watch_tape
 from common import bus_nats, log, names
 from common.bus import Bus
-from common.config import Config, check_same_run, parse_settings, warnings
+from common.config import (
+    Config,
+    check_same_run,
+    parse_settings,
+    warnings,
+)
 from common.errors import ConfigError, IntegrityError
 from common.layout import Layout, parse_layout
+from common.manager import report, tell
+from common.probes import Probes, make_probes, serving
 from common.service import Runtime, all_of, cancel, first_of, on_signals
 from common.store import ObjectStore, open_store
 from common.tape import load_specification
@@ -55,8 +63,20 @@ class Owners:
         self._done = done
         self._tasks: dict[int, asyncio.Future[None]] = {}
         self._owners: dict[int, FragmentOwner] = {}
-        self.damaged: list[IntegrityError] = []
+        self.damaged: dict[int, IntegrityError] = {}
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def show(self) -> None:
+        """Tell metrics and health of the owners, whenever these ask."""
+        context, fragments = self._context, len(self._context.layout.fragments)
+        context.metrics.on_scrape(
+            lambda: instruments.show_owned(
+                context.metrics, self._owners, fragments, len(self.damaged)
+            )
+        )
+        context.health.view = lambda: instruments.describe(
+            self._owners, {f: error.message for f, error in [*self.damaged.items()]}, fragments
+        )
 
     def all(self) -> Collection[FragmentOwner]:
         """The owners of now, as they come and go."""
@@ -89,7 +109,7 @@ class Owners:
         except IntegrityError as error:
             # It stands still until an operator has looked; the others go on.
             self._context.logger.exception("fragment_stopped", hint=error.hint)
-            self.damaged.append(error)
+            self.damaged[fragment] = error
         except Exception as error:  # noqa: BLE001 - raised by `failure`
             if not self._failed.done():
                 self._failed.set_exception(error)
@@ -108,6 +128,7 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
     """
     held: Leases | Everything = leases or Everything(context)
     owners = Owners(context, held.still_ours, held.done)
+    owners.show()
     try:
         await first_of(
             all_of(held.hold(owners.take, owners.drop), Conductor(context).conduct()),
@@ -118,8 +139,8 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
     finally:
         await owners.drop_all()
         await held.release()
-    if owners.damaged:
-        raise owners.damaged[0]
+    for error in owners.damaged.values():
+        raise error
 
 
 def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
@@ -133,14 +154,18 @@ def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
         ConfigError: the run has no such fragments.
         DilocoError: what stops it for good, with what to do.
     """
-    asyncio.run(_serve(config, pinned))
+    runtime = Runtime()
+    probes = make_probes(runtime.waits, run=config.run.name, aggregator=config.aggregator.name)
+    with serving(config.metrics, probes):
+        asyncio.run(_serve(config, pinned, runtime, probes))
 
 
-async def _serve(config: Config, pinned: frozenset[int] | None) -> None:
+async def _serve(
+    config: Config, pinned: frozenset[int] | None, runtime: Runtime, probes: Probes
+) -> None:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     on_signals(lambda: loop.call_soon_threadsafe(asked.set))
-    runtime = Runtime()
     logger = log.get(run=config.run.name, aggregator=config.aggregator.name)
     for sentence in warnings(config.settings()):
         logger.warning("configuration", warning=sentence)
@@ -156,6 +181,8 @@ async def _serve(config: Config, pinned: frozenset[int] | None) -> None:
         context = Context(
             name=config.aggregator.name,
             gc=config.gc,
+            metrics=probes.metrics,
+            health=probes.health,
             settings=config.settings(),
             layout=layout,
             epoch=epoch,
@@ -169,7 +196,11 @@ async def _serve(config: Config, pinned: frozenset[int] | None) -> None:
         leases = Leases(context, config.aggregator.lease_s, pinned)
         work = asyncio.ensure_future(aggregate(context, leases))
         stop = asyncio.ensure_future(asked.wait())
+        reports = asyncio.ensure_future(report(probes.health, probes.manager))
+        tell(probes.manager, READY="1")
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        tell(probes.manager, STOPPING="1")
+        await cancel(reports)
         stop.cancel()
         if work.done():
             work.result()

@@ -11,13 +11,13 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
-from aggregator import machine, policy
+from aggregator import instruments, machine, policy
 from aggregator.collector import Collector
 from aggregator.context import Context, commit_record, identity, store_version_object
 from aggregator.fragment import FragmentArrays, Payload, read_payload
 from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound
 from aggregator.recovery import recover
-from common import names, wire
+from common import metrics, names, wire
 from common.bus import Message
 from common.config import RunSettings
 from common.errors import DilocoError, ObjectMissingError, SwapLostError, WireError
@@ -66,6 +66,7 @@ class FragmentOwner:
         self.fragment = fragment
         self.state: machine.State | None = None
         self._logger = context.logger.bind(fragment=fragment)
+        self._metrics = context.metrics
         self._queue: asyncio.Queue[Item | None] = asyncio.Queue(QUEUE)
         self._fetching = asyncio.Semaphore(FETCHES)
         self._fetches: set[asyncio.Task[None]] = set()
@@ -105,6 +106,16 @@ class FragmentOwner:
                 self.state = None
                 await cancel(*self._fetches)
 
+    @property
+    def newest(self) -> wire.Record:
+        """The record that the fragment stands at; only with a `state`."""
+        return self._newest
+
+    @property
+    def queued(self) -> int:
+        """Events that wait for the machine."""
+        return self._queue.qsize()
+
     def tell(self, event: machine.Liveness) -> None:
         """Give the machine a liveness change; dropped while its queue is full, and told again."""
         if not self._queue.full():
@@ -130,6 +141,8 @@ class FragmentOwner:
         self._queue = asyncio.Queue(QUEUE)
         self._fetching = asyncio.Semaphore(FETCHES)
         self.state = machine.resume(recovered.record, recovered.record_seq, runtime.clock())
+        self._metrics.add(metrics.RECOVERIES)
+        self._metrics.add(metrics.MERGED_AGAIN, recovered.merged_again)
         self._logger.info(
             "recovered",
             version=recovered.record.version,
@@ -179,6 +192,7 @@ class FragmentOwner:
 
     async def _sample(self, subject: str, reason: str, detail: str) -> None:
         """Count what is no update, and show people one of a kind now and then."""
+        self._metrics.add(metrics.IGNORED, 1, reason)
         self._logger.warning("ignored", subject=subject, reason=reason, detail=detail)
         now_s = self.context.runtime.clock()
         if now_s - self._sampled_at_s.get(reason, 0.0) < SAMPLE_S:
@@ -296,6 +310,8 @@ class FragmentOwner:
                 logger=self._logger,
             )
             event = machine.Fetched(runtime.clock(), fetch.update, payload.norm)
+            received = sum(shard.size_bytes for shard in fetch.manifest.shards)
+            self._metrics.add(metrics.RECEIVED, received)
         except ObjectMissingError as error:
             event = machine.Failed(runtime.clock(), fetch.update, "missing", error.message)
         except WireError as error:
@@ -319,7 +335,9 @@ class FragmentOwner:
         """Store the objects, publish the record by compare-and-swap, tell the machine."""
         runtime = self.context.runtime
         record = await self._draft(commit)
-        record_seq = await commit_record(self.context, record)
+        with self._timing("publish"):
+            record_seq = await commit_record(self.context, record)
+        instruments.count_record(self._metrics, self._newest, record)
         # Later records must cite this one where it could only say "this".
         self._newest = record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
         committed = machine.Committed(runtime.clock(), record_seq, record.view_digest)
@@ -339,6 +357,9 @@ class FragmentOwner:
         await self._take(committed, None)
         if record.what == "version" and record.snapshot_version == record.version:
             self._collector.wake()
+
+    def _timing(self, part: str) -> contextlib.AbstractContextManager[None]:
+        return instruments.timing(self._metrics, self.context.runtime.clock, part)
 
     async def _draft(self, commit: Commit) -> wire.Record:
         """The record of `commit`, with its objects stored."""
@@ -374,9 +395,12 @@ class FragmentOwner:
         settings, previous, runtime = self.settings, self._newest, self.context.runtime
         version = state.version + 1
         part = machine.share(state) if settings.outer.participation else 1.0
-        made = await runtime.call(self._arrays.close_round, state.admitted, part)
+        with self._timing("merge"):
+            made = await runtime.call(self._arrays.close_round, state.admitted, part)
         merged_at_s = runtime.clock()
-        delta = await self._store(version, "delta", made.delta)
+        with self._timing("store"):
+            delta = await self._store(version, "delta", made.delta)
+            snapshot = await self._store_snapshot(version)
         fields: dict[str, Any] = {
             "merged_at_s": merged_at_s,
             "version": version,
@@ -390,14 +414,23 @@ class FragmentOwner:
             "view_digest": made.view_digest,
             "outer_digest": made.outer_digest,
         }
-        if version % settings.sync.snapshot_every == 0:
-            view = await runtime.call(self._arrays.view_bytes)
-            outer = await runtime.call(self._arrays.outer_bytes)
-            fields["snapshot"] = await self._store(version, "view", view)
-            fields["outer"] = await self._store(version, "outer", outer)
-            fields |= {"snapshot_version": version, "outer_version": version}
-            fields |= {"deltas": (), "outer_seq": 0}
-        return fields
+        return fields | snapshot
+
+    async def _store_snapshot(self, version: int) -> dict[str, Any]:
+        """Store view and outer state, every so many versions; the record's fields of them."""
+        if version % self.settings.sync.snapshot_every:
+            return {}
+        runtime = self.context.runtime
+        view = await runtime.call(self._arrays.view_bytes)
+        outer = await runtime.call(self._arrays.outer_bytes)
+        return {
+            "snapshot": await self._store(version, "view", view),
+            "outer": await self._store(version, "outer", outer),
+            "snapshot_version": version,
+            "outer_version": version,
+            "deltas": (),
+            "outer_seq": 0,
+        }
 
     async def _store(self, version: int, what: str, data: bytes) -> wire.ObjectRef:
         return await store_version_object(
@@ -520,6 +553,7 @@ class LivenessWatch:
 
     async def _compare(self) -> None:
         while True:
+            self._context.health.turned()
             await asyncio.sleep(min(1.0, self._live_s() / 4))
             for owner in self._owners:
                 if owner.state is not None:

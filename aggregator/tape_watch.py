@@ -3,6 +3,7 @@
 import asyncio
 
 from aggregator.context import Context
+from common import metrics
 from common.bus import Filled
 from common.errors import BusUnavailableError
 
@@ -26,6 +27,9 @@ async def watch_tape(context: Context) -> None:
             filled = await context.bus.filled(context.tape)
         except BusUnavailableError:
             filled = Filled(0, 0)
+        else:
+            context.metrics.set(metrics.TAPE_SIZE, filled.size_bytes)
+            context.metrics.set(metrics.TAPE_LIMIT, filled.max_bytes)
         used = share(filled)
         if used < NEARLY_FULL:
             said = 0.0

@@ -2,8 +2,8 @@
 
 The sections `run`, `task`, `sync`, `outer`, `staleness`, `quorum` and `bounds` define the run:
 they go into its specification, and a daemon whose file disagrees is refused (`differences`).
-The sections `bus`, `store`, `learner` and `aggregator` say how one daemon does its work, and may
-differ from machine to machine. docs/configuration.md lists every key.
+The sections `bus`, `store`, `learner`, `aggregator`, `gc` and `metrics` say how one daemon does its
+work, and may differ from machine to machine. docs/configuration.md lists every key.
 
 The only module that reads the environment: DILOCO_<SECTION>_<KEY> overrides the daemon sections.
 """
@@ -12,7 +12,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -217,6 +217,7 @@ class LearnerSection(Section):
         checkpoint_upload: also put them into the object store.
         warm_start: a learner that has no checkpoint of its own begins with another learner's
             inner optimizer, from the object store.
+        hang_s: a training loop that has not turned for so long, and for 20 steps' time, hangs.
     """
 
     speed: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
@@ -228,6 +229,7 @@ class LearnerSection(Section):
     checkpoint_keep: Steps = 2
     checkpoint_upload: bool = False
     warm_start: bool = False
+    hang_s: Annotated[float, Field(gt=0)] = 600.0
 
     @model_validator(mode="after")
     def _consistent(self) -> "LearnerSection":
@@ -263,6 +265,18 @@ class GcSection(Section):
     keep_checkpoints: Annotated[int, Field(ge=1)] = 3
 
 
+class MetricsSection(Section):
+    """Where a daemon serves /metrics and /healthz.
+
+    Attributes:
+        listen: address of the interface.
+        port: 0 for no server.
+    """
+
+    listen: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+
+
 class RunSettings(Section):
     """The sections that all parties of a run share; they go into its specification."""
 
@@ -283,13 +297,14 @@ class Config(RunSettings):
     learner: LearnerSection = LearnerSection()
     aggregator: AggregatorSection = AggregatorSection()
     gc: GcSection = GcSection()
+    metrics: MetricsSection = MetricsSection()
 
     def settings(self) -> RunSettings:
         """The part that defines the run."""
         return RunSettings(**{name: getattr(self, name) for name in RunSettings.model_fields})
 
 
-DAEMON_SECTIONS = ("bus", "store", "learner", "aggregator", "gc")
+DAEMON_SECTIONS = ("bus", "store", "learner", "aggregator", "gc", "metrics")
 
 
 def load_config(path: Path) -> Config:
@@ -331,6 +346,25 @@ def storage_emulator(*, asked_for: bool) -> str | None:
             hint="unset it; for a test, set store.emulator = true",
         )
     return host if not host or "://" in host else f"http://{host}"
+
+
+class ServiceManager(NamedTuple):
+    """The systemd that started this process.
+
+    Attributes:
+        address: of the socket on which it wants to hear of the process; "" for none.
+        watchdog_s: it wants to hear from the main loop within so many seconds; 0 for never.
+    """
+
+    address: str = ""
+    watchdog_s: float = 0.0
+
+
+def service_manager() -> ServiceManager:
+    """Who started this process and asks to be told how it fares."""
+    watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    watchdog_us = os.environ.get("WATCHDOG_USEC", "0") if watched else "0"
+    return ServiceManager(os.environ.get("NOTIFY_SOCKET", ""), int(watchdog_us) / 1e6)
 
 
 def make_config(document: Mapping[str, Any], *, source: str) -> Config:

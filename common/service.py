@@ -5,11 +5,13 @@ simulation can give them virtual time and a seed.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -28,6 +30,37 @@ async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
+@dataclass
+class Waits:
+    """What passing faults keep waiting now, and how many attempts have met one, by what it was.
+
+    Changed on the event loop; read from other threads.
+    """
+
+    waiting: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    @contextlib.contextmanager
+    def note(self, what: str) -> Iterator[Callable[[], None]]:
+        """Gives the function to call at each fault of an attempt at `what`."""
+        failed = False
+
+        def fault() -> None:
+            nonlocal failed
+            self.faults[what] += 1
+            self.waiting[what] += not failed
+            failed = True
+
+        try:
+            yield fault
+        finally:
+            self.waiting[what] -= failed
+
+    def now(self) -> tuple[str, ...]:
+        """What waits now."""
+        return tuple(what for what, count in sorted(self.waiting.copy().items()) if count)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
     """Time, threads and chance, as the drivers see them.
@@ -36,11 +69,13 @@ class Runtime:
         clock: seconds since the epoch.
         offload: runs a blocking function and gives its result.
         chance: for jitter only.
+        waits: what `retry` waits for.
     """
 
     clock: Callable[[], float] = time.time
     offload: Callable[..., Awaitable[object]] = offload_to_thread
     chance: random.Random = field(default_factory=random.Random)
+    waits: Waits = field(default_factory=Waits)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking function off the event loop."""
@@ -70,6 +105,17 @@ class Runtime:
         Raises:
             DilocoError: one that is no passing fault, or the last one at the deadline.
         """
+        with self.waits.note(what) as fault:
+            return await self._retry(what, attempt, fault, logger, deadline_s)
+
+    async def _retry(
+        self,
+        what: str,
+        attempt: Callable[[], Awaitable[T]],
+        fault: Callable[[], None],
+        logger: log.Logger,
+        deadline_s: float | None,
+    ) -> T:
         began_s = self.clock()
         patient_since_s: float | None = None
         backoff_s = FIRST_BACKOFF_S
@@ -87,6 +133,7 @@ class Runtime:
                     late = late or now_s - patient_since_s > error.patience_s
                 if not error.retry or late:
                     raise
+                fault()
                 if failures == 0:
                     logger.warning("waiting", what=what, error=error.message)
                 failures += 1

@@ -41,11 +41,27 @@ RunArgument = Annotated[
 LevelOption = Annotated[
     str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
 ]
+MetricsPortOption = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        help="serve /metrics and /healthz here, 0 for no port [default: of the file]",
+        min=0,
+        max=65535,
+        metavar="PORT",
+    ),
+]
 
 
-def _load(path: Path, level: str) -> Config:
+def _load(path: Path, level: str, **options: tuple[str, object]) -> Config:
+    """The file, with the keys that options of the command line set: section=(key, value)."""
     log.configure(level)
-    return load_config(path)
+    loaded = load_config(path)
+    for section, (key, value) in options.items():
+        if value is not None:
+            changed = {**getattr(loaded, section).model_dump(), key: value}
+            loaded = make_config({**loaded.model_dump(), section: changed}, source=f"--{key}")
+    return loaded
 
 
 @app.command()
@@ -63,6 +79,7 @@ def aggregator(
             metavar="LIST",
         ),
     ] = None,
+    metrics_port: MetricsPortOption = None,
     log_level: LevelOption = "info",
 ) -> None:
     """Merge the learners' updates and commit new versions, until the run ends.
@@ -74,10 +91,7 @@ def aggregator(
     from diloco.settings import parse_fragments
 
     pinned = None if fragments is None else parse_fragments(fragments)
-    loaded = _load(config, log_level)
-    if name is not None:
-        section = {**loaded.aggregator.model_dump(), "name": name}
-        loaded = make_config({**loaded.model_dump(), "aggregator": section}, source="--name")
+    loaded = _load(config, log_level, aggregator=("name", name), metrics=("port", metrics_port))
     from aggregator.daemon import serve
 
     serve(loaded, pinned)
@@ -89,6 +103,7 @@ def learner(
     name: Annotated[
         str, typer.Option("--learner", help="this learner's name in the run", metavar="NAME")
     ],
+    metrics_port: MetricsPortOption = None,
     log_level: LevelOption = "info",
 ) -> None:
     """Train on this island's data, send outer gradients, adopt new versions, until the run ends.
@@ -96,7 +111,7 @@ def learner(
     The first SIGINT or SIGTERM asks for a clean stop (finish the step, send what is unsent,
     announce the leave), the second ends the process at once. Logs are JSON lines on standard error.
     """
-    loaded = _load(config, log_level)
+    loaded = _load(config, log_level, metrics=("port", metrics_port))
     from learner.daemon import serve
 
     serve(loaded, name)

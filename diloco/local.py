@@ -6,10 +6,12 @@ It only calls what an operator would call: a NATS server, `diloco run create`, `
 
 import asyncio
 import io
+import itertools
 import json as json_module
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -196,11 +198,18 @@ class LocalRun:
 
     def _start_daemons(self) -> None:
         path = str(self.config_path)
+        ports = itertools.count(self.config.metrics.port)
         for name in aggregator_names(self.options.aggregators):
-            self.fleet.start(name, ["aggregator", "--config", path, "--name", name])
+            own = ["aggregator", "--config", path, "--name", name, *self._port(ports)]
+            self.fleet.start(name, own)
         for index, name in enumerate(self.learners):
             cores = _cores(index, len(self.learners))
-            self.fleet.start(name, ["learner", "--config", path, "--learner", name], cores)
+            own = ["learner", "--config", path, "--learner", name, *self._port(ports)]
+            self.fleet.start(name, own, cores)
+
+    def _port(self, ports: Iterator[int]) -> list[str]:
+        """Each daemon serves its metrics on a port of its own, if the run's file sets a first."""
+        return ["--metrics-port", str(next(ports))] if self.config.metrics.port else []
 
     async def _watch(self, observer: Observer) -> None:
         """Show the run until its end is on the tape."""

@@ -100,6 +100,10 @@ class Background:
         """Say that nothing more of these fragments comes."""
         self._submit(self._publisher.leave(position, fragments))
 
+    def watch(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something beside training, to the end of this life."""
+        self._spawn(coroutine)
+
     def leave(self, position: int, within_s: float) -> None:
         """Announce the end of this life; give up after `within_s` seconds."""
         leaving = asyncio.wait_for(self._publisher.leave(position), within_s)

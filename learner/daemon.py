@@ -8,12 +8,15 @@ import jax
 
 from common import bus_nats, log, names, wire
 from common.bus import Bus
-from common.config import Config, check_same_run, parse_settings
+from common.config import Config, ServiceManager, check_same_run, parse_settings
 from common.errors import ConfigError
+from common.health import step_limit_s
+from common.manager import report, tell
+from common.probes import Probes, make_probes, serving
 from common.service import Runtime, on_signals
 from common.store import open_store
 from common.tape import load_specification
-from learner import sync, tree
+from learner import instruments, sync, tree
 from learner.adopt import starts
 from learner.background import Background, run_loop
 from learner.publish import Context
@@ -41,15 +44,23 @@ def serve(config: Config, learner: str) -> None:
     if config.learner.compile_cache:
         jax.config.update("jax_compilation_cache_dir", config.learner.compile_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    runtime = Runtime()
+    probes = make_probes(runtime.waits, run=config.run.name, learner=learner)
     loop, stop_loop = run_loop()
     try:
-        _serve(config, learner, asked.is_set, loop)
+        with serving(config.metrics, probes):
+            _serve(config, learner, asked.is_set, loop, runtime, probes)
     finally:
         stop_loop()
 
 
 def _serve(
-    config: Config, learner: str, asked: Callable[[], bool], loop: asyncio.AbstractEventLoop
+    config: Config,
+    learner: str,
+    asked: Callable[[], bool],
+    loop: asyncio.AbstractEventLoop,
+    runtime: Runtime,
+    probes: Probes,
 ) -> None:
     settings = config.settings()
     task = run_task(settings)
@@ -74,11 +85,13 @@ def _serve(
             epoch=specification.epoch,
             bus=bus,
             store=open_store(config.store.url, emulator=config.store.emulator),
-            runtime=Runtime(),
+            runtime=runtime,
             logger=log.get(run=settings.run.name, learner=learner),
             learner=learner,
+            metrics=probes.metrics,
+            health=probes.health,
         )
-        _live(config, context, task, specification, asked, loop)
+        _live(config, context, task, specification, asked, loop, probes.manager)
     finally:
         asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
 
@@ -90,6 +103,7 @@ def _live(
     specification: wire.Specification,
     asked: Callable[[], bool],
     loop: asyncio.AbstractEventLoop,
+    manager: ServiceManager,
 ) -> None:
     """One life, from the newest versions to the leave."""
     background = Background(context, loop)
@@ -97,11 +111,15 @@ def _live(
         constants = _check_run(context, task, specification)
         trainer = _prepare(config, context, task, constants, background, asked)
         context.logger.info("started", position=trainer.position)
+        background.watch(report(context.health, manager))
+        tell(manager, READY="1")
         trainer.train()
+        tell(manager, STOPPING="1")
         trainer.flush(config.learner.leave_s)
         lost = sync.unsent(trainer.state)
         if lost and not trainer.state.ended:
             context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
+        trainer.meter.state = "leaving"
         background.leave(trainer.position, config.learner.leave_s)
         if trainer.saver is not None:
             trainer.saver.close()
@@ -153,6 +171,7 @@ def _prepare(
         state=sync.begin(rules, starts(loaded)),
         meter=meter,
         asked_to_leave=asked,
+        turned=context.health.turned,
         speed=config.learner.speed.get(context.learner, 1.0),
     )
     trainer.compile()
@@ -168,4 +187,8 @@ def _prepare(
     # Not before: an update of an earlier life that is still on its way is merged if it is stored
     # before the join, and rejected behind it.
     trainer.seek(background.position())
+    context.metrics.on_scrape(lambda: instruments.show(context.metrics, trainer))
+    hang_s = config.learner.hang_s
+    context.health.limit_s = lambda: step_limit_s(hang_s, meter.step_time_s)
+    context.health.view = lambda: instruments.view(meter)
     return trainer

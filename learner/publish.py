@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from common import names, shards, wire
+from common import metrics, names, shards, wire
 from common.errors import DilocoError
+from common.health import Health
+from common.metrics import Metrics
 from common.quantize import Encoded
 from common.tape import RunContext
 from learner import sync
@@ -54,6 +56,8 @@ class Context(RunContext):
 
     learner: str
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    metrics: Metrics = dataclasses.field(default_factory=Metrics)
+    health: Health = dataclasses.field(default_factory=Health)
 
 
 class Publisher:
@@ -126,8 +130,15 @@ class Publisher:
             final=send.final,
         )
         self._manifests[send.fragment] = manifest
+        stored_at_s = context.runtime.clock()
         await self._announce(manifest)
         context.traffic.updates_sent += 1
+        for part, took_s in (
+            ("encode", manifest.encode_s),
+            ("upload", manifest.upload_s),
+            ("publish", max(0.0, context.runtime.clock() - stored_at_s)),
+        ):
+            context.metrics.observe(metrics.SENDING, took_s, part)
         context.traffic.bytes_up += sum(len(data) for data in packed)
 
     async def republish(self, again: sync.Republish) -> None:

@@ -127,7 +127,10 @@ class Meter:
 
 @dataclass
 class Trainer:
-    """One life of a learner: its tensors, its core's state, its place in the data."""
+    """One life of a learner: its tensors, its core's state, its place in the data.
+
+    `turned` is told of each turn of the loop, also of those that only wait.
+    """
 
     task: Task
     replica: Replica
@@ -141,6 +144,7 @@ class Trainer:
     asked_to_leave: Callable[[], bool]
     speed: float = 1.0
     clock: Callable[[], float] = time.time
+    turned: Callable[[], None] = lambda: None
     optimizer_state: Any = None
     saver: Saver | None = None
     _loss: jax.Array | None = None
@@ -221,6 +225,7 @@ class Trainer:
 
     def exchange(self, stepped: sync.Stepped, wait_s: float = 0.0) -> None:
         """Tell the core what arrived and that a step was taken, and do what it says."""
+        self.turned()
         for event, payload in self.background.events(wait_s):
             if isinstance(event, sync.Ready):
                 self._payloads[event.fragment, event.record_seq] = payload

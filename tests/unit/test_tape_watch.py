@@ -10,6 +10,7 @@ import structlog
 from aggregator import tape_watch
 from aggregator.tape_watch import watch_tape
 from common.bus import Filled, MemoryBus, StreamLimits
+from common.metrics import Metrics
 from diloco import symptoms
 
 LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
@@ -18,7 +19,9 @@ LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
 async def watched(bus: MemoryBus, fill: list[int]) -> list[dict[str, Any]]:
     """What is logged while so many bytes come one after the other."""
     with structlog.testing.capture_logs() as logs:
-        context: Any = SimpleNamespace(bus=bus, tape="tape", logger=structlog.get_logger())
+        context: Any = SimpleNamespace(
+            bus=bus, tape="tape", logger=structlog.get_logger(), metrics=Metrics()
+        )
         watching = asyncio.ensure_future(watch_tape(context))
         for size in fill:
             await asyncio.sleep(0.02)

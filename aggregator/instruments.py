@@ -1,0 +1,109 @@
+"""What an aggregator counts, as `common/metrics.py` defines it."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from aggregator import machine
+from common import metrics, wire
+from common.health import View
+from common.metrics import Metrics
+
+# Of the fragments that are ours; others have those of the rest.
+BY_FRAGMENT = (
+    metrics.VERSION,
+    metrics.CLOCK,
+    metrics.COMMITTED_AT,
+    metrics.MERGED,
+    metrics.REJECTED,
+    metrics.DELIVERED,
+    metrics.LOST,
+    metrics.PENDING,
+    metrics.QUEUED,
+    metrics.LIVE_LEARNERS,
+)
+
+
+class Owner(Protocol):
+    """What is asked of a fragment's owner; `state` is None while it recovers."""
+
+    state: machine.State | None
+
+    @property
+    def newest(self) -> wire.Record:
+        """The record that the fragment stands at; only with a state."""
+
+    @property
+    def queued(self) -> int:
+        """Events that wait for the machine."""
+
+
+def show_owned(counted: Metrics, owners: Mapping[int, Owner], fragments: int, stopped: int) -> None:
+    """Say how the fragments that are ours stand; `fragments` is P, `stopped` how many are damaged.
+
+    Sums are those of the newest record, so that they go on where another process left them.
+    """
+    counted.forget(*BY_FRAGMENT)
+    counted.set(metrics.FRAGMENTS, fragments)
+    counted.set(metrics.OWNED, len(owners))
+    counted.set(metrics.STOPPED, stopped)
+    for fragment, owner in sorted([*owners.items()]):
+        state = owner.state
+        if state is not None:
+            _show_fragment(counted, fragment, owner.newest, state)
+            counted.set(metrics.QUEUED, owner.queued, fragment)
+
+
+def _show_fragment(
+    counted: Metrics, fragment: int, newest: wire.Record, state: machine.State
+) -> None:
+    live = sum(member.live and not member.left for member in state.members.values())
+    for metric, value in (
+        (metrics.VERSION, newest.version),
+        (metrics.CLOCK, newest.global_step),
+        (metrics.COMMITTED_AT, newest.closed_at_s),
+        (metrics.MERGED, newest.totals.updates_merged),
+        (metrics.REJECTED, newest.totals.updates_rejected),
+        (metrics.DELIVERED, newest.totals.tokens_merged),
+        (metrics.LOST, newest.totals.tokens_rejected),
+        (metrics.PENDING, len(state.pending)),
+        (metrics.LIVE_LEARNERS, live),
+    ):
+        counted.set(metric, value, fragment)
+
+
+def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> None:
+    """A record is committed: its inputs, its rejections, and how long its round waited for what."""
+    for taken in record.inputs:
+        counted.observe(metrics.STALENESS, taken.staleness, taken.learner)
+    for refused in record.rejected:
+        counted.add(metrics.VERDICTS, 1, refused.learner, refused.reason)
+    if record.what != "version":
+        return
+    counted.observe(metrics.ROUND_UPDATES, len(record.inputs))
+    if before.what == "version" and before.inputs:
+        counted.observe(metrics.ROUND, max(0.0, record.opened_at_s - before.closed_at_s), "idle")
+    quorum_at_s = record.quorum_at_s or record.closed_at_s
+    counted.observe(metrics.ROUND, max(0.0, quorum_at_s - record.opened_at_s), "quorum")
+    counted.observe(metrics.ROUND, max(0.0, record.closed_at_s - quorum_at_s), "grace")
+
+
+@contextlib.contextmanager
+def timing(counted: Metrics, clock: Callable[[], float], part: str) -> Iterator[None]:
+    """Count how long a part of a round took, if it ends well."""
+    began_s = clock()
+    yield
+    counted.observe(metrics.ROUND, clock() - began_s, part)
+
+
+def describe(owners: Mapping[int, Owner], damaged: Mapping[int, str], fragments: int) -> View:
+    """What an aggregator does, and which of its fragments it cannot serve yet, or no more."""
+    states = {fragment: owner.state for fragment, owner in [*owners.items()]}
+    recovering = [fragment for fragment, state in states.items() if state is None]
+    why = [f"fragment {fragment} stands still: {error}" for fragment, error in damaged.items()]
+    why += [f"fragment {f} is being recovered" for f in recovering if f not in damaged]
+    versions = [state.version for state in states.values() if state is not None]
+    if not states:
+        return View("stands by", tuple(why))
+    span = f" at versions {min(versions)} to {max(versions)}" if versions else ""
+    return View(f"owns {len(states)} of {fragments} fragments{span}", tuple(why))

@@ -1,0 +1,235 @@
+"""What a daemon counts, and how Prometheus reads it; docs/metrics.md explains each.
+
+The only module that imports prometheus_client. Rules:
+- Cores count nothing. Drivers count effects and events; figures that somebody keeps anyway (the
+  newest record, a heartbeat) are read when Prometheus asks (`on_scrape`).
+- Names follow Prometheus's conventions: base units, `_total` for what only grows. Each series has
+  the run's name and the daemon's as labels, whatever the scraper adds.
+- A counter of the aggregator's that the tape keeps goes on from there after a restart. One of a
+  learner begins at 0: what a killed learner trained and never sent is gone, and Prometheus takes a
+  counter that goes back for one that began anew.
+"""
+
+import bisect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+UPDATES = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0)
+
+
+class Definition(NamedTuple):
+    """A metric: its full name, and what it means.
+
+    `labels` come after `run` and the daemon's own; `buckets` are a histogram's upper bounds.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(name: str, text: str, *labels: str) -> Definition:
+    return Definition(f"diloco_{name}", "counter", text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Definition:
+    return Definition(f"diloco_{name}", "gauge", text, labels)
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Definition:
+    return Definition(f"diloco_{name}", "histogram", text, labels, buckets)
+
+
+# Of every daemon
+LIVE = _gauge("live", "1 while the main loop turns")
+READY = _gauge("ready", "1 while the daemon can do its work")
+FAULTS = _counter("faults_total", "attempts that met a passing fault of NATS or store", "what")
+WAITING = _gauge("waiting", "calls that passing faults keep waiting", "what")
+
+# Of a learner
+TOKENS = _counter("learner_tokens_total", "tokens trained on by this process")
+STEPS = _counter("learner_steps_total", "inner steps taken by this process")
+DATA_TOKENS = _gauge("learner_data_tokens", "logical tokens: what of its data it is behind")
+GLOBAL_STEP = _gauge("learner_global_step", "the run's clock, as this learner knows it")
+LOSS = _gauge("learner_loss", "training loss, moving average over steps")
+STEP_TIME = _gauge("learner_step_seconds", "time of an inner step, moving average")
+STALL = _counter("learner_stall_seconds_total", "training thread's time in synchronization")
+RUN_TIME = _counter("learner_run_seconds_total", "training thread's time since its first step")
+UP = _counter("learner_uploaded_bytes_total", "bytes written to the store")
+DOWN = _counter("learner_downloaded_bytes_total", "bytes read from the store")
+SENT = _counter("learner_updates_sent_total", "updates announced")
+STATE = _gauge("learner_state", "1 for the state that the learner is in", "state")
+ADOPTED = _gauge("learner_version", "version adopted", "fragment")
+UNSENT = _gauge("learner_unsent_steps", "inner steps that no announced update covers", "fragment")
+SENDING = _histogram("learner_send_seconds", "time of sending an update, by part", SECONDS, "part")
+
+# Of an aggregator
+FRAGMENTS = _gauge("aggregator_fragments", "fragments of the run")
+OWNED = _gauge("aggregator_fragments_owned", "fragments that this aggregator owns")
+STOPPED = _gauge("aggregator_fragments_stopped", "fragments that stand still: digests differ")
+VERSION = _counter("aggregator_versions_total", "versions of a fragment, on the tape", "fragment")
+CLOCK = _gauge("aggregator_global_step", "the run's clock at the newest version", "fragment")
+COMMITTED_AT = _gauge(
+    "aggregator_version_timestamp_seconds", "when the newest round was closed", "fragment"
+)
+MERGED = _counter("aggregator_updates_merged_total", "updates merged, on the tape", "fragment")
+REJECTED = _counter(
+    "aggregator_updates_rejected_total", "updates rejected, on the tape", "fragment"
+)
+DELIVERED = _counter(
+    "aggregator_tokens_merged_total", "delivered tokens: of merged updates, on the tape", "fragment"
+)
+LOST = _counter(
+    "aggregator_tokens_rejected_total", "tokens of rejected updates, on the tape", "fragment"
+)
+PENDING = _gauge("aggregator_pending_updates", "updates announced and not merged yet", "fragment")
+QUEUED = _gauge("aggregator_queued_events", "events that wait for the fragment's core", "fragment")
+LIVE_LEARNERS = _gauge("aggregator_live_learners", "learners taken for alive", "fragment")
+VERDICTS = _counter(
+    "aggregator_rejections_total", "updates rejected by this process", "learner", "reason"
+)
+IGNORED = _counter("aggregator_ignored_total", "messages that are no update", "reason")
+STALENESS = _histogram(
+    "aggregator_staleness_versions", "versions that merged updates were late", VERSIONS, "learner"
+)
+ROUND_UPDATES = _histogram("aggregator_round_updates", "updates merged in a round", UPDATES)
+ROUND = _histogram("aggregator_round_seconds", "time of a round, by part", SECONDS, "part")
+RECOVERIES = _counter("aggregator_recoveries_total", "times that a fragment was recovered")
+MERGED_AGAIN = _counter("aggregator_versions_merged_again_total", "versions made anew to recover")
+RECEIVED = _counter("aggregator_received_bytes_total", "bytes of updates read from the store")
+STORED = _counter("aggregator_stored_bytes_total", "bytes of versions written to the store")
+COLLECTED = _counter("aggregator_collected_bytes_total", "bytes removed as garbage")
+TAPE_SIZE = _gauge("tape_size_bytes", "size of the run's stream")
+TAPE_LIMIT = _gauge("tape_limit_bytes", "size at which the stream takes no more, 0 for no limit")
+
+DAEMON = (LIVE, READY, FAULTS, WAITING)
+LEARNER = (
+    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, STEP_TIME, STALL, RUN_TIME, UP, DOWN, SENT,
+    STATE, ADOPTED, UNSENT, SENDING,
+)  # fmt: skip
+AGGREGATOR = (
+    FRAGMENTS, OWNED, STOPPED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,
+    PENDING, QUEUED, LIVE_LEARNERS, VERDICTS, IGNORED, STALENESS, ROUND_UPDATES, ROUND, RECOVERIES,
+    MERGED_AGAIN, RECEIVED, STORED, COLLECTED, TAPE_SIZE, TAPE_LIMIT,
+)  # fmt: skip
+
+
+class _Distribution:
+    """A histogram's counts by bucket, the last one for what is above all bounds."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        reached, buckets = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            reached += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(reached)))
+        return buckets
+
+
+class Metrics(Collector):
+    """The series of one daemon; any thread may count.
+
+    Args:
+        labels: on every series: the run's name, the daemon's.
+    """
+
+    def __init__(self, labels: Mapping[str, str] | None = None) -> None:
+        self._labels = dict(labels or {})
+        self._lock = threading.Lock()
+        self._scraping = threading.Lock()
+        self._values: dict[Definition, dict[tuple[str, ...], float]] = {}
+        self._distributions: dict[Definition, dict[tuple[str, ...], _Distribution]] = {}
+        self._sources: list[Callable[[], None]] = []
+
+    def add(self, metric: Definition, amount: float = 1.0, *labels: object) -> None:
+        """Count, from 0 on."""
+        key = _key(metric, labels)
+        with self._lock:
+            series = self._values.setdefault(metric, {})
+            series[key] = series.get(key, 0.0) + amount
+
+    def set(self, metric: Definition, value: float, *labels: object) -> None:
+        """Say what a gauge stands at, or how far somebody else has counted."""
+        with self._lock:
+            self._values.setdefault(metric, {})[_key(metric, labels)] = float(value)
+
+    def observe(self, metric: Definition, value: float, *labels: object) -> None:
+        """Take one value into a histogram."""
+        key = _key(metric, labels)
+        with self._lock:
+            series = self._distributions.setdefault(metric, {})
+            if key not in series:
+                series[key] = _Distribution(metric.buckets)
+            series[key].observe(value)
+
+    def forget(self, *metrics: Definition) -> None:
+        """Drop all series of metrics, such as those of fragments that are no more ours."""
+        with self._lock:
+            for metric in metrics:
+                self._values.pop(metric, None)
+
+    def on_scrape(self, source: Callable[[], None]) -> None:
+        """Call `source` before each reading, on the thread that reads."""
+        self._sources.append(source)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every series of now, for prometheus_client."""
+        with self._scraping:
+            for source in self._sources:
+                source()
+            with self._lock:
+                values = {metric: dict(series) for metric, series in self._values.items()}
+                distributions = {
+                    metric: [(key, one.cumulative(), one.total) for key, one in series.items()]
+                    for metric, series in self._distributions.items()
+                }
+        own = [*self._labels.values()]
+        for metric, series in values.items():
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(metric.name, metric.help, labels=[*self._labels, *metric.labels])
+            for key, value in series.items():
+                family.add_metric([*own, *key], value)
+            yield family
+        for metric, found in distributions.items():
+            histogram = HistogramMetricFamily(
+                metric.name, metric.help, labels=[*self._labels, *metric.labels]
+            )
+            for key, buckets, total in found:
+                histogram.add_metric([*own, *key], buckets, total)
+            yield histogram
+
+    def exposition(self) -> bytes:
+        """All series, and those of the process, in Prometheus's text format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        GCCollector(registry=registry)
+        return generate_latest(registry)
+
+
+def _key(metric: Definition, labels: tuple[object, ...]) -> tuple[str, ...]:
+    assert len(labels) == len(metric.labels), metric.name
+    return tuple(str(label) for label in labels)

@@ -1,0 +1,47 @@
+"""What a learner counts, as `common/metrics.py` defines it: read from its meter and its core."""
+
+from common import metrics
+from common.health import View
+from common.metrics import Metrics
+from learner import sync
+from learner.train import Meter, Trainer
+
+STATES = ("starting", "training", "flushing", "leaving")
+# States that are no training, as whoever asks for health reads them.
+WHY_NOT = {
+    "starting": "it loads versions and compiles",
+    "flushing": "it sends what is unsent, and trains no more",
+    "leaving": "it says that it leaves",
+}
+
+
+def view(meter: Meter) -> View:
+    """What a learner does, and what keeps it from training."""
+    why = (WHY_NOT[meter.state],) if meter.state in WHY_NOT else ()
+    return View(f"{meter.state}: step {meter.local_step:,}, loss {meter.loss:.4f}", why)
+
+
+def show(counted: Metrics, trainer: Trainer) -> None:
+    """Set a learner's series."""
+    meter, traffic = trainer.meter, trainer.meter.traffic
+    each = trainer.task.tokens_per_batch
+    for metric, value in (
+        (metrics.TOKENS, meter.tokens),
+        (metrics.STEPS, meter.tokens / each),
+        (metrics.DATA_TOKENS, trainer.position * each),
+        (metrics.GLOBAL_STEP, meter.global_step),
+        (metrics.LOSS, meter.loss),
+        (metrics.STEP_TIME, meter.step_time_s),
+        (metrics.STALL, meter.stall_s),
+        (metrics.RUN_TIME, meter.run_s),
+        (metrics.UP, traffic.bytes_up),
+        (metrics.DOWN, traffic.bytes_down),
+        (metrics.SENT, traffic.updates_sent),
+    ):
+        counted.set(metric, value)
+    for state in STATES:
+        counted.set(metrics.STATE, state == meter.state, state)
+    unsent = sync.unsent(trainer.state)
+    for index, fragment in enumerate(trainer.state.fragments):
+        counted.set(metrics.ADOPTED, fragment.version, index)
+        counted.set(metrics.UNSENT, unsent.get(index, 0), index)

@@ -1,0 +1,108 @@
+"""Metrics and health of real daemons: what they say, and that a restart does not break history."""
+
+import json
+import socket
+import urllib.error
+import urllib.request
+
+from harness import ENDLESS, World
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def page(port: int, path: str) -> str:
+    """A page of a daemon; '' while it does not listen."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read().decode()
+    except OSError:
+        return ""
+
+
+def total(port: int, name: str) -> float:
+    """Sum of a metric's samples over its labels; -1 while there are none."""
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(page(port, "/metrics"))
+        for sample in family.samples
+        if sample.name == name
+    ]
+    return sum(found) if found else -1.0
+
+
+def ready(port: int) -> bool:
+    answer = page(port, "/healthz")
+    return bool(answer) and bool(json.loads(answer)["ready"])
+
+
+def start_aggregator(world: World, port: int):
+    return world.start(
+        "aggregator", "aggregator", "--config", str(world.config_path), "--metrics-port", str(port)
+    )
+
+
+def start_learner(world: World, name: str, port: int):
+    return world.start(
+        name, "learner", "--config", str(world.config_path), "--learner", name,
+        "--metrics-port", str(port),
+    )  # fmt: skip
+
+
+def test_counts_go_on_over_the_deaths_of_their_daemons(new_world) -> None:
+    world = new_world(run=ENDLESS)
+    aggregator_port, learner_port = free_port(), free_port()
+    aggregator = start_aggregator(world, aggregator_port)
+    learner = start_learner(world, "a", learner_port)
+    versions, merged = "diloco_aggregator_versions_total", "diloco_aggregator_tokens_merged_total"
+    world.until(lambda: total(aggregator_port, versions) >= 9, "versions are counted")
+    world.until(lambda: ready(aggregator_port) and ready(learner_port), "both are ready")
+    assert total(learner_port, "diloco_learner_tokens_total") > 0
+    assert total(learner_port, "diloco_learner_updates_sent_total") > 0
+    assert total(aggregator_port, "diloco_aggregator_fragments_owned") == 3
+    assert total(aggregator_port, "diloco_aggregator_round_seconds_count") > 0
+    assert total(aggregator_port, "diloco_aggregator_received_bytes_total") > 0
+
+    before = total(aggregator_port, versions), total(aggregator_port, merged)
+    aggregator.kill()
+    assert page(aggregator_port, "/healthz") == ""
+    # While nobody makes versions, a new aggregator can only have them from the tape.
+    data = total(learner_port, "diloco_learner_data_tokens")
+    learner.kill()
+    start_aggregator(world, aggregator_port)
+    # It stands by, and is ready, until the leases of the dead one have expired.
+    owned = "diloco_aggregator_fragments_owned"
+    world.until(lambda: total(aggregator_port, owned) == 3, "the leases are its own")
+    world.until(lambda: ready(aggregator_port), "the fragments are recovered")
+    after = total(aggregator_port, versions), total(aggregator_port, merged)
+    assert after >= before
+
+    start_learner(world, "a", learner_port)
+    world.until(lambda: ready(learner_port), "it trains again")
+    # At most what was not sent is trained again: 8 steps of 8 tokens, and what it did since.
+    assert total(learner_port, "diloco_learner_data_tokens") >= data - 2 * 8 * 8
+    world.until(lambda: total(aggregator_port, versions) > after[0], "versions go on")
+
+
+def test_waiting_for_the_bus_is_told_and_is_no_illness(new_world, own_nats_server) -> None:
+    world = new_world(server=own_nats_server, run=ENDLESS)
+    port = free_port()
+    start_aggregator(world, free_port())
+    start_learner(world, "a", port)
+    world.until(lambda: ready(port), "it trains")
+    own_nats_server.kill()
+    waiting = world.until(
+        lambda: json.loads(page(port, "/healthz"))["waiting"], "it waits for the bus"
+    )
+    assert "publishing update" in waiting
+    assert ready(port)
+    assert total(port, "diloco_faults_total") > 0
+    own_nats_server.start()
+    world.until(lambda: not json.loads(page(port, "/healthz"))["waiting"], "it waits no more")

@@ -1,0 +1,204 @@
+"""Health: what lives, what is ready, what systemd and whoever asks over HTTP are told."""
+
+import asyncio
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+
+from common.config import MetricsSection, ServiceManager, service_manager
+from common.errors import BusUnavailableError, ConfigError
+from common.health import Health, View, step_limit_s
+from common.manager import report, tell
+from common.probes import make_probes, serving
+from common.service import Runtime, Waits
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def working() -> View:
+    return View("trains")
+
+
+def test_a_main_loop_that_does_not_turn_is_dead() -> None:
+    clock = Clock()
+    health = Health(limit_s=lambda: 30.0, view=working, clock=clock)
+    health.turned()
+    clock.now_s += 30
+    assert health.answer().live
+    clock.now_s += 1
+    answer = health.answer()
+    assert not answer.live
+    assert not answer.ready
+    assert answer.why == ("the main loop has not turned for 31 s",)
+    health.turned()
+    assert health.answer().ready
+
+
+def test_what_has_not_begun_lives_and_is_not_ready() -> None:
+    answer = Health().answer()
+    assert answer.live
+    assert not answer.ready
+    assert answer.why
+
+
+def test_a_slow_step_is_not_a_hung_one() -> None:
+    assert step_limit_s(600.0, 0.1) == 600.0
+    assert step_limit_s(600.0, 120.0) == 2400.0
+
+
+@pytest.fixture
+def manager(tmp_path, monkeypatch):
+    """A socket that stands for systemd's, and what was said on it."""
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind("notify")
+        listener.setblocking(False)
+
+        def heard() -> list[str]:
+            found = []
+            while True:
+                try:
+                    found.append(listener.recv(4096).decode())
+                except BlockingIOError:
+                    return found
+
+        yield ServiceManager("notify", watchdog_s=0.04), heard
+
+
+def test_systemd_hears_what_a_daemon_says(manager) -> None:
+    systemd, heard = manager
+    tell(systemd, READY="1", STATUS="trains")
+    assert heard() == ["READY=1\nSTATUS=trains"]
+
+
+def test_without_systemd_nothing_is_said() -> None:
+    tell(ServiceManager(), READY="1")
+    tell(ServiceManager("/nowhere/notify"), READY="1")
+
+
+def test_the_watchdog_hears_from_a_loop_that_turns_and_not_from_one_that_hangs(
+    manager, run_async
+) -> None:
+    systemd, heard = manager
+    clock = Clock()
+    health = Health(limit_s=lambda: 30.0, view=working, clock=clock)
+    health.turned()
+
+    async def look() -> tuple[list[str], list[str]]:
+        task = asyncio.ensure_future(report(health, systemd))
+        await asyncio.sleep(0.1)
+        alive = heard()
+        clock.now_s += 31
+        await asyncio.sleep(0.05)
+        heard()
+        await asyncio.sleep(0.1)
+        task.cancel()
+        return alive, heard()
+
+    alive, hung = run_async(look())
+    assert alive.count("WATCHDOG=1") >= 2
+    assert alive.count("STATUS=trains") == 1
+    assert "WATCHDOG=1" not in hung
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, ServiceManager()),
+        ({"NOTIFY_SOCKET": "/run/x"}, ServiceManager("/run/x", 0.0)),
+        (
+            {"NOTIFY_SOCKET": "@x", "WATCHDOG_USEC": "90000000"},
+            ServiceManager("@x", 90.0),
+        ),
+        # The variables were meant for the process that started this one.
+        ({"WATCHDOG_USEC": "90000000", "WATCHDOG_PID": "1"}, ServiceManager()),
+    ],
+)
+def test_who_watches_is_read_from_the_environment(monkeypatch, variables, expected) -> None:
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert service_manager() == expected
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_pages_over_http() -> None:
+    waits = Waits()
+    probes = make_probes(waits, run="demo", learner="a")
+    port = free_port()
+    with serving(MetricsSection(port=port), probes):
+        status, body = get(port, "/healthz")
+        assert (status, json.loads(body)["ready"]) == (503, False)
+        probes.health.view = working
+        with waits.note("reading shards") as fault:
+            fault()
+            status, body = get(port, "/healthz?verbose")
+            assert status == 200
+            assert json.loads(body) == {
+                "live": True, "ready": True, "why": [], "waiting": ["reading shards"],
+                "state": "trains",
+            }  # fmt: skip
+        status, body = get(port, "/metrics")
+        assert status == 200
+        assert 'diloco_ready{learner="a",run="demo"} 1.0' in body
+        assert 'diloco_faults_total{learner="a",run="demo",what="reading shards"} 1.0' in body
+        assert 'diloco_waiting{learner="a",run="demo",what="reading shards"} 0.0' in body
+        assert get(port, "/else")[0] == 404
+    with pytest.raises(urllib.error.URLError):
+        get(port, "/healthz")
+
+
+def test_a_port_that_is_taken_is_an_error_with_a_hint() -> None:
+    probes = make_probes(Waits())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        section = MetricsSection(port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="cannot listen") as caught:
+            serving(section, probes).__enter__()
+        assert "--metrics-port" in str(caught.value.hint)
+
+
+def test_waits_name_what_passing_faults_keep_waiting(run_async, monkeypatch) -> None:
+    runtime = Runtime()
+    seen = []
+
+    async def no_sleep(_seconds: float) -> None:
+        seen.append(runtime.waits.now())
+
+    monkeypatch.setattr("common.service.asyncio.sleep", no_sleep)
+    left = [BusUnavailableError("away"), BusUnavailableError("away"), None]
+
+    async def attempt() -> None:
+        if (error := left.pop(0)) is not None:
+            raise error
+
+    from common import log
+
+    run_async(runtime.retry("publishing", attempt, logger=log.get()))
+    assert seen == [("publishing",), ("publishing",)]
+    assert runtime.waits.now() == ()
+    assert runtime.waits.faults == {"publishing": 2}
