@@ -70,6 +70,9 @@ class Bus(Protocol):
             BusError: it exists with other settings (both are named).
         """
 
+    async def streams(self) -> list[str]:
+        """The names of all streams, sorted."""
+
     async def publish(
         self,
         subject: str,
@@ -359,6 +362,10 @@ class MemoryBroker:
             reader.set()
         return seq
 
+    def names(self) -> list[str]:
+        """The names of all streams, sorted."""
+        return sorted(self._streams)
+
     def stream(self, name: str) -> _Stream:
         """The stream of that name, rid of what has expired; StreamMissingError if there is none."""
         found = self._streams.get(name)
@@ -417,6 +424,14 @@ class MemoryBus:
                 another stream's, or the settings make no sense.
         """
         self._open_broker().create_stream(stream, subjects, limits)
+
+    async def streams(self) -> list[str]:
+        """The names of all streams, sorted.
+
+        Raises:
+            BusError: the bus is closed.
+        """
+        return self._open_broker().names()
 
     async def publish(
         self,

@@ -312,6 +312,24 @@ class NatsBus:
             info = await self._stream_info(stream)
             check_settings(stream, _settings(info.config), stream_settings(subjects, limits))
 
+    async def streams(self) -> list[str]:
+        """The names of all streams, sorted.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: not permitted.
+        """
+        found: list[str] = []
+        while page := await self._streams_from(len(found)):
+            found += page
+        return sorted(found)
+
+    async def _streams_from(self, offset: int) -> list[str]:
+        """Names from a place in the server's list on, as many as it gives at once."""
+        asked = f"{self._address.api}.STREAM.LIST"
+        infos = await self._call(asked, lambda js: js.streams_info(offset=offset))
+        return [str(info.config.name) for info in infos]
+
     async def publish(
         self,
         subject: str,

@@ -330,6 +330,41 @@ def local(
 
 
 @app.command()
+def status(
+    run: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="show it as it is now, and end")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print it as one JSON object")] = False,
+) -> None:
+    """Show a run as it goes on: learners, fragments, rounds, rates, and what is amiss.
+
+    Ends with the run, or with Ctrl-C; where the output is no terminal it is shown once.
+    """
+    log.configure("error")
+    from diloco.status_screen import show_status
+
+    show_status(run, once=once, json=json)
+
+
+@app.command()
+def runs(
+    bus: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="BUS",
+            help="a server (nats://host:4222), a run's TOML file, or the folder of a local run "
+            "under way [default: nats://127.0.0.1:4222]",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print them as one JSON array")] = False,
+) -> None:
+    """List the runs on a bus, the newest first."""
+    log.configure("error")
+    from diloco.runs import list_runs
+
+    list_runs(bus, json=json)
+
+
+@app.command()
 def doctor(
     run: RunArgument,
     deep: Annotated[

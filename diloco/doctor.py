@@ -5,7 +5,6 @@ leaves nothing behind but one line among the rejected copies. `symptoms.py` has 
 """
 
 import asyncio
-import contextlib
 import json as json_module
 import secrets
 from dataclasses import asdict, dataclass, field
@@ -26,15 +25,13 @@ from common.errors import (
     RunMissingError,
     StoreError,
     StoreUnavailableError,
-    StreamMissingError,
-    WireError,
 )
 from common.store import ObjectStore, open_store
 from common.tape import RunContext
 from diloco import remake, symptoms
 from diloco.audit import Account, Audit, audit
 from diloco.history import History, read_history
-from diloco.observe import LearnerView
+from diloco.observe import read_heartbeats, read_leases
 from diloco.opening import OpenRun, find_config, open_run
 from diloco.symptoms import Finding
 
@@ -254,14 +251,14 @@ async def _examine_run(
 ) -> None:
     """Tape, learners, fragments and objects."""
     history, found, objects = await _look(context, deep=deep, progress=progress)
-    views = await _heartbeats(context, history)
+    views = await read_heartbeats(context, {join.learner for _, join in history.joins})
     now_s = context.runtime.clock()
     report.account = found.account
     report.findings += [
         *symptoms.aggregator_clocks(history),
         *symptoms.learners(history, views, now_s),
         *symptoms.fragments(history, found, now_s),
-        *symptoms.owners(history, await _leases(context)),
+        *symptoms.owners(history, await read_leases(context)),
         *symptoms.tape(history, found),
         *symptoms.objects(objects, deep=deep),
     ]
@@ -283,32 +280,6 @@ async def _look(
         if await context.bus.last_sequence(context.tape) == history.last_seq:
             break
     return history, found, objects
-
-
-async def _heartbeats(context: RunContext, history: History) -> dict[str, LearnerView]:
-    """The newest heartbeat of each learner that is still kept."""
-    views: dict[str, LearnerView] = {}
-    stream = names.ops_stream(context.run)
-    for learner in {join.learner for _, join in history.joins}:
-        message = await context.bus.last(stream, names.heartbeat(context.run, learner))
-        if message is not None:
-            with contextlib.suppress(WireError):
-                beat = wire.decode(wire.Heartbeat, message.payload)
-                views[learner] = LearnerView(beat, message.time_s)
-    return views
-
-
-async def _leases(context: RunContext) -> dict[int, wire.Lease]:
-    """Who has a lease of which fragment."""
-    found: dict[int, wire.Lease] = {}
-    stream = names.leases_stream(context.run)
-    for fragment in range(len(context.layout.fragments)):
-        subject = names.fragment_lease(context.run, fragment)
-        with contextlib.suppress(StreamMissingError, WireError):
-            message = await context.bus.last(stream, subject)
-            if message is not None:
-                found[fragment] = wire.decode(wire.Lease, message.payload)
-    return found
 
 
 def show(report: Report, console: Console) -> None:

@@ -179,8 +179,10 @@ async def read_history(context: RunContext) -> History:
     return history
 
 
-async def read_stream(bus: Bus, stream: str, subjects: list[str]) -> list[Message]:
-    """Every message that a stream holds now.
+async def read_stream(
+    bus: Bus, stream: str, subjects: list[str], start_seq: int = 1
+) -> list[Message]:
+    """Every message that a stream holds now, from a sequence on.
 
     Its newest one must be there, and of one of `subjects`: so it is on a tape.
 
@@ -190,9 +192,9 @@ async def read_stream(bus: Bus, stream: str, subjects: list[str]) -> list[Messag
     """
     last = await bus.last_sequence(stream)
     found: list[Message] = []
-    if not last:
+    if last < start_seq:
         return found
-    async with contextlib.aclosing(bus.read(stream, subjects, 1)) as reading:  # type: ignore[type-var]
+    async with contextlib.aclosing(bus.read(stream, subjects, start_seq)) as reading:  # type: ignore[type-var]
         while not found or found[-1].seq < last:
             try:
                 async with asyncio.timeout(SILENCE_S):

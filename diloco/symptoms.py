@@ -6,9 +6,9 @@ something names its runbook.
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from aggregator.tape_watch import NEARLY_FULL, share
 from common import wire
@@ -61,6 +61,14 @@ class Finding:
     sentence: str
     advice: str = ""
     runbook: str | None = None
+
+
+class Answer(NamedTuple):
+    """What became of an update: its staleness if it was merged, else the reason."""
+
+    stream_seq: int
+    staleness: int | None
+    reason: str
 
 
 def configuration(settings: RunSettings) -> Iterator[Finding]:
@@ -120,7 +128,8 @@ def learners(history: History, views: dict[str, LearnerView], now_s: float) -> I
         view = views.get(name)
         found = []
         if not leaves and not stop_seq:
-            found = [*_silence(history, name, view, now_s), *_usefulness(history, name)]
+            live_s = history.settings.quorum.live_s
+            found = [*silence(name, view, now_s, live_s), *_usefulness(history, name)]
         if found:
             yield from found
             continue
@@ -138,10 +147,8 @@ def _pace(view: LearnerView | None) -> str:
     return f"trains, {beat.tokens_per_s:,.0f} tokens/s, step {beat.local_step:,}"
 
 
-def _silence(
-    history: History, name: str, view: LearnerView | None, now_s: float
-) -> Iterator[Finding]:
-    live_s = history.settings.quorum.live_s
+def silence(name: str, view: LearnerView | None, now_s: float, live_s: float) -> Iterator[Finding]:
+    """A learner that has joined, has not left, and was not heard of for `live_s`."""
     if view is not None and now_s - view.heard_at_s <= live_s:
         return
     since = f"for {now_s - view.heard_at_s:,.0f} s" if view is not None else "since it joined"
@@ -155,11 +162,24 @@ def _silence(
 
 
 def _usefulness(history: History, name: str) -> Iterator[Finding]:
+    yield from usefulness(name, answers(history.all_records(), name))
+
+
+def answers(records: Iterable[wire.Record], learner: str) -> list[Answer]:
+    """What became of a learner's updates."""
+    found = []
+    for record in records:
+        found += [
+            Answer(t.stream_seq, t.staleness, "") for t in record.inputs if t.learner == learner
+        ]
+        found += [
+            Answer(t.stream_seq, None, t.reason) for t in record.rejected if t.learner == learner
+        ]
+    return found
+
+
+def usefulness(name: str, resolved: Iterable[Answer]) -> Iterator[Finding]:
     """Of what a learner sent last: how stale it was, and how much was rejected."""
-    resolved: list[tuple[int, int | None, str]] = []
-    for record in history.all_records():
-        resolved += [(t.stream_seq, t.staleness, "") for t in record.inputs if t.learner == name]
-        resolved += [(t.stream_seq, None, t.reason) for t in record.rejected if t.learner == name]
     recent = sorted(resolved, key=lambda item: item[0])[-RECENT:]
     stale = [staleness for _, staleness, _ in recent if staleness is not None]
     reasons = Counter(reason for _, _, reason in recent if reason)
@@ -185,8 +205,7 @@ def _usefulness(history: History, name: str) -> Iterator[Finding]:
 
 def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]:
     """Fragments whose updates wait, and nobody merges them."""
-    quorum, sync = history.settings.quorum, history.settings.sync
-    longest_s = PATIENCE * quorum.deadline_s + sync.announce_again_s
+    longest_s = patience_s(history.settings)
     times = {message.seq: message.time_s for message in history.messages}
     newest_s = {f: times[chain[-1][0]] for f, chain in history.records.items()}
     waiting: dict[int, list[float]] = defaultdict(list)
@@ -197,14 +216,7 @@ def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]
         waited_s = now_s - max(min(since), newest_s.get(fragment, 0.0))
         if waited_s > longest_s:
             stopped.append(fragment)
-            yield Finding(
-                severity="error",
-                about=f"fragment {fragment}",
-                sentence=f"stands still: {len(since)} updates wait, and no record has come "
-                f"for {waited_s:,.0f} s",
-                advice="look whether an aggregator runs, and in its log for this fragment",
-                runbook=FRAGMENT_STOPPED,
-            )
+            yield standing_still(fragment, len(since), waited_s)
     if not stopped:
         versions = history.versions()
         state = "ended" if history.end else "stopping" if history.stop else "under way"
@@ -216,6 +228,23 @@ def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]
         )
 
 
+def patience_s(settings: RunSettings) -> float:
+    """How long updates may wait for a record before their fragment stands still."""
+    return PATIENCE * settings.quorum.deadline_s + settings.sync.announce_again_s
+
+
+def standing_still(fragment: int, updates: int, waited_s: float) -> Finding:
+    """A fragment whose updates wait for longer than they may."""
+    return Finding(
+        severity="error",
+        about=f"fragment {fragment}",
+        sentence=f"stands still: {updates} updates wait, and no record has come "
+        f"for {waited_s:,.0f} s",
+        advice="look whether an aggregator runs, and in its log for this fragment",
+        runbook=FRAGMENT_STOPPED,
+    )
+
+
 def owners(history: History, leases: dict[int, wire.Lease]) -> Iterator[Finding]:
     """Fragments that no aggregator has a lease of, while the run goes on."""
     if history.end is not None:
@@ -223,18 +252,23 @@ def owners(history: History, leases: dict[int, wire.Lease]) -> Iterator[Finding]
     states = {fragment: lease.state for fragment, lease in leases.items()}
     free = [f for f in sorted(history.records) if states.get(f, "released") == "released"]
     if free and history.joins:
-        listed = ", ".join(str(fragment) for fragment in free[:12])
-        yield Finding(
-            severity="warning",
-            about="owners",
-            sentence=f"no aggregator owns fragment {listed}{' ...' if len(free) > 12 else ''}",
-            advice="start an aggregator; one that was just killed is replaced within its lease",
-            runbook=FRAGMENT_STOPPED,
-        )
+        yield ownerless(free)
     shares = Counter(lease.aggregator for lease in leases.values() if lease.state == "held")
     if shares and not free:
         listed = ", ".join(f"{name} {count}" for name, count in sorted(shares.items()))
         yield Finding(severity="ok", about="owners", sentence=f"fragments are owned by {listed}")
+
+
+def ownerless(free: Sequence[int]) -> Finding:
+    """Fragments that nobody has a lease of."""
+    listed = ", ".join(str(fragment) for fragment in free[:12])
+    return Finding(
+        severity="warning",
+        about="owners",
+        sentence=f"no aggregator owns fragment {listed}{' ...' if len(free) > 12 else ''}",
+        advice="start an aggregator; one that was just killed is replaced within its lease",
+        runbook=FRAGMENT_STOPPED,
+    )
 
 
 def tape(history: History, found: Audit) -> Iterator[Finding]:

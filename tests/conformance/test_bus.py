@@ -97,6 +97,17 @@ def test_messages_are_numbered_from_one_and_keep_what_they_had(play: Play) -> No
     play(scenario)
 
 
+def test_streams_are_listed_by_name(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        assert not [name for name in await bus.streams() if name.startswith(t)]
+        for name in ("b", "a"):
+            await bus.create_stream(f"{t}{name}", [f"{t}{name}.>"], LIMITS)
+        assert [name for name in await bus.streams() if name.startswith(t)] == [f"{t}a", f"{t}b"]
+
+    play(scenario)
+
+
 def test_swap_succeeds_only_on_the_subjects_last_message(play: Play) -> None:
     async def scenario(client: Connect, t: str) -> None:
         bus = await client()

@@ -1,0 +1,139 @@
+"""`diloco status` and `diloco runs`, asked of real runs."""
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from harness import ENDLESS, World, environment
+from rich.console import Console
+
+from common.config import BusSection
+from diloco.opening import open_run
+from diloco.runs import read_runs
+from diloco.status import Status, Watch
+from diloco.status_screen import picture
+
+
+def diloco(world: World, *arguments: str) -> str:
+    """What a command prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco", *arguments], cwd=world.folder, env=environment(),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def status_of(world: World) -> Status:
+    async def look() -> Status:
+        async with open_run(world.config_path) as opened:
+            return await Watch(opened.context).begin()
+
+    return asyncio.run(look())
+
+
+def drawn(status: Status) -> str:
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(picture(status))
+    return console.export_text()
+
+
+def about(status: Status) -> set[str]:
+    return {finding.about for finding in status.alerts}
+
+
+def test_a_run_is_shown_as_it_goes_on(new_world) -> None:
+    world = new_world(run=ENDLESS)
+    waiting = status_of(world)
+    assert (waiting.state, waiting.learners) == ("waiting for learners", ())
+    world.aggregator()
+    world.learner("a")
+    world.learner("b")
+    under_way = world.until(
+        lambda: (
+            (found := status_of(world)).updates_merged >= 12
+            and all(one.state == "training" for one in found.learners)
+            and found
+        ),
+        "both train, and are merged",
+    )
+    assert [one.name for one in under_way.learners] == ["a", "b"]
+    assert under_way.tokens_per_s > 0
+    assert under_way.versions_per_s > 0
+    assert under_way.tokens_merged > 0
+    assert {one.owner for one in under_way.fragments} == {"aggregator"}
+    assert all(one.loss and one.staleness is not None for one in under_way.learners)
+    assert under_way.alerts == ()
+    assert {"training", "aggregator", "a", "b"} <= set(drawn(under_way).split())
+
+    document = json.loads(diloco(world, "status", world.config_path.name, "--json"))
+    assert document["run"] == world.name
+    assert {one["name"] for one in document["learners"]} == {"a", "b"}
+    # Where there is no terminal it is shown once.
+    assert "under way" in diloco(world, "status", world.config_path.name)
+
+
+@pytest.mark.slow
+def test_alerts_come_with_what_is_amiss_and_go_with_it(new_world) -> None:
+    world = new_world(run=ENDLESS, quorum={"live_s": 2.0, "deadline_s": 1.0},
+                      sync={"announce_again_s": 0.5})  # fmt: skip
+    aggregator = world.aggregator()
+    learners = [world.learner("a"), world.learner("b")]
+    world.until(lambda: status_of(world).updates_merged >= 12, "both are merged")
+    learners[0].kill()
+    silent = world.until(
+        lambda: "learner a" in about(found := status_of(world)) and found, "its silence is seen"
+    )
+    assert silent.learners[0].state == "silent"
+    assert "runbooks/lagging-learner.md" in drawn(silent)
+
+    aggregator.kill()
+    world.until(
+        lambda: {"fragment 0", "owners"} <= about(status_of(world)), "nobody makes versions"
+    )
+
+    world.aggregator()
+    learners[1].terminate()
+    left = world.until(
+        lambda: (found := status_of(world)).learners[1].state == "left" and found, "it has left"
+    )
+    assert "learner b" not in about(left)
+    world.stop()
+    ended = world.until(
+        lambda: (found := status_of(world)).state == "ended" and found, "the run ends"
+    )
+    assert ended.alerts == ()
+
+
+def test_the_end_of_a_long_tape_is_enough(new_world, monkeypatch) -> None:
+    world = new_world(run=ENDLESS)
+    world.aggregator()
+    world.learner("a")
+    world.until(lambda: status_of(world).updates_merged >= 12, "some updates are merged")
+    whole = status_of(world)
+    monkeypatch.setattr("diloco.status.WINDOW", 2)
+    short = status_of(world)
+    assert [one.fragment for one in short.fragments] == [0, 1, 2]
+    assert short.updates_merged >= whole.updates_merged
+    assert short.global_step >= whole.global_step
+    assert [one.name for one in short.learners] == ["a"]
+
+
+def test_runs_of_a_bus_are_listed(new_world, own_nats_server) -> None:
+    assert asyncio.run(read_runs(BusSection(url=own_nats_server.url))) == []
+    world = new_world(server=own_nats_server)
+    world.aggregator()
+    world.learner("a")
+    world.until(
+        lambda: asyncio.run(read_runs(world.config.bus))[0].state == "ended", "the run ends"
+    )
+    [line] = asyncio.run(read_runs(world.config.bus))
+    assert (line.run, line.epoch, line.fragments, line.steps) == (world.name, 0, 3, 96)
+    assert line.global_step >= 88
+    assert line.versions > 3
+    assert world.name in diloco(world, "runs", own_nats_server.url)
+    [document] = json.loads(diloco(world, "runs", world.config_path.name, "--json"))
+    assert document["run"] == world.name
