@@ -58,8 +58,8 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -
 # Of every daemon
 LIVE = _gauge("live", "1 while the main loop turns")
 READY = _gauge("ready", "1 while the daemon can do its work")
-FAULTS = _counter("faults_total", "attempts that met a passing fault of NATS or store", "what")
-WAITING = _gauge("waiting", "calls that passing faults keep waiting", "what")
+FAULTS = _counter("faults_total", "attempts that met a passing fault", "what", "cause")
+WAITING = _gauge("waiting", "calls that passing faults keep waiting", "what", "cause")
 
 # Of a learner
 TOKENS = _counter("learner_tokens_total", "tokens trained on by this process")

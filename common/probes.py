@@ -74,9 +74,9 @@ def _show_health(counted: Metrics, health: Health) -> None:
 
 
 def _show_waits(counted: Metrics, waits: Waits) -> None:
-    for what, count in waits.faults.copy().items():
-        counted.set(metrics.FAULTS, count, what)
-        counted.set(metrics.WAITING, waits.waiting[what], what)
+    for key, count in waits.faults.copy().items():
+        counted.set(metrics.FAULTS, count, *key)
+        counted.set(metrics.WAITING, waits.waiting[key], *key)
 
 
 def _healthz(health: Health) -> tuple[HTTPStatus, str, bytes]:

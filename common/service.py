@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from common import log
-from common.errors import DilocoError
+from common.errors import BusError, DilocoError, StoreError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,33 +32,43 @@ async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P
 
 @dataclass
 class Waits:
-    """What passing faults keep waiting now, and how many attempts have met one, by what it was.
+    """What passing faults keep waiting now, and how many attempts have met one.
 
-    Changed on the event loop; read from other threads.
+    Counted by what was attempted and whose fault it was: "bus", "store" or "other". Changed on
+    the event loop; read from other threads.
     """
 
-    waiting: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
+    waiting: Counter[tuple[str, str]] = field(default_factory=Counter)
+    faults: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @contextlib.contextmanager
-    def note(self, what: str) -> Iterator[Callable[[], None]]:
+    def note(self, what: str) -> Iterator[Callable[[DilocoError], None]]:
         """Gives the function to call at each fault of an attempt at `what`."""
-        failed = False
+        met: tuple[str, str] | None = None
 
-        def fault() -> None:
-            nonlocal failed
-            self.faults[what] += 1
-            self.waiting[what] += not failed
-            failed = True
+        def fault(error: DilocoError) -> None:
+            nonlocal met
+            if met is not None:
+                self.waiting[met] -= 1
+            met = (what, _cause(error))
+            self.waiting[met] += 1
+            self.faults[met] += 1
 
         try:
             yield fault
         finally:
-            self.waiting[what] -= failed
+            if met is not None:
+                self.waiting[met] -= 1
 
     def now(self) -> tuple[str, ...]:
         """What waits now."""
-        return tuple(what for what, count in sorted(self.waiting.copy().items()) if count)
+        return tuple(what for (what, _), count in sorted(self.waiting.copy().items()) if count)
+
+
+def _cause(error: DilocoError) -> str:
+    if isinstance(error, BusError):
+        return "bus"
+    return "store" if isinstance(error, StoreError) else "other"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +122,7 @@ class Runtime:
         self,
         what: str,
         attempt: Callable[[], Awaitable[T]],
-        fault: Callable[[], None],
+        fault: Callable[[DilocoError], None],
         logger: log.Logger,
         deadline_s: float | None,
     ) -> T:
@@ -133,7 +143,7 @@ class Runtime:
                     late = late or now_s - patient_since_s > error.patience_s
                 if not error.retry or late:
                     raise
-                fault()
+                fault(error)
                 if failures == 0:
                     logger.warning("waiting", what=what, error=error.message)
                 failures += 1

@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from common.config import MetricsSection, ServiceManager, service_manager
-from common.errors import BusUnavailableError, ConfigError
+from common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
 from common.health import Health, View, step_limit_s
 from common.manager import report, tell
 from common.probes import make_probes, serving
@@ -154,7 +154,7 @@ def test_pages_over_http() -> None:
         assert (status, json.loads(body)["ready"]) == (503, False)
         probes.health.view = working
         with waits.note("reading shards") as fault:
-            fault()
+            fault(StoreUnavailableError("away"))
             status, body = get(port, "/healthz?verbose")
             assert status == 200
             assert json.loads(body) == {
@@ -164,8 +164,13 @@ def test_pages_over_http() -> None:
         status, body = get(port, "/metrics")
         assert status == 200
         assert 'diloco_ready{learner="a",run="demo"} 1.0' in body
-        assert 'diloco_faults_total{learner="a",run="demo",what="reading shards"} 1.0' in body
-        assert 'diloco_waiting{learner="a",run="demo",what="reading shards"} 0.0' in body
+        assert (
+            'diloco_faults_total{cause="store",learner="a",run="demo",what="reading shards"} 1.0'
+            in body
+        )
+        assert (
+            'diloco_waiting{cause="store",learner="a",run="demo",what="reading shards"} 0.0' in body
+        )
         assert get(port, "/else")[0] == 404
     with pytest.raises(urllib.error.URLError):
         get(port, "/healthz")
@@ -190,7 +195,7 @@ def test_waits_name_what_passing_faults_keep_waiting(run_async, monkeypatch) -> 
         seen.append(runtime.waits.now())
 
     monkeypatch.setattr("common.service.asyncio.sleep", no_sleep)
-    left = [BusUnavailableError("away"), BusUnavailableError("away"), None]
+    left = [BusUnavailableError("away"), StoreUnavailableError("away"), None]
 
     async def attempt() -> None:
         if (error := left.pop(0)) is not None:
@@ -201,4 +206,5 @@ def test_waits_name_what_passing_faults_keep_waiting(run_async, monkeypatch) -> 
     run_async(runtime.retry("publishing", attempt, logger=log.get()))
     assert seen == [("publishing",), ("publishing",)]
     assert runtime.waits.now() == ()
-    assert runtime.waits.faults == {"publishing": 2}
+    assert runtime.waits.faults == {("publishing", "bus"): 1, ("publishing", "store"): 1}
+    assert not any(runtime.waits.waiting.values())

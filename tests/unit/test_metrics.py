@@ -60,11 +60,11 @@ def test_names_follow_prometheus(metric: metrics.Definition) -> None:
 
 def test_series_carry_the_daemons_labels() -> None:
     counted = Metrics({"run": "demo", "learner": "a"})
-    counted.add(metrics.FAULTS, 2, "publishing update")
-    counted.add(metrics.FAULTS, 1, "publishing update")
+    counted.add(metrics.FAULTS, 2, "publishing update", "bus")
+    counted.add(metrics.FAULTS, 1, "publishing update", "bus")
     counted.set(metrics.LOSS, 2.5)
     found = read(counted)
-    assert found["diloco_faults_total learner=a run=demo what=publishing update"] == 3
+    assert found["diloco_faults_total cause=bus learner=a run=demo what=publishing update"] == 3
     assert found["diloco_learner_loss learner=a run=demo"] == 2.5
     assert any(name.startswith("process_") for name in found)
 

@@ -1,4 +1,4 @@
-"""Every runbook that the code names exists, and no other does; each has its parts."""
+"""Every runbook that code and alerts name exists, and no other does; each has its parts."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,11 @@ PACKAGES = ("common", "aggregator", "learner", "diloco")
 RUNBOOKS = sorted((ROOT / "runbooks").glob("*.md"))
 
 
-def test_runbooks_are_those_that_the_code_names() -> None:
+def test_runbooks_are_those_that_are_named() -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    files += (ROOT / "infra").rglob("*.yml")
     named = {
-        name
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        for name in re.findall(r"runbooks/([\w-]+\.md)", path.read_text())
+        name for path in files for name in re.findall(r"runbooks/([\w-]+\.md)", path.read_text())
     }
     assert named == {path.name for path in RUNBOOKS}
 
