@@ -96,6 +96,7 @@ async def _beginning(context: Context, at: Recorded) -> wire.Record:
         update={
             "floor": source.version,
             "norms": source.policy.norms,
+            "quarantined": source.policy.quarantined,
             "quorum_s": source.policy.quorum_s,
             "sync_s": source.policy.sync_s,
         }

@@ -8,6 +8,7 @@ tells the machines which learners are heard of, `conductor.py` when the run stop
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from aggregator import instruments, machine, policy
 from aggregator.collector import Collector
 from aggregator.context import Context, commit_record, identity, store_version_object
 from aggregator.fragment import FragmentArrays, Payload, read_payload
-from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound
+from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound, ShutOut
+from aggregator.quarantine import quarantine
 from aggregator.recovery import recover
 from common import metrics, names, wire
 from common.bus import Message
@@ -71,6 +73,7 @@ class FragmentOwner:
         self._fetching = asyncio.Semaphore(FETCHES)
         self._fetches: set[asyncio.Task[None]] = set()
         self._sampled_at_s: dict[str, float] = {}
+        self._unseen: Counter[str] = Counter()
         self._broken: asyncio.Future[None]
         self._arrays: FragmentArrays
         self._newest: wire.Record
@@ -161,6 +164,7 @@ class FragmentOwner:
             names.update(run, "*", fragment),
             names.record(run, fragment),
             names.settings(run),
+            names.quarantine(run, "*"),
             names.stop(run),
             names.end(run),
         ]
@@ -193,11 +197,13 @@ class FragmentOwner:
     async def _sample(self, subject: str, reason: str, detail: str) -> None:
         """Count what is no update, and show people one of a kind now and then."""
         self._metrics.add(metrics.IGNORED, 1, reason)
-        self._logger.warning("ignored", subject=subject, reason=reason, detail=detail)
         now_s = self.context.runtime.clock()
+        self._unseen[reason] += 1
         if now_s - self._sampled_at_s.get(reason, 0.0) < SAMPLE_S:
             return
         self._sampled_at_s[reason] = now_s
+        count = self._unseen.pop(reason)
+        self._logger.warning("ignored", subject=subject, reason=reason, detail=detail, count=count)
         learner = (*subject.split("."), "operator")[3]
         sample = wire.Rejection(
             fragment=self.fragment,
@@ -288,6 +294,18 @@ class FragmentOwner:
                 await self._sample(subject, effect.reason, f"seq {effect.manifest.seq}")
             case Commit():
                 await self._commit(effect)
+            case ShutOut():
+                await self._shut_out(effect)
+
+    async def _shut_out(self, effect: ShutOut) -> None:
+        """Tell everybody; each fragment's machine hears of it from the tape, this one too."""
+        context = self.context
+        self._logger.warning("quarantined", learner=effect.learner, reason=effect.reason)
+        await context.runtime.retry(
+            "quarantine",
+            lambda: quarantine(context, effect.learner, active=True, reason=effect.reason),
+            logger=self._logger,
+        )
 
     async def _open_round(self, version: int) -> None:
         await self.context.runtime.call(self._arrays.open_round)
@@ -447,6 +465,10 @@ def decode_event(message: Message, fragment: int) -> machine.Event | None:
     at_s, seq = message.time_s, message.seq
     _, run, kind, *rest = message.subject.split(".")
     match kind:
+        case "quarantine":
+            word = wire.decode(wire.Quarantine, message.payload)
+            _check_sender(rest[0] == word.learner and run == word.run)
+            return machine.Quarantined(at_s, seq, word.learner, word.active)
         case "join":
             join = wire.decode(wire.Join, message.payload)
             _check_sender(rest[0] == join.learner and run == join.run)

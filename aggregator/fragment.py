@@ -14,7 +14,7 @@ from aggregator.merge import Contribution, Grid, Vector
 from aggregator.outer import OuterOptimizer, State
 from common import shards, wire
 from common.config import RunSettings
-from common.errors import IntegrityError, ObjectMissingError, WireError
+from common.errors import IntegrityError, ObjectMissingError, ObjectTooLargeError, WireError
 from common.layout import Layout
 from common.quantize import Encoded
 from common.store import ObjectStore
@@ -231,7 +231,8 @@ def read_payload(store: ObjectStore, manifest: wire.Manifest, grid: Grid) -> Pay
 
     Raises:
         ObjectMissingError: a shard is not there, though the manifest says that it is.
-        WireError: a shard is not what the manifest says; "checksum", or as `shards.unpack`.
+        WireError: a shard is not what the manifest says; "oversize" (then nothing is read),
+            "checksum", or as `shards.unpack`.
         StoreUnavailableError: a passing fault.
     """
     parts = _read_parts(store, manifest.codec, manifest.shards, grid)
@@ -244,7 +245,10 @@ def _read_parts(
 ) -> tuple[Encoded, ...]:
     parts = []
     for entry in entries:
-        data = store.get(entry.name)
+        try:
+            data = store.get(entry.name, entry.size_bytes)
+        except ObjectTooLargeError as error:
+            raise WireError("oversize", error.message) from error
         if len(data) == entry.size_bytes and shards.crc32c(data) != entry.crc32c:
             raise WireError("checksum", f"object {entry.name!r} is not what its manifest says")
         count = entry.stop - entry.start

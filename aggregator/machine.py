@@ -15,7 +15,9 @@ Rules of this file:
   the next record: a reader of the tape can decide the same again.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from aggregator import policy
@@ -69,7 +71,8 @@ class Member(NamedTuple):
     """What this fragment knows of a learner.
 
     `final`: its last update of this fragment is announced; `left`: it ended on purpose;
-    `heard_at_s`: when its last join or update was stored.
+    `heard_at_s`: when its last join or update was stored; `offences`: how many more of its
+    updates were rejected for what they are than were merged.
     """
 
     incarnation: int
@@ -79,6 +82,14 @@ class Member(NamedTuple):
     step_time_s: float = 0.0
     weight: float = 0.0
     heard_at_s: float = 0.0
+    offences: int = 0
+
+
+class Allowance(NamedTuple):
+    """How many updates a learner may announce at once: `left` of them at the time `at_s`."""
+
+    left: float
+    at_s: float
 
 
 class Mark(NamedTuple):
@@ -95,7 +106,8 @@ class State(NamedTuple):
     """The machine's state; mappings are replaced, never changed.
 
     `global_step` is the run's clock at `version`; `floor` the version of the newest rollback;
-    `settings_seq` the settings message that the rules come from. `committing` counts the
+    `settings_seq` the settings message that the rules come from. `quarantined` are shut out;
+    `allowances` has everybody who announced something. `committing` counts the
     rejections and observations that the record being committed holds; `final`: the fragment's
     last version is committed, or is being so; `known_seq`: what is at or below it on the tape
     was met before the record that this life began from at `began_at_s`.
@@ -111,6 +123,8 @@ class State(NamedTuple):
     global_step: int = 0
     floor: int = 0
     settings_seq: int = 0
+    quarantined: frozenset[str] = frozenset()
+    allowances: Mapping[str, Allowance] = MappingProxyType({})
     phase: Phase = "idle"
     final: bool = False
     admitted: tuple[Admitted, ...] = ()
@@ -179,6 +193,15 @@ class Changed(NamedTuple):
     stream_seq: int
 
 
+class Quarantined(NamedTuple):
+    """The word, from the tape, that a learner is shut out, or with `active` False let in again."""
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+    active: bool
+
+
 class Fetched(NamedTuple):
     """All shards of an update are here and verified; `norm` is the update's L2 norm."""
 
@@ -226,6 +249,7 @@ Event = (
     | Announced
     | Stopped
     | Changed
+    | Quarantined
     | Fetched
     | Failed
     | Liveness
@@ -276,7 +300,14 @@ class Ignored(NamedTuple):
     reason: str
 
 
-Effect = Fetch | Merge | OpenRound | Commit | Ignored
+class ShutOut(NamedTuple):
+    """Say on the tape that a learner is quarantined; said again until the tape has it."""
+
+    learner: str
+    reason: str
+
+
+Effect = Fetch | Merge | OpenRound | Commit | Ignored | ShutOut
 Result = tuple[State, tuple[Effect, ...]]
 
 
@@ -317,13 +348,10 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         global_step=record.global_step,
         floor=memory.floor,
         settings_seq=memory.settings_seq,
+        quarantined=frozenset(memory.quarantined),
+        allowances={one.learner: Allowance(one.left, one.at_s) for one in memory.allowances},
         final=record.final,
-        members={
-            m.learner: Member(
-                m.incarnation, m.live, m.left, m.final, m.step_time_s, m.weight, m.heard_at_s
-            )
-            for m in memory.members
-        },
+        members={m.learner: Member(**m.model_dump(exclude={"learner"})) for m in memory.members},
         marks={(m.learner, m.incarnation): Mark(m.seq, m.stream_seq) for m in memory.marks},
         pending={},
         closed_at_s=min(memory.closed_at_s, now_s),
@@ -339,6 +367,8 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
 EMPTY_POLICY = wire.PolicyState(
     members=(),
     marks=(),
+    quarantined=(),
+    allowances=(),
     seen_seq=0,
     floor=0,
     settings_seq=0,
@@ -366,6 +396,11 @@ def policy_after(state: State) -> wire.PolicyState:
     return wire.PolicyState(
         members=members,
         marks=marks,
+        quarantined=tuple(sorted(committed.quarantined)),
+        allowances=tuple(
+            wire.Allowance(learner=learner, **allowance._asdict())
+            for learner, allowance in committed.allowances.items()
+        ),
         seen_seq=max(committed.seen_seq, committed.known_seq),
         floor=committed.floor,
         settings_seq=committed.settings_seq,
@@ -419,6 +454,7 @@ def _on_joined(_rules: FragmentRules, state: State, event: Joined) -> Result:
         step_time_s=known.step_time_s if known else 0.0,
         weight=known.weight if known else 0.0,
         heard_at_s=event.stored_at_s,
+        offences=known.offences if known else 0,
     )
     return _with_member(state, event.learner, member), ()
 
@@ -452,6 +488,10 @@ def _on_announced(rules: FragmentRules, state: State, event: Announced) -> Resul
         return state, ()
     if _overtakes(state, update):
         return state, (Ignored(manifest, "in_flight"),)
+    if event.stream_seq > state.known_seq:
+        state, allowed = _allow(rules, state, manifest.learner, event.stored_at_s)
+        if not allowed:
+            return state, (Ignored(manifest, "rate"),)
     verdict = _judge(rules, state, event)
     if verdict is not None:
         refused = Refused(manifest, event.stream_seq, *verdict)
@@ -489,6 +529,20 @@ def _on_changed(rules: FragmentRules, state: State, event: Changed) -> Result:
     return _go_on(rules, state._replace(settings_seq=event.stream_seq), event.stored_at_s)
 
 
+def _on_quarantined(rules: FragmentRules, state: State, event: Quarantined) -> Result:
+    state = _seen(state, event.stream_seq)
+    one = frozenset({event.learner})
+    if event.active:
+        state = state._replace(quarantined=state.quarantined | one)
+    else:
+        state = state._replace(quarantined=state.quarantined - one)
+        member = state.members.get(event.learner)
+        if member is not None:
+            state = _with_member(state, event.learner, member._replace(offences=0))
+    # A round does not wait for somebody who is shut out.
+    return _advance(rules, state, event.stored_at_s)
+
+
 def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
     pending = state.pending.get(event.update)
     if pending is None:
@@ -498,7 +552,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
         return _with_pending(state, event.update, pending._replace(fetching=False)), ()
     state = _observe(state, "fetched", event.at_s, event.update, event.norm)
     manifest = pending.manifest
-    wrong = _wrong_base(rules, state, manifest)
+    wrong = _shut_out(state, manifest) or _wrong_base(rules, state, manifest)
     if wrong is not None:
         refused = Refused(manifest, pending.stream_seq, *wrong)
         return _reject(rules, _without_pending(state, event.update), refused, event.at_s)
@@ -565,6 +619,7 @@ def _on_committed(rules: FragmentRules, state: State, event: Committed) -> Resul
     published = bool(state.admitted)
     took_s = max(0.0, event.at_s - state.closed_at_s)
     rejections, observations = state.committing
+    resolved = state.rejected[:rejections]
     state = _after_record(state)._replace(
         version=state.version + published,
         global_step=global_step_after(rules, state) if published else state.global_step,
@@ -577,9 +632,12 @@ def _on_committed(rules: FragmentRules, state: State, event: Committed) -> Resul
         committing=(0, 0),
         sync_s=policy.ema(state.sync_s, took_s) if published else state.sync_s,
     )
+    offenders = _offenders(rules, state, resolved)
     if state.rejected:
-        return _close(state, event.at_s, "rejections", final=state.final)
-    return _go_on(rules, state, event.at_s)
+        state, effects = _close(state, event.at_s, "rejections", final=state.final)
+    else:
+        state, effects = _go_on(rules, state, event.at_s)
+    return state, offenders + effects
 
 
 _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
@@ -589,6 +647,7 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     Announced: _on_announced,
     Stopped: _on_stopped,
     Changed: _on_changed,
+    Quarantined: _on_quarantined,
     Fetched: _on_fetched,
     Failed: _on_failed,
     Liveness: _on_liveness,
@@ -610,6 +669,9 @@ def _judge(rules: FragmentRules, state: State, event: Announced) -> tuple[str, s
         return "superseded", f"incarnation {member.incarnation} joined before it was stored"
     if state.final:
         return "ended", "the fragment's last version is committed"
+    shut_out = _shut_out(state, manifest)
+    if shut_out is not None:
+        return shut_out
     wrong = policy.malformed(rules, manifest)
     if wrong is not None:
         return wrong
@@ -619,6 +681,40 @@ def _judge(rules: FragmentRules, state: State, event: Announced) -> tuple[str, s
         return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
     # A learner may have read the record that is being committed: judged when it is to be merged.
     return None if state.phase == "closing" else _wrong_base(rules, state, manifest)
+
+
+def _shut_out(state: State, manifest: wire.Manifest) -> tuple[str, str] | None:
+    """(reason, detail) if an update's sender is quarantined."""
+    if manifest.learner in state.quarantined:
+        return "quarantined", f"{manifest.learner} is quarantined until an operator releases it"
+    return None
+
+
+def _allow(rules: FragmentRules, state: State, learner: str, now_s: float) -> tuple[State, bool]:
+    """Whether a learner may announce one more update now; takes it from its allowance."""
+    before = state.allowances.get(learner, Allowance(math.inf, now_s))
+    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
+    allowed = left >= 1
+    after = Allowance(left - allowed, max(now_s, before.at_s))
+    return state._replace(allowances={**state.allowances, learner: after}), allowed
+
+
+def _offenders(
+    rules: FragmentRules, state: State, resolved: tuple[Refused, ...]
+) -> tuple[Effect, ...]:
+    """Whom to shut out, after the record that rejects what is `resolved`."""
+    limit = rules.bounds.quarantine_offences
+    found = {}
+    for refused in resolved:
+        learner = refused.manifest.learner
+        member = state.members.get(learner)
+        if limit and member and member.offences >= limit and learner not in state.quarantined:
+            found[learner] = ShutOut(
+                learner,
+                f"{member.offences} more updates of fragment {rules.fragment} rejected than "
+                f"merged, the last one for {refused.reason!r}: {refused.detail}"[:1000],
+            )
+    return tuple(found.values())
 
 
 def _wrong_base(
@@ -826,11 +922,16 @@ def _is_current(state: State, manifest: wire.Manifest) -> bool:
 
 
 def _live(state: State) -> dict[str, Member]:
-    return {name: member for name, member in state.members.items() if member.live}
+    """Those whom a round waits for."""
+    return {
+        name: member
+        for name, member in state.members.items()
+        if member.live and name not in state.quarantined
+    }
 
 
 def _step_times(state: State) -> list[float]:
-    return [member.step_time_s for member in state.members.values() if member.live]
+    return [member.step_time_s for member in _live(state).values()]
 
 
 def _seen(state: State, stream_seq: int) -> State:
@@ -864,7 +965,7 @@ def _observe(state: State, what: str, at_s: float, about: UpdateId, value: float
 
 
 def _after_record(state: State) -> State:
-    """Marks once the record being committed is on the tape."""
+    """Marks, offences and allowances once the record being committed is on the tape."""
     marks = dict(state.marks)
     resolved: tuple[Admitted | Refused, ...] = state.admitted
     resolved += state.rejected[: state.committing[0]]
@@ -878,7 +979,20 @@ def _after_record(state: State) -> State:
         for some in ([n for n in lives if n <= joined], [n for n in lives if n > joined]):
             for life in some[:-LIVES]:
                 del marks[learner, life]
-    return state._replace(marks=marks)
+    return state._replace(marks=marks, members=_judged(state, resolved))
+
+
+def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[str, Member]:
+    """The members with their offences once these updates are answered."""
+    members = dict(state.members)
+    for taken in resolved:
+        learner = taken.manifest.learner
+        if learner not in members or getattr(taken, "reason", "") in policy.NO_OFFENCES:
+            continue
+        change = 1 if isinstance(taken, Refused) else -1
+        count = max(0, members[learner].offences + change)
+        members[learner] = members[learner]._replace(offences=count)
+    return members
 
 
 def _joined(state: State, learner: str) -> int:

@@ -23,6 +23,13 @@ NORM_WINDOW = 32
 NORM_LEAST = 8
 # A claim of tokens or steps is judged with this much room for clocks and batching.
 CLAIM_SLACK_S = 60.0
+# Nobody is believed to be so many times as fast as the median learner: what it says of its step
+# time sets the pace for all.
+FASTEST = 10.0
+# A learner may announce at once what it may announce in so many seconds.
+BURST_S = 10.0
+# What an update is rejected for that its sender did not bring about, or could not know.
+NO_OFFENCES = frozenset({"ended", "late", "quarantined", "rolled_back", "stale", "superseded"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +115,8 @@ def pace_s(rules: FragmentRules, step_times_s: Sequence[float]) -> float:
     known = [step for step in step_times_s if step > 0]
     if rules.lockstep or not known:
         return 0.0
-    return rules.quorum.pace * rules.interval_steps * min(known)
+    median = sorted(known)[len(known) // 2]
+    return rules.quorum.pace * rules.interval_steps * max(min(known), median / FASTEST)
 
 
 def grace_s(
@@ -192,6 +200,12 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
                 f"shard {index} claims {shard.size_bytes} bytes, its codec needs {cut.size_bytes}",
             )
     return None
+
+
+def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:
+    """How many updates a learner may announce at `now_s`, if it could `left` at `at_s`."""
+    most = max(1.0, bounds.max_updates_per_s * BURST_S)
+    return min(most, left + bounds.max_updates_per_s * max(0.0, now_s - at_s))
 
 
 def too_many_steps(bounds: BoundsSection, steps: int, since_s: float) -> bool:

@@ -162,12 +162,18 @@ class BoundsSection(Section):
         max_steps_per_s: inner steps a learner may claim for the time since its last update.
         norm_clip: an update whose norm per step exceeds so many running medians is clipped to it.
         norm_refuse: beyond so many medians it is rejected.
+        max_updates_per_s: updates of one fragment that a learner may announce, on average over
+            ten seconds; what is more is dropped unanswered.
+        quarantine_offences: a learner is shut out once so many more of its updates of a fragment
+            were rejected for what they are than were merged; 0: never.
     """
 
     max_tokens_per_step: Annotated[int, Field(ge=1)] = 1 << 32
     max_steps_per_s: Annotated[float, Field(gt=0)] = 1000.0
     norm_clip: Annotated[float, Field(gt=1)] = 10.0
     norm_refuse: Annotated[float, Field(gt=1)] = 100.0
+    max_updates_per_s: Annotated[float, Field(gt=0)] = 20.0
+    quarantine_offences: Annotated[int, Field(ge=0)] = 16
 
 
 class BusSection(Section):

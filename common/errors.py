@@ -84,6 +84,10 @@ class ObjectMissingError(StoreError):
     """No object of that name."""
 
 
+class ObjectTooLargeError(StoreError):
+    """An object is larger than its reader was told to take; nothing of it was read."""
+
+
 class ObjectExistsError(StoreError):
     """An object of that name exists with other bytes; names are create-only."""
 

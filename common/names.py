@@ -80,6 +80,7 @@ def tape_subjects(run: str) -> list[str]:
         update(run, "*", "*"),
         record(run, "*"),
         settings(run),
+        quarantine(run, "*"),
         checkpoint(run),
         stop(run),
         end(run),
@@ -119,6 +120,11 @@ def record(run: str, fragment: int | str) -> str:
 def settings(run: str) -> str:
     """Subject of changed settings."""
     return f"diloco.{run}.settings"
+
+
+def quarantine(run: str, learner: str) -> str:
+    """Subject of the word that a learner is shut out, or let in again."""
+    return f"diloco.{run}.quarantine.{learner}"
 
 
 def checkpoint(run: str) -> str:

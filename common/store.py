@@ -23,6 +23,7 @@ from common.errors import (
     ConfigError,
     ObjectExistsError,
     ObjectMissingError,
+    ObjectTooLargeError,
     StoreError,
     StoreUnavailableError,
 )
@@ -62,11 +63,12 @@ class ObjectStore(Protocol):
             StoreUnavailableError: a passing fault; nothing or everything was stored.
         """
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         """The bytes of `name`.
 
         Raises:
             ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
             StoreUnavailableError: a passing fault.
         """
 
@@ -75,6 +77,18 @@ class ObjectStore(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error."""
+
+
+def check_size(name: str, size_bytes: int, limit_bytes: int | None) -> None:
+    """Refuse an object that is larger than its reader wants.
+
+    Raises:
+        ObjectTooLargeError: it has more than `limit_bytes`.
+    """
+    if limit_bytes is not None and size_bytes > limit_bytes:
+        raise ObjectTooLargeError(
+            f"object {name!r} has {size_bytes} bytes, at most {limit_bytes} were expected"
+        )
 
 
 def check_object_name(name: str) -> None:
@@ -119,11 +133,12 @@ class MemoryStore:
             if self._objects.setdefault(name, copy) != copy:
                 raise object_exists(name)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         """The bytes of `name`.
 
         Raises:
             ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`.
             StoreError: `name` is no object name.
         """
         check_object_name(name)
@@ -131,6 +146,7 @@ class MemoryStore:
             data = self._objects.get(name)
         if data is None:
             raise object_missing(name)
+        check_size(name, len(data), limit_bytes)
         return data
 
     def list(self, prefix: str) -> list[ObjectInfo]:
@@ -200,22 +216,23 @@ class DirectoryStore:
             finally:
                 temp.unlink(missing_ok=True)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         """The bytes of `name`.
 
         Raises:
             ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is no object name.
         """
         check_object_name(name)
         with _os_errors("read", name):
             try:
-                return self._read(name)
+                return self._read(name, limit_bytes)
             except ObjectMissingError:
                 # The folder may have been away just then, and be back by now.
                 self._check_there()
-                return self._read(name)
+                return self._read(name, limit_bytes)
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, in order of name.
@@ -252,9 +269,11 @@ class DirectoryStore:
         if not (self.root / _TEMP).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
 
-    def _read(self, name: str) -> bytes:
+    def _read(self, name: str, limit_bytes: int | None) -> bytes:
         try:
-            return (self.root / name).read_bytes()
+            with (self.root / name).open("rb") as file:
+                check_size(name, os.fstat(file.fileno()).st_size, limit_bytes)
+                return file.read()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise object_missing(name) from None
 

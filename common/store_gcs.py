@@ -38,10 +38,17 @@ from requests.adapters import HTTPAdapter
 from common.errors import (
     ConfigError,
     ObjectMissingError,
+    ObjectTooLargeError,
     StoreError,
     StoreUnavailableError,
 )
-from common.store import ObjectInfo, check_object_name, object_exists, object_missing
+from common.store import (
+    ObjectInfo,
+    check_object_name,
+    check_size,
+    object_exists,
+    object_missing,
+)
 
 ENDPOINT = "https://storage.googleapis.com"
 RETRY_S = 10.0
@@ -156,18 +163,19 @@ class GcsStore:
                 if found is not None:
                     raise object_exists(name)
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         """The bytes of `name`.
 
         Raises:
             ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`; no more than its head was read.
             StoreUnavailableError: a passing fault, or the bytes come damaged again and again.
             StoreError: not permitted, no such bucket, or `name` is no object name.
         """
         check_object_name(name)
         with self._errors("read", name, "storage.objects.get"):
             for _ in range(DOWNLOADS):
-                data, checksum = self._download(name)
+                data, checksum = self._download(name, limit_bytes)
                 if _encode(google_crc32c.value(data)) == checksum:
                     return data
         raise StoreUnavailableError(
@@ -244,7 +252,7 @@ class GcsStore:
             raise api.from_http_response(response)
         return response
 
-    def _download(self, name: str) -> tuple[bytes, str]:
+    def _download(self, name: str, limit_bytes: int | None) -> tuple[bytes, str]:
         """An object's bytes, not yet checked, and the crc32c that the service has of them."""
         try:
             first = self._retry(self._open)(name, 0, PART_BYTES)
@@ -252,6 +260,11 @@ class GcsStore:
             with self._retry(self._open)(name, 0, None) as first:
                 return first.content, _stored_checksum(first)
         size = int(first.headers["Content-Range"].rpartition("/")[2])
+        try:
+            check_size(name, size, limit_bytes)
+        except ObjectTooLargeError:
+            first.close()
+            raise
         # A BytesIO of zeros, filled through its buffer, gives out `bytes` without another copy.
         buffer = io.BytesIO(bytes(size))
         with buffer.getbuffer() as window:

@@ -225,6 +225,15 @@ class MemberState(Part):
     step_time_s: Seconds
     weight: float
     heard_at_s: float
+    offences: Count
+
+
+class Allowance(Part):
+    """How many updates a learner may announce at once, `left` of them at the time `at_s`."""
+
+    learner: Name
+    left: float
+    at_s: float
 
 
 class PolicyState(Part):
@@ -233,11 +242,14 @@ class PolicyState(Part):
     `seen_seq`: highest stream sequence that it comes from; its part from `position` on is met
     again by whoever recovers, and must not count twice. `floor`: the version of the newest
     rollback; what builds on an older one is rejected. `settings_seq`: sequence of the settings
-    message in force, 0 for the specification's settings.
+    message in force, 0 for the specification's settings. `quarantined`: learners that are shut
+    out. `allowances`: of everybody who announced an update.
     """
 
     members: tuple[MemberState, ...]
     marks: tuple[Mark, ...]
+    quarantined: tuple[Name, ...]
+    allowances: tuple[Allowance, ...]
     seen_seq: Count
     floor: Count
     settings_seq: Count
@@ -341,6 +353,22 @@ class Settings(Body):
     run: Name
     settings: dict[str, Any]
     changed: tuple[Text, ...]
+
+
+class Quarantine(Body):
+    """Shuts a learner out: its updates are rejected; or lets it in again (`active` false).
+
+    Attributes:
+        reason: for people.
+        by: the aggregator that counted its offences, or "operator".
+    """
+
+    kind: ClassVar[str] = "quarantine"
+    run: Name
+    learner: Name
+    active: bool
+    reason: Text
+    by: Text
 
 
 class Checkpoint(Body):

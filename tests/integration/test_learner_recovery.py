@@ -123,9 +123,9 @@ class CountingStore(DirectoryStore):
         super().__init__(store.root)
         self.read: list[str] = []
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         self.read.append(name)
-        return super().get(name)
+        return super().get(name, limit_bytes)
 
 
 class CountingBus:

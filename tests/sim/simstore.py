@@ -35,9 +35,11 @@ class SimStore(MemoryStore):
         elif self._objects[name] != data:
             raise ObjectExistsError(f"object {name!r} exists with other bytes")
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         found = self._objects.get(name)
-        return super().get(name) if found is None else found
+        if found is None or limit_bytes is not None:
+            return super().get(name, limit_bytes)
+        return found
 
     def delete(self, name: str) -> None:
         if name in self._objects:
@@ -78,11 +80,11 @@ class ActorStore:
             self._inner.hidden[name] = (actor, until_s)
         self._answer()
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         self._reach()
         if self._inner.hidden and self._is_hidden(name):
             raise ObjectMissingError(f"no object {name!r} yet")
-        return self._inner.get(name)
+        return self._inner.get(name, limit_bytes)
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         self._reach()
