@@ -300,7 +300,12 @@ class FragmentOwner:
     async def _shut_out(self, effect: ShutOut) -> None:
         """Tell everybody; each fragment's machine hears of it from the tape, this one too."""
         context = self.context
-        self._logger.warning("quarantined", learner=effect.learner, reason=effect.reason)
+        self._logger.warning(
+            "quarantined",
+            learner=effect.learner,
+            reason=effect.reason,
+            runbook="runbooks/quarantined-learner.md",
+        )
         await context.runtime.retry(
             "quarantine",
             lambda: quarantine(context, effect.learner, active=True, reason=effect.reason),

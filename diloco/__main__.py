@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from common import log
 from common.config import Config, load_config, make_config
@@ -250,6 +251,44 @@ def gc(
 
     found = asyncio.run(collect(run, dry_run=dry_run))
     Console().print(table(found, dry_run=dry_run))
+
+
+@app.command()
+def learners(
+    run: RunArgument,
+    shut_out: Annotated[
+        str | None,
+        typer.Option("--quarantine", help="shut this learner out", metavar="NAME"),
+    ] = None,
+    release: Annotated[
+        str | None,
+        typer.Option(help="let this learner in again, and forget its offences", metavar="NAME"),
+    ] = None,
+    reason: Annotated[str, typer.Option(help="why, for people", metavar="TEXT")] = "by hand",
+    json: Annotated[bool, typer.Option("--json", help="print a JSON array")] = False,
+) -> None:
+    """Show who takes part, what became of their updates, and who is shut out and why.
+
+    Aggregators shut a learner out by themselves after `bounds.quarantine_offences`: its updates
+    are rejected, nobody waits for it, and it stays so until it is released.
+    """
+    log.configure("error")
+    from diloco.learners import as_json, chosen, judge, look, table
+
+    judged = chosen(shut_out, release)
+    if judged is not None:
+        name, active = judged
+        asyncio.run(judge(run, name, active=active, reason=reason))
+        _say(f"{name} is {'quarantined' if active else 'released'}")
+        return
+    found = asyncio.run(look(run))
+    if json:
+        Console().print_json(data=as_json(found))
+        return
+    Console().print(table(found))
+    for one in found:
+        if one.why:
+            _say(f"[bold]{one.name}[/] is quarantined: {escape(one.why)}")
 
 
 def _vector(versions: Sequence[int]) -> str:

@@ -67,6 +67,7 @@ class History:
         default_factory=lambda: defaultdict(list)
     )
     changes: dict[int, RunSettings] = field(default_factory=dict)
+    quarantines: list[tuple[int, wire.Quarantine]] = field(default_factory=list)
     checkpoints: list[tuple[int, wire.Checkpoint]] = field(default_factory=list)
     stop: tuple[int, wire.Stop] | None = None
     end: tuple[int, wire.End] | None = None
@@ -259,6 +260,12 @@ def _sort_settings(history: History, message: Message, _rest: list[str]) -> None
     history.changes[message.seq] = parse_changed(history.settings, message.payload)
 
 
+def _sort_quarantine(history: History, message: Message, rest: list[str]) -> None:
+    word = wire.decode(wire.Quarantine, message.payload)
+    _hold(word.run == history.run and rest == [word.learner])
+    history.quarantines.append((message.seq, word))
+
+
 def _sort_checkpoint(history: History, message: Message, _rest: list[str]) -> None:
     history.checkpoints.append((message.seq, wire.decode(wire.Checkpoint, message.payload)))
 
@@ -282,6 +289,7 @@ _SORT = {
     "update": _sort_manifest,
     "record": _sort_record,
     "settings": _sort_settings,
+    "quarantine": _sort_quarantine,
     "checkpoint": _sort_checkpoint,
     "stop": _sort_stop,
     "end": _sort_end,

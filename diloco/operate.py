@@ -29,7 +29,8 @@ AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _context(opened: OpenRun) -> Context:
+def operator_context(opened: OpenRun) -> Context:
+    """What the aggregator's functions need, in the operator's name."""
     parts = {f.name: getattr(opened.context, f.name) for f in dataclasses.fields(RunContext)}
     return Context(**parts, name="operator")
 
@@ -42,7 +43,7 @@ async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], li
         RunMismatchError: no such run, or it has stopped.
     """
     async with open_run(target) as opened:
-        context = _context(opened)
+        context = operator_context(opened)
         before, _ = await run_settings.effective_settings(context)
         document = before.model_dump()
         for assignment in assignments:
@@ -85,7 +86,7 @@ async def plan_rollback(target: str, to: str) -> list[Move]:
         ConfigError: `to` cannot be understood, or is beyond what the tape has.
     """
     async with open_run(target) as opened:
-        context = _context(opened)
+        context = operator_context(opened)
         targets = await _targets(context, to)
         newest = {f: (await last_record(context, f))[0].version for f in targets}
         return [Move(f, newest[f], at) for f, at in targets.items()]
@@ -100,7 +101,7 @@ async def roll_back(target: str, moves: Sequence[Move]) -> list[wire.Record]:
     """
     async with open_run(target) as opened:
         targets = {move.fragment: move.target for move in moves}
-        made = await rollback.roll_back(_context(opened), targets)
+        made = await rollback.roll_back(operator_context(opened), targets)
         return list(made.values())
 
 
@@ -158,7 +159,7 @@ async def mark(target: str) -> checkpoint.Marked:
         RunMismatchError: no such run.
     """
     async with open_run(target) as opened:
-        return await checkpoint.mark(_context(opened))
+        return await checkpoint.mark(operator_context(opened))
 
 
 @dataclasses.dataclass(frozen=True)

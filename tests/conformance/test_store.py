@@ -23,6 +23,7 @@ from common.errors import (
     ConfigError,
     ObjectExistsError,
     ObjectMissingError,
+    ObjectTooLargeError,
     StoreError,
     StoreUnavailableError,
 )
@@ -129,6 +130,15 @@ def test_what_is_not_there(store: ObjectStore) -> None:
             store.get(name)
     assert store.list("x") == []
     assert store.list("a/b/c/") == []
+
+
+@pytest.mark.parametrize("size", [1, 5, 9 << 20])
+def test_what_is_larger_than_wanted_is_not_read(store: ObjectStore, size: int) -> None:
+    data = bytes(size)
+    store.put("run/large", data)
+    assert store.get("run/large", size) == data
+    with pytest.raises(ObjectTooLargeError, match=f"has {size} bytes, at most {size - 1}"):
+        store.get("run/large", size - 1)
 
 
 def test_list_is_by_any_prefix_in_order_of_name(store: ObjectStore) -> None:

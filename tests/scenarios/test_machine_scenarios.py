@@ -5,6 +5,7 @@
     AT update NAME SEQ [key=value ...]   NAME@3 speaks for incarnation 3; `again` repeats a manifest
     AT fetched NAME SEQ [norm=1]         AT failed NAME SEQ [REASON]
     AT live NAME | dead NAME | leave NAME | finished NAME | stop | timer | committed
+    AT quarantine NAME | release NAME    the word of it is on the tape
     AT crash                             lose the machine, resume from the newest record
     AT read [COUNT]                      what is on the tape from that record's position on
     AT rounds NAME FIRST LAST            whole rounds of one learner's updates, effects not shown
@@ -116,6 +117,8 @@ class Player:
                 return lab.put(machine.Departed, at_s, *self._who(who))
             case "finished", who:
                 return lab.put(machine.Finished, at_s, *self._who(who))
+            case ("quarantine" | "release") as how, name:
+                return lab.put(machine.Quarantined, at_s, name, how == "quarantine")
             case ["stop"]:
                 return lab.put(machine.Stopped, at_s)
             case ["timer"]:
@@ -165,6 +168,8 @@ class Player:
                 return f"commit {what}{version}, {reason}{last}: {', '.join(parts)}"
             case machine.Ignored(manifest, reason):
                 return f"ignore {self._name(manifest)}: {reason}"
+            case machine.ShutOut(learner, reason):
+                return f"shut out {learner}: {reason}"
 
     def _status(self) -> Iterator[str]:
         state, due_s = self.lab.state, self.lab.deadline()

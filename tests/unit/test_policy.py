@@ -104,6 +104,24 @@ def test_the_fastest_sets_the_pace():
     assert policy.pace_s(make_rules(sync={"mode": "lockstep"}), [1.0]) == 0.0
 
 
+def test_who_claims_to_be_far_faster_than_all_does_not_remove_the_pace():
+    rules = make_rules(quorum={"pace": 0.5})
+    assert policy.pace_s(rules, [1.0, 2.0, 0.001]) == pytest.approx(1.2)
+    assert policy.pace_s(rules, [1.0, 1e-12]) == pytest.approx(1.2)
+    # One that is ten times as fast as the median is believed.
+    assert policy.pace_s(rules, [1.0, 1.0, 0.1]) == pytest.approx(1.2)
+
+
+def test_an_allowance_grows_with_time_up_to_ten_seconds_worth():
+    bounds = make_rules(bounds={"max_updates_per_s": 2.0}).bounds
+    assert policy.allowance(bounds, math.inf, 0.0, 0.0) == 20.0
+    assert policy.allowance(bounds, 0.0, 100.0, 103.0) == 6.0
+    assert policy.allowance(bounds, 0.0, 100.0, 1000.0) == 20.0
+    assert policy.allowance(bounds, 5.0, 100.0, 90.0) == 5.0, "a clock that went back"
+    slow = make_rules(bounds={"max_updates_per_s": 0.01}).bounds
+    assert policy.allowance(slow, math.inf, 0.0, 0.0) == 1.0, "one must be possible"
+
+
 def test_grace_is_a_share_of_the_slack():
     """P Eq. 3: gamma x (tau x step - (quorum + sync)), with the fastest step."""
     rules = make_rules(
