@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from harness import ENDLESS, ROOT
-from test_metrics import free_port, start_aggregator, start_learner
+from test_probes import free_port, start_aggregator, start_learner
 
 from common import metrics
 
