@@ -238,6 +238,16 @@ def checkpoint_object(run: str, name: str) -> str:
     return f"{checkpoint_prefix(run)}{name}"
 
 
+def scores_prefix(run: str) -> str:
+    """Prefix of the scores of the run's views."""
+    return f"{run}/score/"
+
+
+def score_object(run: str, epoch: int, global_step: int, digest: str) -> str:
+    """Object of one score, in order of epoch and step; its name holds the digest of its bytes."""
+    return f"{scores_prefix(run)}{epoch:04d}-{global_step:012d}-{digest}"
+
+
 def epoch_prefix(run: str) -> str:
     """Prefix of the run's claimed epochs."""
     return f"{run}/epoch/"

@@ -49,6 +49,19 @@ async def load_view(context: RunContext, fragment: int) -> Loaded:
             return Loaded(record, record_seq, view, read_bytes)
 
 
+async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[np.float32]:
+    """The view after a record, whichever, float32 [N], verified.
+
+    Raises:
+        IntegrityError: what is stored does not give the recorded digest.
+        ObjectMissingError: garbage collection has taken what it is made of.
+    """
+    view, _ = await context.runtime.call(
+        _assemble_view, context, record, record.snapshot, record.deltas
+    )
+    return view
+
+
 async def _load_from_older(
     context: RunContext,
     record: wire.Record,

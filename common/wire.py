@@ -439,6 +439,26 @@ class Lease(Body):
     pinned: tuple[Count, ...] | None
 
 
+class Score(Body):
+    """The loss of a global view on held-out data; the body of an object, on no stream.
+
+    Attributes:
+        versions: of all fragments; `record_seqs` are the sequences of their records.
+        tokens: merged by then, on the mean over fragments.
+        at_s: when the newest of those records was stored.
+    """
+
+    kind: ClassVar[str] = "score"
+    run: Name
+    epoch: Count
+    versions: tuple[Count, ...]
+    record_seqs: tuple[Positive, ...]
+    global_step: Count
+    tokens: Count
+    at_s: Seconds
+    loss: float
+
+
 class RoundOpen(Body):
     """A round is open: whoever has work for this fragment may send it now."""
 

@@ -423,6 +423,81 @@ def doctor(
     raise typer.Exit(run_doctor(run, deep=deep, json=json))
 
 
+@app.command()
+def report(
+    run: RunArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="folder to write to [default: report/ in the folder of a local run, else "
+            "report-<run>]",
+            metavar="DIR",
+        ),
+    ] = None,
+    evaluations: Annotated[
+        int,
+        typer.Option(
+            "--evaluations",
+            help="score so many views on held-out data, spread over the run; 0 for none",
+            min=0,
+        ),
+    ] = 16,
+) -> None:
+    """Write a run's report: one HTML file that needs no network, and a PNG of each figure.
+
+    Loss, a lane for each learner, staleness and weights, rounds, traffic, agreement, what was
+    rejected and why. The run may be going on, or have ended; nothing of it is changed.
+    """
+    log.configure("error")
+    from diloco.report import run_report
+
+    # On standard output stands the file alone, for scripts.
+    Console().print(str(run_report(run, out=out, evaluations=evaluations)), soft_wrap=True)
+
+
+@app.command()
+def evaluate(
+    run: RunArgument,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="again whenever it has moved, until the run ends")
+    ] = False,
+    every_s: Annotated[
+        float, typer.Option("--every-s", help="with --follow: seconds between two scores", min=0)
+    ] = 10.0,
+    keep: Annotated[
+        bool, typer.Option(help="keep scores in the run's store, for diloco report")
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help="print each score as a JSON object")] = False,
+) -> None:
+    """Score the run's global view on the task's held-out data."""
+    log.configure("error")
+    from diloco.evaluate import run_evaluate
+
+    asyncio.run(run_evaluate(run, follow=follow, every_s=every_s, keep=keep, json=json))
+
+
+@app.command()
+def sample(
+    run: RunArgument,
+    prompt: Annotated[str, typer.Option("--prompt", help="what the text begins with")] = "def ",
+    length: Annotated[int, typer.Option("--length", help="tokens to write", min=1)] = 300,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", help="how freely it chooses; 0: the likeliest", min=0),
+    ] = 0.7,
+    seed: Annotated[int, typer.Option("--seed", help="another seed, another text")] = 0,
+) -> None:
+    """Print what the run's newest global model writes after a prompt.
+
+    For the built-in task, and for tasks of yours that have a `sample` (docs/tasks.md).
+    """
+    log.configure("error")
+    from diloco.sample import run_sample
+
+    asyncio.run(run_sample(run, prompt, length=length, temperature=temperature, seed=seed))
+
+
 def main() -> None:
     """Run the command; our own errors are shown as sentences, bugs keep their trace."""
     try:

@@ -9,7 +9,7 @@ that one says what was resolved before (`settled`).
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -183,7 +183,14 @@ async def read_history(context: RunContext) -> History:
 async def read_stream(
     bus: Bus, stream: str, subjects: list[str], start_seq: int = 1
 ) -> list[Message]:
-    """Every message that a stream holds now, from a sequence on.
+    """Every message that a stream holds now, as `messages_of` gives them."""
+    return [message async for message in messages_of(bus, stream, subjects, start_seq)]
+
+
+async def messages_of(
+    bus: Bus, stream: str, subjects: list[str], start_seq: int = 1
+) -> AsyncIterator[Message]:
+    """Every message that a stream holds now, from a sequence on, one after the other.
 
     Its newest one must be there, and of one of `subjects`: so it is on a tape.
 
@@ -191,20 +198,20 @@ async def read_stream(
         StreamMissingError: there is no such stream.
         BusUnavailableError: the bus does not give what it has in time.
     """
-    last = await bus.last_sequence(stream)
-    found: list[Message] = []
+    last, count, at = await bus.last_sequence(stream), 0, 0
     if last < start_seq:
-        return found
+        return
     async with contextlib.aclosing(bus.read(stream, subjects, start_seq)) as reading:  # type: ignore[type-var]
-        while not found or found[-1].seq < last:
+        while at < last:
             try:
                 async with asyncio.timeout(SILENCE_S):
-                    found.append(await anext(reading))
+                    message = await anext(reading)
             except TimeoutError as error:
                 raise BusUnavailableError(
-                    f"stream {stream!r}: after {len(found)} messages none came for {SILENCE_S:g} s"
+                    f"stream {stream!r}: after {count} messages none came for {SILENCE_S:g} s"
                 ) from error
-    return found
+            count, at = count + 1, message.seq
+            yield message
 
 
 def sort_all(history: History) -> None:
@@ -222,38 +229,57 @@ def sort_all(history: History) -> None:
     history.last_seq = before
 
 
-def _sort_join(history: History, message: Message, rest: list[str]) -> None:
-    join = wire.decode(wire.Join, message.payload)
-    _hold(join.run == history.run and rest == [join.learner])
-    history.joins.append((message.seq, join))
+def decode_message(
+    message: Message, *, run: str, epoch: int, store: ObjectStore
+) -> "wire.Join | wire.Leave | wire.Manifest | wire.Record":
+    """What a learner or an aggregator says on the tape, if it speaks for its subject.
+
+    Raises:
+        WireError: it is no message of the protocol, or of another run, learner or epoch.
+        IntegrityError, ObjectMissingError: a record's body is damaged or gone.
+    """
+    _, _, kind, *rest = message.subject.split(".")
+    match kind:
+        case "join":
+            join = wire.decode(wire.Join, message.payload)
+            _hold(join.run == run and rest == [join.learner])
+            return join
+        case "leave":
+            leave = wire.decode(wire.Leave, message.payload)
+            _hold(leave.run == run and rest == [leave.learner])
+            return leave
+        case "update":
+            manifest = wire.decode(wire.Manifest, message.payload)
+            own = [manifest.learner, str(manifest.fragment)]
+            _hold(manifest.run == run and rest == own and manifest.epoch == epoch)
+            return manifest
+    found = wire.decode_record(message.payload)
+    if isinstance(found, wire.RecordPointer):
+        found = wire.decode(wire.Record, get_object(store, found.body))
+    _hold(found.run == run and rest == [str(found.fragment)])
+    _hold(message.msg_id == found.attempt_id)
+    return found
 
 
-def _sort_leave(history: History, message: Message, rest: list[str]) -> None:
-    leave = wire.decode(wire.Leave, message.payload)
-    _hold(leave.run == history.run and rest == [leave.learner])
-    history.leaves.append((message.seq, leave))
-
-
-def _sort_manifest(history: History, message: Message, rest: list[str]) -> None:
-    manifest = wire.decode(wire.Manifest, message.payload)
-    own = [manifest.learner, str(manifest.fragment)]
-    epoch = history.specification.epoch
-    _hold(manifest.run == history.run and rest == own and manifest.epoch == epoch)
-    history.manifests.append((message.seq, manifest))
-
-
-def _sort_record(history: History, message: Message, rest: list[str]) -> None:
-    fragment = int(rest[0]) if rest[0].isdecimal() else -1
+def _sort_said(history: History, message: Message, rest: list[str]) -> None:
+    seq = message.seq
     try:
-        found = wire.decode_record(message.payload)
-        if isinstance(found, wire.RecordPointer):
-            found = wire.decode(wire.Record, get_object(history.store, found.body))
-        _hold(found.run == history.run and found.fragment == fragment)
-        _hold(message.msg_id == found.attempt_id)
+        match decode_message(
+            message, run=history.run, epoch=history.specification.epoch, store=history.store
+        ):
+            case wire.Join() as join:
+                history.joins.append((seq, join))
+            case wire.Leave() as leave:
+                history.leaves.append((seq, leave))
+            case wire.Manifest() as manifest:
+                history.manifests.append((seq, manifest))
+            case wire.Record() as record:
+                history.records[record.fragment].append((seq, record))
     except (WireError, IntegrityError, ObjectMissingError) as error:
-        history.unreadable.append((message.seq, fragment, error.message))
-        return
-    history.records[fragment].append((message.seq, found))
+        if ".record." not in message.subject:
+            raise
+        fragment = int(rest[0]) if rest[0].isdecimal() else -1
+        history.unreadable.append((seq, fragment, error.message))
 
 
 def _sort_settings(history: History, message: Message, _rest: list[str]) -> None:
@@ -284,10 +310,10 @@ def _sort_specification(_history: History, _message: Message, _rest: list[str]) 
 
 _SORT = {
     "spec": _sort_specification,
-    "join": _sort_join,
-    "leave": _sort_leave,
-    "update": _sort_manifest,
-    "record": _sort_record,
+    "join": _sort_said,
+    "leave": _sort_said,
+    "update": _sort_said,
+    "record": _sort_said,
     "settings": _sort_settings,
     "quarantine": _sort_quarantine,
     "checkpoint": _sort_checkpoint,

@@ -26,7 +26,6 @@ from common.config import Config, make_config, warnings
 from common.errors import ConfigError
 from common.nats_server import NatsServer
 from common.service import cancel
-from common.tape import RunContext
 from diloco import screen
 from diloco.fleet import Fleet
 from diloco.observe import Observer
@@ -173,20 +172,24 @@ class LocalRun:
         stop.set()
 
     async def _work(self) -> None:
+        from diloco.scores import Scorer, keep
+
         with self.console.status("creating the run: first parameters, streams, version 0 ..."):
             await self._create()
         async with open_run(self.config_path, name="local") as opened:
             context = opened.context
-            evaluation = Evaluation(context)
             with self.console.status("evaluating version 0 on held-out data ..."):
-                first = await evaluation.loss()
+                scorer = await Scorer.of_run(context)
+                first = await scorer.newest()
             observer = Observer(context)
             self._start_daemons()
             await self._watch(observer)
             await self._wait_for_daemons()
             with self.console.status("evaluating the final version on held-out data ..."):
-                last = await evaluation.loss()
-        summary = self._summary(observer, first, last)
+                last = await scorer.newest()
+        for score in (first, last):
+            await keep(context, score)
+        summary = self._summary(observer, first.loss, last.loss)
         self._tell(summary)
         self._save_picture(self._frame(observer), summary)
 
@@ -298,23 +301,6 @@ class LocalRun:
         paper.print(screen.sentence(summary))
         path = self.config_path.parent / "screen.svg"
         paper.save_svg(str(path), title="diloco local")
-
-
-class Evaluation:
-    """Scores the run's global view on the task's held-out data."""
-
-    def __init__(self, context: RunContext) -> None:
-        from learner.task import run_task
-
-        self._context = context
-        self._task = run_task(context.settings)
-
-    async def loss(self) -> float:
-        """Held-out loss of the newest view."""
-        from diloco.view import load_params
-
-        params, _ = await load_params(self._context, self._task)
-        return float(await asyncio.to_thread(self._task.evaluate, params))
 
 
 def _cores(index: int, learners: int) -> set[int] | None:

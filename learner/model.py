@@ -24,12 +24,12 @@ from common.errors import TaskError
 from common.layout import TensorHint
 from learner import data
 from learner.optimizer import adamw, warmup_cosine
+from learner.sample import BYTES, make_sampler
 from learner.task import Batch, Params, Task
 
 ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
 EMBED_STD = 0.02
-BYTES = 256
 DTYPES = ("float32", "bfloat16")
 
 
@@ -339,6 +339,7 @@ def build(
             final_fraction=final_fraction,
         ),
         hint=hint,
+        sample=make_sampler(model, length),
     )
 
 

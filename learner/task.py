@@ -12,6 +12,7 @@ Rules, checked by `load_task` before anything is allocated:
   3. `batches(learner, n)` is endless, its first item is batch number n, and asking twice gives the
      same batch: a learner that restarts resumes by position alone.
   4. `optimizer` gives a direction without learning rate; `schedule` gives the learning rate.
+  5. `sample` may be left out; with it `diloco sample` prints what the model writes.
 """
 
 import dataclasses
@@ -57,6 +58,9 @@ class Task:
             `optax.adam(1e-3)`): the learner multiplies it by -schedule(global step).
         schedule: the run's global step -> learning rate.
         hint: (tensor's name, shape) -> how the aggregator merges that tensor.
+        sample: (parameters, prompt, PRNG key, temperature) -> endless pieces of text, one for each
+            token that follows the prompt; at temperature 0 the likeliest. None for a model that
+            writes no text.
 
     Raises:
         TaskError: a field is not of its kind.
@@ -70,6 +74,7 @@ class Task:
     optimizer: optax.GradientTransformation
     schedule: Callable[[jax.Array | int], jax.Array | float]
     hint: Hint = default_hint
+    sample: Callable[[Params, str, jax.Array, float], Iterator[str]] | None = None
 
     def __post_init__(self) -> None:
         for name in _CALLABLES:
@@ -78,6 +83,11 @@ class Task:
                     f"Task.{name} must be a function, but it is {_kind(value)}",
                     hint=f"pass the function itself, not the result of calling it: {name}={name}",
                 )
+        if self.sample is not None and not callable(self.sample):
+            raise TaskError(
+                f"Task.sample must be a function or None, but it is {_kind(self.sample)}",
+                hint="leave it out if the model writes no text",
+            )
         tokens = self.tokens_per_batch
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise TaskError(

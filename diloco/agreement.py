@@ -1,0 +1,125 @@
+"""Whether learners pull the same way: cosines between their updates of a round.
+
+Two ways. From records alone: radial-directional averaging adds directions, so the length of the
+sum, which the recorded factors give back, says how far they agree; no object is read. From shards,
+while they are in the store: whole updates, pair by pair, of a bounded sample of rounds.
+"""
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from common import shards, wire
+from common.config import SyncSection
+from common.errors import IntegrityError, ObjectMissingError
+from common.layout import Layout
+from common.quantize import decode_numpy
+from common.store import ObjectStore
+from common.tape import get_object
+
+Matrix = npt.NDArray[np.float64]
+
+# Updates of one round that are compared with each other.
+INPUTS = 12
+
+
+def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float | None:
+    """Mean cosine between the inputs of a round, from the record alone.
+
+    With a = w S the share of an input and A the accumulated sum of unit vectors a u, it is, of a
+    segment, (|A|^2 - sum a^2) / ((sum a)^2 - sum a^2): the mean over pairs, weighted by shares.
+    Recorded coefficients a / |v| give the norms |v|, recorded factors |A|; both to about 1 %.
+
+    Args:
+        record: of a round.
+        radial_S: which segments of the fragment are merged by RDA, bool [S].
+
+    Returns:
+        The mean over those segments, weighted by their squared norms; None with fewer than two
+        inputs, or where averaging was plain.
+    """
+    if len(record.inputs) < 2:
+        return None
+    share_I = np.asarray([taken.weight * taken.discount for taken in record.inputs])
+    clip_I = np.asarray([taken.clip for taken in record.inputs])
+    weight = sum(taken.weight for taken in record.inputs)
+    coefficient_IxS = np.stack(
+        [np.frombuffer(taken.coefficients, ml_dtypes.bfloat16) for taken in record.inputs]
+    ).astype(np.float64)
+    factor_S = np.frombuffer(record.factors, np.float32).astype(np.float64)
+    held_S = radial_S & (coefficient_IxS > 0).all(axis=0) & (factor_S > 0)
+    if not held_S.any():
+        return None
+    norm_IxS = share_I[:, None] / coefficient_IxS[:, held_S]
+    magnitude_S = (share_I * clip_I / weight) @ norm_IxS
+    length_S = magnitude_S / factor_S[held_S]
+    squares = float(np.square(share_I).sum())
+    cosine_S = (np.square(length_S) - squares) / (share_I.sum() ** 2 - squares)
+    mean = np.average(np.clip(cosine_S, -1, 1), weights=np.square(norm_IxS).mean(axis=0))
+    return float(mean)
+
+
+def pair_cosines(
+    layout: Layout, sync: SyncSection, store: ObjectStore, record: wire.Record
+) -> Matrix | None:
+    """Cosines between whole updates of a round, float64 [inputs, inputs], of the first `INPUTS`.
+
+    None if their shards are not in the store any more. Blocks.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    size = layout.fragments[record.fragment].size
+    ranges = shards.shard_ranges(size, layout.block, sync.shard_elements)
+    taken = record.inputs[:INPUTS]
+    products = np.zeros((len(taken), len(taken)))
+    try:
+        for index, (start, stop) in enumerate(ranges):
+            part = np.stack(
+                [
+                    _values(store, item, item.shards[index], stop - start, layout.block)
+                    for item in taken
+                ]
+            )
+            products += part @ part.T
+    except (ObjectMissingError, IntegrityError):
+        return None
+    norms = np.sqrt(np.diag(products))
+    return np.asarray(products / np.maximum(np.outer(norms, norms), np.finfo(float).tiny))
+
+
+def _values(
+    store: ObjectStore, taken: wire.Input, shard: wire.Shard, count: int, block: int
+) -> npt.NDArray[np.float32]:
+    ref = wire.ObjectRef(name=shard.name, size_bytes=shard.size_bytes, crc32c=shard.crc32c)
+    codec = taken.codec
+    encoded = shards.unpack(get_object(store, ref), codec=codec, count=count, block=block)  # type: ignore[arg-type]
+    return decode_numpy(codec, encoded, block)  # type: ignore[arg-type]
+
+
+class Pairs:
+    """Sums of cosines between learners, over the rounds that they shared.
+
+    Args:
+        learners: names, in the order of the matrix.
+    """
+
+    def __init__(self, learners: Sequence[str]) -> None:
+        self._index = {name: position for position, name in enumerate(learners)}
+        self._sums = np.zeros((len(learners), len(learners)))
+        self._counts = np.zeros((len(learners), len(learners)), np.int64)
+        self.rounds = 0
+
+    def add(self, record: wire.Record, cosines: Matrix) -> None:
+        """Count a round's."""
+        rows = [self._index[taken.learner] for taken in record.inputs[: len(cosines)]]
+        self._sums[np.ix_(rows, rows)] += cosines
+        self._counts[np.ix_(rows, rows)] += 1
+        self.rounds += 1
+
+    def mean(self) -> Matrix:
+        """Mean cosine between each two learners, NaN where they shared no round."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self._sums / np.where(self._counts, self._counts, np.nan))
