@@ -45,7 +45,7 @@ def _weights(shown: Shown, axes: Axes) -> None:
     else:
         axes.hist(percent, bins=40, color=style.BLUE, edgecolor="white", lw=0.4)
         axes.set_ylabel("updates")
-    axes.set_xlim(0, 100)
+    axes.set_xlim(0, min(100, 1.2 * float(np.quantile(percent, 0.99))))
 
 
 def traffic(shown: Shown) -> Figure | None:
@@ -220,7 +220,8 @@ def _norms(shown: Shown, figure: Figure, axes: Axes) -> None:
         axes.set_ylabel("L2 norm")
         axes.legend(title="fragment", loc="center left", bbox_to_anchor=(1.0, 0.5))
         return
-    edges = np.linspace(0, shown.span_s / shown.unit.scale, 121)
+    cells = int(np.clip(len(shown.chronicle.rounds) / count / 4, 4, 120))
+    edges = np.linspace(0, shown.span_s / shown.unit.scale, cells + 1)
     place = np.arange(-0.5, count)
     sums, *_ = np.histogram2d(fragment, times, (place, edges), weights=norms)
     counts, *_ = np.histogram2d(fragment, times, (place, edges))

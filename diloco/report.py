@@ -232,7 +232,7 @@ def _tables(shown: Shown) -> list[Section]:
     sections = [
         Section(
             "learners", "Learners",
-            "Step time is the median. Stalled: share of its time that synchronization took from "
+            "Step time is the median. Sync stall: share of its time that synchronization took from "
             "training, as the newest life's heartbeats say.",
             table=learners(shown),
         )

@@ -185,11 +185,8 @@ async def scores_of(
         DilocoError: as `Scorer.of_run`; the store is away.
     """
     scores = await kept(context)
-    begins_s, ends_s = chronicle.begins_s, chronicle.ends_s
-    wanted_s = np.linspace(begins_s, ends_s, points) if points > 1 else np.asarray([ends_s])
-    near_s = 0.5 * (ends_s - begins_s) / max(points - 1, 1)
-    missing_s = [t for t in wanted_s if all(abs(s.at_s - t) > near_s for s in scores)]
-    if not missing_s or not points or not len(chronicle.versions):
+    missing_s = _missing(chronicle, scores, points)
+    if not missing_s:
         return scores
     scorer = await Scorer.of_run(context)
     done = {score.record_seqs for score in scores}
@@ -204,6 +201,21 @@ async def scores_of(
             records = [await record_at(context, f, seq) for f, seq in enumerate(seqs)]
             scores.append(await scorer.of(records, seqs))
     return sorted(scores, key=lambda score: score.at_s)
+
+
+def _missing(chronicle: Chronicle, scores: Sequence[wire.Score], points: int) -> list[float]:
+    """Times of versions, evenly over all, that have no score nearby."""
+    times_s = chronicle.versions["time_s"]
+    # Before all fragments have one there is no view.
+    first, last = min(chronicle.fragments, times_s.size) - 1, times_s.size - 1
+    wanted = np.linspace(first, last, points) if points > 1 else np.full(points, float(last))
+    near = 0.5 * (last - first) / max(points - 1, 1)
+    have = np.searchsorted(times_s, [score.at_s for score in scores])
+    return [
+        float(times_s[int(row)])
+        for row in wanted
+        if row >= 0 and all(abs(row - other) > near for other in have)
+    ]
 
 
 def _standing(chronicle: Chronicle, at_s: float) -> list[int] | None:

@@ -159,7 +159,14 @@ def quantile_bars(axes: Axes, rows: list[tuple[str, Column]], colour: str = BLUE
 
 
 def share_bars(axes: Axes, values: Column, colour: str, most: int = 12) -> None:
-    """Bars of how often each whole number occurs, in percent; `most` and above in the last."""
+    """Bars of how often each whole number occurs, in percent; `most` and above in the last.
+
+    Where nearly all are greater, bars of ranges.
+    """
+    if np.quantile(values, 0.5) >= most:
+        weights = np.full(values.size, 100 / values.size)
+        axes.hist(values, bins=most, weights=weights, color=colour, edgecolor="white", lw=0.5)
+        return
     numbers, counts = np.unique(np.minimum(values, most), return_counts=True)
     percent = 100 * counts / max(values.size, 1)
     axes.bar(numbers, percent, color=colour, width=0.8, edgecolor="white", lw=0.5)

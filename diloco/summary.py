@@ -135,7 +135,7 @@ def learners(shown: Shown) -> Table:
         )
     columns = (
         "learner", "host", "lives", "tokens", "step time", "sent", "merged", "rejected",
-        "staleness", "up", "goodput", "down", "stalled",
+        "staleness", "up", "goodput", "down", "sync stall",
     )  # fmt: skip
     return Table(columns, tuple(rows), frozenset({"learner", "host"}))
 

@@ -1,0 +1,109 @@
+"""The tape as columns: what the history of the same tape says, without its garbage."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from runlab import RUN, Lab
+
+from bench.forger import Forger
+from common import names, wire
+from diloco.chronicle import Chronicle, Table, read_chronicle
+from diloco.history import History, read_history
+
+
+def test_a_table_has_columns() -> None:
+    table = Table("a", "b")
+    assert (len(table), table["b"].size) == (0, 0)
+    table.add(1, 2)
+    table.add(3, 4)
+    assert table["b"].tolist() == [2, 4]
+    table.add(5, 6)  # A column that was given out does not keep the table from growing.
+    assert len(table) == 3
+
+
+def read(lab: Lab) -> Chronicle:
+    return asyncio.run(read_chronicle(lab.context, 0.0))
+
+
+@pytest.fixture
+def forged() -> Lab:
+    """A run of 60 versions of two fragments: updates are rejected, a learner is killed twice."""
+    lab = Lab(fragments=2)
+
+    async def forge() -> None:
+        await lab.create()
+        forger = Forger(lab.context, ["a", "b", "c"], rejected_one_in=9, killed_one_in=25)
+        await forger.forge(60)
+
+    asyncio.run(forge())
+    return lab
+
+
+def test_it_says_what_the_history_says(forged: Lab) -> None:
+    chronicle = read(forged)
+    history: History = asyncio.run(read_history(forged.context))
+    inputs = [taken for record in history.all_records() for taken in record.inputs]
+    rejected = [taken for record in history.all_records() for taken in record.rejected]
+    assert len(chronicle.updates) == len(history.sent())
+    assert len(chronicle.inputs) == len(inputs) > 100
+    assert len(chronicle.refusals) == len(chronicle.refused) == len(rejected) > 5
+    assert sum(chronicle.refusal_reasons.values()) == len(rejected)
+    assert chronicle.inputs["tokens"].sum() == sum(taken.tokens for taken in inputs)
+    assert chronicle.inputs["staleness"].sum() == sum(taken.staleness for taken in inputs)
+    assert sorted(chronicle.learners) == ["a", "b", "c"]
+    assert len(chronicle.lives) == len(history.joins) == 5
+    assert chronicle.tokens_merged() == chronicle.inputs["tokens"].sum() / 2
+    assert len(chronicle.cosines) > 10
+    rounds = chronicle.rounds
+    of_round = np.bincount(chronicle.inputs["round"].astype(int))
+    assert of_round.tolist() == rounds["inputs"].tolist()
+
+
+def test_an_update_that_is_announced_again_counts_once(forged: Lab) -> None:
+    async def repeat() -> None:
+        history = await read_history(forged.context)
+        _, manifest = history.manifests[-1]
+        again = manifest.model_copy(update={"attempt": 1})
+        subject = names.update(RUN, manifest.learner, manifest.fragment)
+        await forged.bus.publish(subject, wire.encode(again))
+
+    before = len(read(forged).updates)
+    asyncio.run(repeat())
+    assert len(read(forged).updates) == before
+
+
+def test_garbage_is_counted_and_passed_over(forged: Lab) -> None:
+    async def spoil() -> None:
+        await forged.bus.publish(names.update(RUN, "a", 0), b"\x00rubbish")
+        join = wire.Join(run=RUN, learner="b", layout="0" * 32, host="here")
+        await forged.bus.publish(names.join(RUN, "a"), wire.encode(join))
+
+    asyncio.run(spoil())
+    chronicle = read(forged)
+    assert chronicle.garbage == 2
+    assert len(chronicle.lives) == 5
+
+
+def test_a_trimmed_tape_says_so_and_keeps_its_sums(forged: Lab) -> None:
+    whole = read(forged)
+
+    async def trim() -> None:
+        for fragment in range(2):
+            await forged.bus.trim(forged.context.tape, names.record(RUN, fragment), 150)
+
+    asyncio.run(trim())
+    chronicle = read(forged)
+    assert chronicle.trimmed
+    assert not whole.trimmed
+    assert len(chronicle.rounds) < len(whole.rounds)
+    assert chronicle.tokens_merged() == whole.tokens_merged()
+
+
+def test_a_run_in_which_nothing_has_happened() -> None:
+    lab = Lab()
+    asyncio.run(lab.create())
+    chronicle = read(lab)
+    assert (len(chronicle.updates), len(chronicle.rounds), chronicle.learners) == (0, 0, [])
+    assert len(chronicle.versions) == 1
+    assert chronicle.begins_s <= chronicle.ends_s

@@ -1,0 +1,106 @@
+"""What the tape tells of each learner's time."""
+
+import numpy as np
+import pytest
+
+from common.config import RunSettings
+from common.layout import Tensor, make_layout
+from diloco.chronicle import Chronicle, Life
+from diloco.lanes import Lane, make_lanes
+
+STEP_S = 0.5
+EVERY = 4  # steps between two updates
+
+
+def chronicle(*lives: Life, ends_s: float = 400.0) -> Chronicle:
+    settings = RunSettings.model_validate({"run": {"name": "r", "steps": 9}, "sync": {"block": 16}})
+    layout = make_layout([Tensor(name="w", shape=(64,), dtype="float32")], fragments=1, block=16)
+    made = Chronicle("r", settings, layout, 0.0)
+    made.learners = sorted({life.learner for life in lives})
+    made.lives = list(lives)
+    made.ended_s = ends_s
+    return made
+
+
+def update(made: Chronicle, life: Life, at_s: float, position: float) -> None:
+    made.updates.add(
+        made.learners.index(life.learner), life.incarnation, 0, at_s, 1, EVERY, position, 1.0,
+        STEP_S, 0.0, 0.0, 1,
+    )  # fmt: skip
+
+
+def trained(
+    made: Chronicle, life: Life, begins_s: float, ends_s: float, position: float = 0
+) -> float:
+    """Steady updates; the position after them."""
+    for at_s in np.arange(begins_s, ends_s, EVERY * STEP_S)[1:]:
+        position += EVERY
+        update(made, life, at_s, position)
+    return position
+
+
+def states(lane: Lane) -> dict[str, float]:
+    return {state: round(lane.seconds(state)) for state in ("training", "stalled", "down")}
+
+
+def test_a_life_that_trains_and_leaves() -> None:
+    life = Life("a", 1, 0.0, "host", left_s=200.0, merged_s=10.0)
+    made = chronicle(life)
+    life.position = int(trained(made, life, 0.0, 200.0)) + EVERY
+    (lane,) = make_lanes(made)
+    assert states(lane) == {"training": 190, "stalled": 0, "down": 0}
+    assert lane.seconds("catching up") == 10
+    assert (lane.kills, lane.step_s) == ([], STEP_S)
+    assert lane.spans[-1].end_s == 200.0, "away afterwards: no span"
+
+
+def test_a_killed_life_is_down_until_it_joins_again() -> None:
+    first = Life("a", 1, 0.0, "host", merged_s=0.0)
+    second = Life("a", 9, 150.0, "host", left_s=400.0, merged_s=160.0)
+    made = chronicle(first, second)
+    position = trained(made, first, 0.0, 100.0)
+    trained(made, second, 150.0, 400.0, position)
+    (lane,) = make_lanes(made)
+    assert states(lane)["down"] == pytest.approx(50, abs=EVERY * STEP_S)
+    assert lane.seconds("catching up") == 10
+    assert len(lane.kills) == 1
+    assert lane.joins == [0.0, 150.0]
+
+
+def test_a_killed_life_that_never_returns_is_down_to_the_end() -> None:
+    gone = Life("a", 1, 0.0, "host", merged_s=0.0)
+    stays = Life("b", 2, 0.0, "host", merged_s=0.0)
+    made = chronicle(gone, stays)
+    trained(made, gone, 0.0, 100.0)
+    trained(made, stays, 0.0, 400.0)
+    lanes = make_lanes(made)
+    assert states(lanes[0])["down"] == pytest.approx(300, abs=EVERY * STEP_S)
+    assert states(lanes[1]) == {"training": 400, "stalled": 0, "down": 0}
+
+
+def test_a_pause_is_a_stall() -> None:
+    life = Life("a", 1, 0.0, "host", left_s=400.0, merged_s=0.0)
+    made = chronicle(life)
+    position = trained(made, life, 0.0, 100.0)
+    life.position = int(trained(made, life, 160.0, 400.0, position))
+    (lane,) = make_lanes(made)
+    assert states(lane)["stalled"] == pytest.approx(60, abs=12)
+
+
+def test_work_that_an_outage_kept_back_is_no_stall() -> None:
+    life = Life("a", 1, 0.0, "host", left_s=400.0, merged_s=0.0)
+    made = chronicle(life)
+    position = trained(made, life, 0.0, 100.0)
+    for _ in range(29):  # of 60 s, all at once
+        position += EVERY
+        update(made, life, 160.0, position)
+    life.position = int(trained(made, life, 160.0, 400.0, position))
+    (lane,) = make_lanes(made)
+    assert states(lane)["stalled"] == 0
+
+
+def test_a_life_of_which_nothing_was_merged_is_catching_up() -> None:
+    life = Life("a", 1, 0.0, "host", left_s=50.0)
+    made = chronicle(life)
+    (lane,) = make_lanes(made)
+    assert [span.state for span in lane.spans] == ["catching up"]

@@ -1,0 +1,176 @@
+"""The report: its files, what it says, and how a real browser takes it."""
+
+import asyncio
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from runlab import Lab
+
+from bench.forger import Forger
+from common import wire
+from diloco.chronicle import read_chronicle
+from diloco.figures_run import Shown
+from diloco.lanes import make_lanes
+from diloco.page import Fact, Page, Section, Table, render
+from diloco.report import DRAWINGS, sample_pairs, write
+from diloco.scores import keep, kept
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+HOSTILE = "</p><script>alert(1)</script><img src=http://example.com/x>"
+
+
+def quiet(*_: object) -> None:
+    """Nobody watches."""
+
+
+def look_at(lab: Lab) -> Shown:
+    async def look() -> Shown:
+        chronicle = await read_chronicle(lab.context, 0.0)
+        shown = Shown(chronicle, make_lanes(chronicle), await kept(lab.context))
+        shown.pairs = await sample_pairs(lab.context, chronicle, quiet)
+        return shown
+
+    return asyncio.run(look())
+
+
+@pytest.fixture(scope="module")
+def shown() -> Shown:
+    """A run of 400 versions with everything that a figure can show."""
+    lab = Lab(fragments=2)
+
+    async def make() -> None:
+        await lab.create()
+        await Forger(lab.context, ["a", "b", "c"], 97, 150).forge(400)
+        async with lab.aggregating():
+            await lab.join("real")  # Its shards are in the store.
+            await lab.send_many("real", 3)
+        for step in (0, 24, 48):
+            await keep(lab.context, score(step))
+            await keep(lab.context, score(step))
+
+    asyncio.run(make())
+    return look_at(lab)
+
+
+def score(step: int) -> wire.Score:
+    return wire.Score(
+        run="lab", epoch=0, versions=(step, step), record_seqs=(step + 1, step + 2),
+        global_step=step, tokens=1000 * step, at_s=1e9 + step, loss=5.0 - step / 24,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(shown: Shown, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(shown, tmp_path_factory.mktemp("report") / "new" / "folder", quiet)
+
+
+def test_every_figure_is_there_as_a_picture_and_in_the_page(written: Path) -> None:
+    page = written.read_text()
+    for drawing in DRAWINGS:
+        with Image.open(written.parent / f"{drawing.key}.png") as picture:
+            assert picture.width > 1000
+            assert len(picture.convert("L").getcolors(256) or ()) > 20, "it is not empty"
+        (section,) = re.findall(rf'<section id="{drawing.key}">.*?</section>', page, re.DOTALL)
+        assert "data:image/svg+xml;base64," in section
+
+
+def test_the_head_says_how_the_run_was(written: Path) -> None:
+    head = written.read_text().split("<nav>")[0]
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)(?:<small>.*?</small>)?</dd>", head))
+    assert facts["learners"] == "4"
+    assert facts["versions"] == "403"
+    assert facts["held-out loss"] == "3.000"
+    assert int(facts["updates rejected"]) > 5
+    assert set(facts) >= {"duration", "global step", "tokens merged", "training loss", "goodput"}
+
+
+def test_scores_are_kept_once(shown: Shown) -> None:
+    assert [found.global_step for found in shown.scores] == [0, 24, 48]
+
+
+def test_a_run_in_which_nothing_has_happened(tmp_path: Path) -> None:
+    lab = Lab()
+    asyncio.run(lab.create())
+    (tmp_path / "rejected.png").write_bytes(b"of an earlier report")
+    page = write(look_at(lab), tmp_path, quiet).read_text()
+    assert "No update was rejected." in page
+    assert "svg" not in page
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_many_learners_and_fragments_are_summed_up(tmp_path: Path) -> None:
+    lab = Lab(fragments=12)
+
+    async def make() -> None:
+        await lab.create()
+        learners = [f"learner-{index:02d}" for index in range(60)]
+        await Forger(lab.context, learners, 97, 20).forge(48)
+
+    asyncio.run(make())
+    page = write(look_at(lab), tmp_path, quiet).read_text()
+    assert "learner-59" in page
+    with Image.open(tmp_path / "timeline.png") as picture:
+        assert picture.height < 2 * picture.width
+
+
+def test_what_comes_from_the_run_is_text() -> None:
+    page = render(
+        Page(
+            title=HOSTILE,
+            subtitle=HOSTILE,
+            facts=[Fact(HOSTILE, HOSTILE, HOSTILE)],
+            sections=[Section("k", HOSTILE, HOSTILE, b"<svg/>", Table((HOSTILE,), ((HOSTILE,),)))],
+            footer=HOSTILE,
+            warnings=[HOSTILE],
+        )
+    )
+    assert "<script" not in page
+    assert "<img src=http" not in page
+
+
+def test_it_asks_the_network_for_nothing(written: Path) -> None:
+    page = written.read_text()
+    assert "default-src 'none'" in page
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def chromium(page: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--enable-logging=stderr", f"--user-data-dir={page.parent / 'profile'}", *options,
+        page.as_uri(),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+# Counts what a person would see; in a copy of the page that allows it.
+PROBE = """<script>window.onload = () => {
+  const seen = [...document.images].filter(i => i.complete && i.naturalWidth > 500);
+  document.body.dataset.seen = seen.map(i => i.closest("section").id).join(" ");
+  document.body.dataset.wide = document.documentElement.scrollWidth - window.innerWidth;
+}</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+def test_a_browser_shows_every_figure(written: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "page.png"
+    shot = chromium(written, "--window-size=1100,6500", f"--screenshot={picture}")
+    assert "CONSOLE" not in shot.stderr
+    with Image.open(picture) as image:
+        assert image.size == (1100, 6500)
+
+    copy = tmp_path / "copy.html"
+    policy = re.compile(r"<meta http-equiv=.*?>", re.DOTALL)
+    copy.write_text(policy.sub("", written.read_text(), count=1).replace("</body>", PROBE))
+    page = chromium(copy, "--window-size=1100,900", "--dump-dom").stdout
+    (seen,) = re.findall(r'data-seen="(.*?)"', page)
+    assert seen.split() == [drawing.key for drawing in DRAWINGS]
+    (too_wide,) = re.findall(r'data-wide="(.*?)"', page)
+    assert int(too_wide) <= 0, "nothing is cut off at the side"
