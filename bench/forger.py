@@ -102,7 +102,11 @@ class Forger:
                 "delta": delta,
                 "deltas": (*before.deltas, delta)[-8:],
                 "totals": before.totals.model_copy(
-                    update={"updates_merged": merged, "tokens_merged": merged * TOKENS}
+                    update={
+                        "updates_merged": merged,
+                        "tokens_merged": merged * TOKENS,
+                        "updates_rejected": before.totals.updates_rejected + len(refused),
+                    }
                 ),
                 "policy": before.policy.model_copy(
                     update={

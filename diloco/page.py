@@ -25,7 +25,8 @@ img { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums;
   width: 100%; }
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd;
-  vertical-align: top; }
+  vertical-align: top; white-space: nowrap; }
+td.text:last-child { white-space: normal; }
 th { border-bottom: 1px solid #111; font-weight: 600; }
 td.text, th.text { text-align: left; }
 div.table { overflow-x: auto; }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -54,6 +55,13 @@ def test_a_preset_has_the_parameters_of_its_name_without_embedding_and_head(name
     assert count == pytest.approx(float(name[:-1]) * UNITS[name[-1]], rel=0.15)
     assert preset.width % preset.heads == 0
     assert preset.width // preset.heads % 2 == 0
+
+
+def test_the_task_writes_text(folder):
+    task = build(steps=10, seed=0, corpus=folder, length=16)
+    params = task.init(jax.random.key(0))
+    pieces = task.sample(params, "the cat", jax.random.key(0), 0.7)
+    assert all(isinstance(piece, str) for piece in itertools.islice(pieces, 20))
 
 
 def test_a_token_changes_no_logits_before_it(params):

@@ -85,6 +85,7 @@ BROKEN = {
     "batches on device": ({"batches": of_jax_arrays}, "pytree of numpy arrays"),
     "negative rate": ({"schedule": lambda step: -0.1}, "at global step 0 it gave -0.1"),
     "rate is lost": ({"schedule": lambda step: jnp.where(step < STEPS, 1.0, jnp.nan)}, "step 10"),
+    "sample is a text": ({"sample": "def "}, "Task.sample must be a function or None"),
     "hint is a word": ({"hint": lambda name, shape: "rda"}, "must return a TensorHint"),
     "hint too deep": ({"hint": lambda n, s: TensorHint(norm_axes=2)}, "'count' of shape"),
 }
