@@ -146,7 +146,7 @@ class Forger:
     def member(self, learner: str, now_s: float) -> wire.MemberState:
         return wire.MemberState(
             learner=learner, incarnation=self.lives[learner], live=True, left=False, final=False,
-            step_time_s=STEP_S, weight=1.0, heard_at_s=now_s,
+            step_time_s=STEP_S, weight=1.0, heard_at_s=now_s, offences=0,
         )  # fmt: skip
 
     def mark(self, manifest: wire.Manifest) -> wire.Mark:

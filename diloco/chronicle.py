@@ -278,6 +278,12 @@ class Writer:
         elif kind == "checkpoint":
             name = wire.decode(wire.Checkpoint, message.payload).name
             chronicle.events.append(Event(at_s, f"checkpoint {name}"))
+        elif kind == "quarantine":
+            word = wire.decode(wire.Quarantine, message.payload)
+            what = "quarantined" if word.active else "let in again"
+            chronicle.events.append(
+                Event(at_s, f"{word.learner} {what} by {word.by}: {word.reason}")
+            )
         elif kind == "stop":
             stop = wire.decode(wire.Stop, message.payload)
             chronicle.events.append(

@@ -85,6 +85,27 @@ def test_garbage_is_counted_and_passed_over(forged: Lab) -> None:
     assert len(chronicle.lives) == 5
 
 
+def test_words_of_operators_are_events(forged: Lab) -> None:
+    async def speak() -> None:
+        settings = forged.context.settings.model_dump()
+        for subject, body in (
+            (names.quarantine(RUN, "a"),
+             wire.Quarantine(run=RUN, learner="a", active=True, reason="odd", by="operator")),
+            (names.settings(RUN),
+             wire.Settings(run=RUN, settings=settings, changed=("sync.block: 8 -> 16",))),
+            (names.stop(RUN), wire.Stop(run=RUN, global_step=24, reason="steps")),
+        ):  # fmt: skip
+            await forged.bus.publish(subject, wire.encode(body))
+
+    asyncio.run(speak())
+    said = [event.what for event in read(forged).events][-3:]
+    assert said == [
+        "a quarantined by operator: odd",
+        "settings changed: sync.block: 8 -> 16",
+        "stop at global step 24 (steps)",
+    ]
+
+
 def test_a_trimmed_tape_says_so_and_keeps_its_sums(forged: Lab) -> None:
     whole = read(forged)
 
