@@ -234,7 +234,8 @@ class _Link:
             if (time >= since and f'"{subject.lower()}"' in text) or inbox in text:
                 return BusError(
                     f"not permitted on {subject!r} as {self._address.name!r}: {text}",
-                    hint="grant it in the NATS server's permissions, or use other credentials",
+                    hint="grant it in the NATS server's permissions, or use other credentials: "
+                    "runbooks/permissions.md",
                 )
         return None
 
@@ -256,7 +257,7 @@ class _Link:
             )
         return BusUnavailableError(
             f"no connection to NATS at {self._address.shown()}: {text}",
-            hint="check the address and that nats-server runs",
+            hint="check the address and that nats-server runs: runbooks/nats-away.md",
         )
 
     async def _on_error(self, error: Exception) -> None:
@@ -587,7 +588,8 @@ class NatsBus:
             return BusUnavailableError(f"the connection was lost during a request on {subject!r}")
         return link.denial(subject, since) or BusUnavailableError(
             f"no answer on {subject!r} within {CALL_TIMEOUT_S:g} s",
-            hint="the server is slow, or cut off; repeat with the same msg_id",
+            hint="the server is slow, cut off, or its cluster elects a leader: "
+            "runbooks/nats-node-lost.md",
         )
 
     async def _stream_info(self, stream: str) -> api.StreamInfo:

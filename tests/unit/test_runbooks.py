@@ -1,30 +1,149 @@
-"""Every runbook that code and alerts name exists, and no other does; each has its parts."""
+"""Runbooks: every page is found, has its parts, and every command in it exists with its options."""
 
 import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+from typer.main import get_command
+
+from diloco.__main__ import app
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("common", "aggregator", "learner", "diloco")
-RUNBOOKS = sorted((ROOT / "runbooks").glob("*.md"))
+INDEX = ROOT / "runbooks" / "README.md"
+RUNBOOKS = sorted(path for path in (ROOT / "runbooks").glob("*.md") if path != INDEX)
+PARTS = ["Symptom", "Meaning", "Check", "Act", "Verify", "Aftermath"]
+UNITS = {path.name for path in (ROOT / "infra" / "systemd").glob("*.*")}
+SYSTEMCTL = {"status", "start", "stop", "restart", "reload", "enable", "disable", "list-timers"}
+JOURNALCTL = {"-u", "-n", "--disk-usage", "--vacuum-size=1G"}
 
 
-def test_runbooks_are_those_that_are_named() -> None:
+def commands(path: Path) -> list[list[str]]:
+    """The commands of a page, in blocks and within sentences, as lists of words."""
+    text = path.read_text()
+    blocks = re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    without = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines += re.findall(r"`([^`]+)`", without)
+    return [words for line in lines if (words := words_of(line))]
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a shell command of ours or of systemd; none if it is something else."""
+    if not re.match(r"\s*(\S*/)?(diloco|systemctl|journalctl)(?![-.{/\w])", line):
+        return []
+    return shlex.split(line, comments=True)
+
+
+def check_diloco(words: list[str]) -> None:
+    """The command exists, and takes these options and arguments."""
+    command, rest = get_command(app), words[1:]
+    while isinstance(command, TyperGroup) and rest:
+        assert rest[0] in command.commands
+        command, rest = command.commands[rest[0]], rest[1:]
+    # A command that is only spoken of needs no arguments.
+    if rest:
+        command.make_context(command.name, list(rest))
+
+
+def check_systemctl(words: list[str]) -> None:
+    verb, *rest = words[1:]
+    assert verb in SYSTEMCTL
+    units = [word for word in rest if word != "--now"]
+    assert units
+    for unit in units:
+        check_unit(unit)
+
+
+def check_journalctl(words: list[str]) -> None:
+    options = [word for word in words[1:] if word.startswith("-")]
+    assert options
+    assert set(options) <= JOURNALCTL
+    if "-u" in words:
+        check_unit(words[words.index("-u") + 1])
+
+
+def check_unit(unit: str) -> None:
+    """One of `infra/systemd`; a template's instance stands for the template."""
+    name = re.sub(r"@\w+", "@", unit)
+    assert not UNITS or (name if "." in name else f"{name}.service") in UNITS
+
+
+CHECKS = {"diloco": check_diloco, "systemctl": check_systemctl, "journalctl": check_journalctl}
+
+
+def links(path: Path) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        if "://" not in target:
+            yield target
+
+
+def named() -> set[str]:
+    """The pages that code and alerts name."""
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     files += (ROOT / "infra").rglob("*.yml")
-    named = {
+    return {
         name for path in files for name in re.findall(r"runbooks/([\w-]+\.md)", path.read_text())
     }
-    assert named == {path.name for path in RUNBOOKS}
+
+
+def test_every_page_that_is_named_exists_and_the_index_has_all() -> None:
+    pages = {path.name for path in RUNBOOKS}
+    assert named() <= pages
+    assert set(links(INDEX)) == pages
+
+
+def test_a_page_that_nothing_names_is_a_task_of_an_operator() -> None:
+    """What daemons and alerts never speak of stands in the index as something to want."""
+    tasks = INDEX.read_text().partition("## By what you want")[2]
+    seen = INDEX.read_text().partition("## By what you want")[0]
+    for page in {path.name for path in RUNBOOKS} - named():
+        assert f"({page})" in tasks or f"({page})" in seen
+
+
+@pytest.mark.parametrize("path", [*RUNBOOKS, INDEX], ids=lambda path: path.stem)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in links(path):
+        assert (path.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("path", RUNBOOKS, ids=lambda path: path.stem)
-def test_a_runbook_says_what_to_do(path: Path) -> None:
-    parts = re.findall(r"^## (\w+)", path.read_text(), re.MULTILINE)
-    assert [part for part in parts if part in ("Symptom", "Meaning", "Act", "Verify")] == [
-        "Symptom",
-        "Meaning",
-        "Act",
-        "Verify",
-    ]
+def test_a_page_has_its_parts(path: Path) -> None:
+    assert re.findall(r"^## (.+)", path.read_text(), re.MULTILINE) == PARTS
+
+
+@pytest.mark.parametrize("path", [*RUNBOOKS, INDEX], ids=lambda path: path.stem)
+def test_every_command_exists(path: Path) -> None:
+    for words in commands(path):
+        try:
+            CHECKS[Path(words[0]).name](words)
+        except (TyperException, AssertionError) as error:
+            raise AssertionError(f"{' '.join(words)}: {error}") from error
+
+
+def test_there_are_commands_to_check() -> None:
+    found = Counter(Path(words[0]).name for path in RUNBOOKS for words in commands(path))
+    assert found["diloco"] > 60
+    assert found["systemctl"] > 20
+    assert found["journalctl"] > 5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "diloco frobnicate RUN",
+        "diloco doctor RUN --deeper",
+        "diloco rollback RUN",
+        "diloco run frobnicate",
+        "systemctl explode nats-server",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    words = words_of(line)
+    with pytest.raises((TyperException, AssertionError)):
+        CHECKS[words[0]](words)
