@@ -10,7 +10,7 @@ FRAGMENTS ?= 2
 INTENSITY ?= 1
 WORKERS ?= 2
 SECONDS ?= 600
-BENCHES ?= merge encode stall wire quality events failover store_gcs report
+BENCHES ?= merge encode stall wire quality events failover flood store_gcs report
 
 BIN := .venv/bin
 STAMP := .venv/installed

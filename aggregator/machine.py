@@ -699,6 +699,17 @@ def _allow(rules: FragmentRules, state: State, learner: str, now_s: float) -> tu
     return state._replace(allowances={**state.allowances, learner: after}), allowed
 
 
+def _charge(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> State:
+    """Take from the sender's allowance what its rejection costs, if it was not taken before."""
+    if refused.stream_seq <= state.known_seq:
+        return state
+    learner = refused.manifest.learner
+    before = state.allowances[learner]
+    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
+    after = Allowance(left - policy.REJECTION_COST + 1, max(now_s, before.at_s))
+    return state._replace(allowances={**state.allowances, learner: after})
+
+
 def _offenders(
     rules: FragmentRules, state: State, resolved: tuple[Refused, ...]
 ) -> tuple[Effect, ...]:
@@ -874,6 +885,7 @@ def _close(state: State, now_s: float, reason: str, *, final: bool = False) -> R
 
 def _reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> Result:
     """Note a rejection; with no round open it gets a record of its own, else the round's."""
+    state = _charge(rules, state, refused, now_s)
     state = state._replace(rejected=(*state.rejected, refused))
     if state.phase == "idle":
         return _close(state, now_s, "rejections", final=state.final)

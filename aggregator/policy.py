@@ -28,6 +28,8 @@ CLAIM_SLACK_S = 60.0
 FASTEST = 10.0
 # A learner may announce at once what it may announce in so many seconds.
 BURST_S = 10.0
+# A rejection takes so many announcements from its sender: outside of rounds it costs a record.
+REJECTION_COST = 10.0
 # What an update is rejected for that its sender did not bring about, or could not know.
 NO_OFFENCES = frozenset({"ended", "late", "quarantined", "rolled_back", "stale", "superseded"})
 

@@ -62,6 +62,7 @@ class Sender:
     layout: Layout
     config: Config
     shards: list[tuple[wire.Shard, ...]]
+    step_time_s: float = 0.01
     incarnation: int = 0
     seqs: dict[int, int] = field(default_factory=dict)
 
@@ -100,7 +101,7 @@ class Sender:
             position=seq * STEPS,
             local_step=seq * STEPS,
             loss=1.0,
-            step_time_s=0.01,
+            step_time_s=self.step_time_s,
             encode_s=0.0,
             upload_s=0.0,
             attempt=0,

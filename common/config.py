@@ -163,7 +163,7 @@ class BoundsSection(Section):
         norm_clip: an update whose norm per step exceeds so many running medians is clipped to it.
         norm_refuse: beyond so many medians it is rejected.
         max_updates_per_s: updates of one fragment that a learner may announce, on average over
-            ten seconds; what is more is dropped unanswered.
+            ten seconds; a rejected one counts as ten. What is more is dropped unanswered.
         quarantine_offences: a learner is shut out once so many more of its updates of a fragment
             were rejected for what they are than were merged; 0: never.
     """
