@@ -1,0 +1,257 @@
+# A run's network, buckets, NATS servers, aggregators and learners. docs/provision.md has the steps.
+
+locals {
+  name = "diloco-${var.run}"
+  tags = {
+    nats       = "${local.name}-nats"
+    aggregator = "${local.name}-aggregator"
+    learner    = "${local.name}-learner"
+  }
+  labels = merge(var.labels, { diloco-run = var.run })
+
+  # Addresses follow from the ranges, so that diloco auth can be told them before anything is made.
+  nats_regions   = [for zone in var.nats.zones : regex("^(.*)-[a-z]$", zone)[0]]
+  nats_addresses = [for index, region in local.nats_regions : cidrhost(var.subnets[region], 11 + index)]
+
+  release_sha256 = filesha256(var.release_archive)
+  startup_script = file("${path.module}/../boot.py")
+
+  boot = {
+    bucket  = module.configuration.name
+    release = { object = google_storage_bucket_object.release.name, sha256 = local.release_sha256 }
+  }
+
+  deleter_role = "projects/${var.project}/roles/${google_project_iam_custom_role.deleter.role_id}"
+
+  # Below /etc, on aggregators and learners.
+  files = {
+    "diloco/run.toml" = google_storage_bucket_object.run.name
+    "diloco/ca.pem"   = google_storage_bucket_object.authority.name
+  }
+
+  store_url = "gs://${module.objects.name}"
+  run_toml  = <<-EOT
+    ${trimspace(file(var.run_toml))}
+
+    # By Terraform:
+    [bus]
+    url = "${join(",", [for address in local.nats_addresses : "tls://${address}:4222"])}"
+    tls_ca = "/etc/diloco/ca.pem"
+    replicas = 3
+
+    [store]
+    url = "${local.store_url}"
+
+    [metrics]
+    listen = "0.0.0.0"  # of a private network, whose firewall says who may ask
+    port = ${var.metrics_port}
+  EOT
+
+  accounts = merge(
+    module.nats.service_accounts,
+    { for name, aggregator in module.aggregator : name => aggregator.service_account },
+    { for name, learner in module.learner : name => learner.service_account },
+  )
+  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(var.learners))
+}
+
+resource "google_project_service" "this" {
+  for_each = toset([
+    "cloudresourcemanager.googleapis.com", "compute.googleapis.com", "iam.googleapis.com",
+    "iap.googleapis.com", "oslogin.googleapis.com", "secretmanager.googleapis.com",
+    "storage.googleapis.com",
+  ])
+  service            = each.key
+  disable_on_destroy = false
+}
+
+module "network" {
+  source            = "./modules/network"
+  name              = local.name
+  subnets           = var.subnets
+  tags              = local.tags
+  metrics_port      = var.metrics_port
+  monitoring_ranges = var.monitoring_ranges
+
+  depends_on = [google_project_service.this]
+}
+
+# The run's objects. Updates come and go with every round; deleted ones are not kept, because they
+# would be billed for days, at many times the size of what is alive. Versions and the run's checkpoints
+# have no age at which they may go: a paused run has nothing else.
+module "objects" {
+  source           = "./modules/bucket"
+  name             = "${var.project}-${var.run}-diloco"
+  location         = var.bucket_location
+  soft_delete_days = 0
+  labels           = local.labels
+  backstops = {
+    updates = {
+      days     = var.bucket_backstop_days.updates
+      prefixes = [for learner in keys(var.learners) : "${var.run}/learner/${learner}/update/"]
+    }
+    checkpoints = {
+      days     = var.bucket_backstop_days.checkpoints
+      prefixes = [for learner in keys(var.learners) : "${var.run}/learner/${learner}/checkpoint/"]
+    }
+  }
+
+  depends_on = [google_project_service.this]
+}
+
+# The release and what machines are configured with; no secrets.
+module "configuration" {
+  source           = "./modules/bucket"
+  name             = "${var.project}-${var.run}-diloco-config"
+  location         = var.bucket_location
+  soft_delete_days = 7
+  labels           = local.labels
+
+  depends_on = [google_project_service.this]
+}
+
+resource "google_storage_bucket_object" "release" {
+  name   = "common/diloco-${substr(local.release_sha256, 0, 16)}.tar.gz"
+  bucket = module.configuration.name
+  source = var.release_archive
+}
+
+resource "google_storage_bucket_object" "run" {
+  name    = "common/run.toml"
+  bucket  = module.configuration.name
+  content = local.run_toml
+}
+
+resource "google_storage_bucket_object" "authority" {
+  name    = "common/ca.pem"
+  bucket  = module.configuration.name
+  content = file("${var.auth_folder}/tls/ca.pem")
+}
+
+# To delete and nothing else: with the right to create it would be one to overwrite.
+resource "google_project_iam_custom_role" "deleter" {
+  role_id     = "diloco_${replace(var.run, "-", "_")}_deleter"
+  title       = "diloco ${var.run}: delete objects"
+  permissions = ["storage.objects.delete"]
+
+  depends_on = [google_project_service.this]
+}
+
+module "nats" {
+  source         = "./modules/nats"
+  project        = var.project
+  run            = var.run
+  zones          = var.nats.zones
+  addresses      = local.nats_addresses
+  machine_type   = var.nats.machine_type
+  image          = var.images.cpu
+  disk_gib       = var.nats.disk_gib
+  snapshot_days  = var.nats.snapshot_days
+  auth_folder    = var.auth_folder
+  subnetworks    = module.network.subnetworks
+  tag            = local.tags.nats
+  startup_script = local.startup_script
+  boot           = local.boot
+  authority      = google_storage_bucket_object.authority.name
+  labels         = local.labels
+}
+
+module "aggregator" {
+  source         = "./modules/aggregator"
+  project        = var.project
+  for_each       = var.aggregators
+  run            = var.run
+  name           = each.key
+  zone           = each.value.zone
+  machine_type   = each.value.machine_type
+  image          = var.images.cpu
+  disk_gib       = each.value.disk_gib
+  bucket         = module.objects.name
+  deleter_role   = local.deleter_role
+  auth_folder    = var.auth_folder
+  chores         = each.key == sort(keys(var.aggregators))[0]
+  checkpoints    = var.hourly_checkpoints
+  subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
+  tag            = local.tags.aggregator
+  startup_script = local.startup_script
+  boot           = local.boot
+  files          = local.files
+  labels         = local.labels
+}
+
+module "learner" {
+  source         = "./modules/learner"
+  project        = var.project
+  for_each       = var.learners
+  run            = var.run
+  name           = each.key
+  zone           = each.value.zone
+  kind           = each.value.kind
+  chips          = each.value.chips
+  topology       = each.value.topology
+  machine_type   = each.value.machine_type
+  spot           = each.value.spot
+  reservation    = each.value.reservation
+  image          = coalesce(each.value.image, var.images[each.value.kind])
+  disk_gib       = each.value.disk_gib
+  warm_start     = each.value.warm_start
+  bucket         = module.objects.name
+  deleter_role   = local.deleter_role
+  auth_folder    = var.auth_folder
+  network        = module.network.id
+  subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
+  tag            = local.tags.learner
+  metrics_port   = var.metrics_port
+  startup_script = local.startup_script
+  boot           = local.boot
+  files          = local.files
+  labels         = local.labels
+}
+
+# Operators: the run's objects, and the machines by IAP. Their credentials for NATS stay with them.
+resource "google_storage_bucket_iam_member" "operator" {
+  for_each = var.operators
+  bucket   = module.objects.name
+  role     = "roles/storage.objectUser"
+  member   = each.key
+}
+
+resource "google_project_iam_member" "operator_tunnel" {
+  for_each = var.operators
+  project  = var.project
+  role     = "roles/iap.tunnelResourceAccessor"
+  member   = each.key
+
+  condition {
+    title      = "ssh only"
+    expression = "destination.port == 22"
+  }
+}
+
+resource "google_project_iam_member" "operator_login" {
+  for_each = var.operators
+  project  = var.project
+  role     = "roles/compute.osAdminLogin"
+  member   = each.key
+}
+
+# Who logs in to a machine could act as its service account, and must be allowed to.
+resource "google_service_account_iam_member" "operator" {
+  for_each = {
+    for pair in setproduct(var.operators, local.machines) : "${pair[0]} ${pair[1]}" => {
+      member = pair[0]
+      id     = local.accounts[pair[1]]
+    }
+  }
+  service_account_id = each.value.id
+  role               = "roles/iam.serviceAccountUser"
+  member             = each.value.member
+}
+
+# A slice of several hosts can be made, but learners do not span hosts yet.
+check "hosts" {
+  assert {
+    condition     = alltrue([for learner in module.learner : learner.hosts == 1])
+    error_message = "A learner trains on the devices of one host for now: of a slice with a topology of several hosts each host would try to be the whole learner. Take several learners of one host each."
+  }
+}

@@ -1,0 +1,267 @@
+# One learner: a group of machines that make up one slice. The group has as many machines as the slice
+# has hosts, mostly one. It makes a machine anew that was preempted, has failed, or is not healthy.
+
+locals {
+  full_name = "diloco-${var.run}-${var.name}"
+  region    = regex("^(.*)-[a-z]$", var.zone)[0]
+
+  # How a kind of accelerator comes: machines of one host, chips of each host of a larger slice, disks.
+  kinds = {
+    v5p   = { prefix = "ct5p-hightpu-", disk = "pd-balanced" }
+    v6e   = { prefix = "ct6e-standard-", disk = "hyperdisk-balanced" }
+    tpu7x = { prefix = "tpu7x-standard-", disk = "hyperdisk-balanced" }
+  }
+  chips_of_host = 4
+  accelerator   = var.kind != "cpu"
+  sides         = [for side in split("x", coalesce(var.topology, "1")) : tonumber(side)]
+  slice_chips   = local.sides[0] * try(local.sides[1], 1) * try(local.sides[2], 1)
+  hosts         = var.topology == null ? 1 : local.slice_chips / local.chips_of_host
+  chips         = var.topology == null ? var.chips : local.chips_of_host
+  machine_type  = local.accelerator ? "${local.kinds[var.kind].prefix}${local.chips}t" : var.machine_type
+  disk_type     = local.accelerator ? local.kinds[var.kind].disk : "pd-balanced"
+
+  # Object names are those of common/names.py.
+  objects  = "projects/_/buckets/${var.bucket}/objects/"
+  own      = "${var.run}/learner/${var.name}/"
+  all      = "${var.run}/learner/"
+  listed   = var.warm_start ? local.all : local.own
+  readable = ["${var.run}/global/", local.listed]
+  metadata = "api.getAttribute('storage.googleapis.com/objectListPrefix', '')"
+  may_read = join(" || ", [for prefix in local.readable : "resource.name.startsWith('${local.objects}${prefix}')"])
+  may_list = "${local.metadata}.startsWith('${local.listed}')"
+  parameters = merge(var.boot, {
+    role        = "learner"
+    name        = var.name
+    accelerator = local.accelerator
+    files       = var.files
+    secrets     = { "diloco/credentials/${var.name}.toml" = module.credentials.version }
+    units       = ["diloco-learner@${var.name}.service"]
+    # A machine that comes back after a preemption has an empty disk.
+    environment = { DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" }
+  })
+}
+
+resource "google_service_account" "this" {
+  account_id   = "learner-${substr(sha1("${var.run}/${var.name}"), 0, 12)}"
+  display_name = "learner ${var.name} of run ${var.run}"
+}
+
+# What it uploads: created below its own prefix, and never overwritten, which would need the right to
+# delete.
+resource "google_storage_bucket_iam_member" "create" {
+  bucket = var.bucket
+  role   = "roles/storage.objectCreator"
+  member = google_service_account.this.member
+
+  condition {
+    title       = "create below its own prefix"
+    expression  = "resource.name.startsWith('${local.objects}${local.own}')"
+    description = "learner ${var.name}"
+  }
+}
+
+# What it reads: the run's versions, and its own objects, to compare what is there already.
+resource "google_storage_bucket_iam_member" "read" {
+  bucket = var.bucket
+  role   = "roles/storage.objectViewer"
+  member = google_service_account.this.member
+
+  condition {
+    title       = "read the versions, read and list its own"
+    expression  = "${local.may_read} || ${local.may_list}"
+    description = "learner ${var.name}"
+  }
+}
+
+# Its own older checkpoints, and no update.
+resource "google_storage_bucket_iam_member" "tidy" {
+  bucket = var.bucket
+  role   = var.deleter_role
+  member = google_service_account.this.member
+
+  condition {
+    title       = "delete its own checkpoints"
+    expression  = "resource.name.startsWith('${local.objects}${local.own}checkpoint/')"
+    description = "learner ${var.name}"
+  }
+}
+
+resource "google_storage_bucket_iam_member" "configuration" {
+  bucket = var.boot.bucket
+  role   = "roles/storage.objectViewer"
+  member = google_service_account.this.member
+
+  condition {
+    title      = "read the release and the run's configuration"
+    expression = "resource.name.startsWith('projects/_/buckets/${var.boot.bucket}/objects/common/')"
+  }
+}
+
+module "credentials" {
+  source  = "../secret"
+  project = var.project
+  id      = "${local.full_name}-credentials"
+  file    = "${var.auth_folder}/credentials/${var.name}.toml"
+  reader  = google_service_account.this.member
+  labels  = var.labels
+}
+
+# The hosts of a slice speak to each other, and to nobody else's.
+resource "google_compute_firewall" "slice" {
+  count                   = local.hosts > 1 ? 1 : 0
+  name                    = "${local.full_name}-slice"
+  description             = "The hosts of one slice: JAX's coordinator and libtpu."
+  network                 = var.network
+  direction               = "INGRESS"
+  source_service_accounts = [google_service_account.this.email]
+  target_service_accounts = [google_service_account.this.email]
+
+  allow {
+    protocol = "tcp"
+    ports    = ["8470-8490"]
+  }
+}
+
+resource "google_compute_resource_policy" "slice" {
+  count  = local.hosts > 1 ? 1 : 0
+  name   = local.full_name
+  region = local.region
+
+  workload_policy {
+    type                 = "HIGH_THROUGHPUT"
+    accelerator_topology = var.topology
+  }
+}
+
+resource "google_compute_instance_template" "this" {
+  name_prefix  = "${local.full_name}-"
+  machine_type = local.machine_type
+  labels       = var.labels
+  tags         = [var.tag]
+
+  disk {
+    source_image = var.image
+    disk_type    = local.disk_type
+    disk_size_gb = var.disk_gib
+    boot         = true
+    auto_delete  = true
+  }
+
+  network_interface {
+    subnetwork = var.subnetwork
+    nic_type   = "GVNIC"
+  }
+
+  # No secret stands here: whoever may look at the machine can read it, and so can all its processes.
+  metadata = {
+    startup-script         = var.startup_script
+    diloco                 = jsonencode(local.parameters)
+    enable-oslogin         = "TRUE"
+    block-project-ssh-keys = "TRUE"
+    serial-port-enable     = "FALSE"
+  }
+
+  scheduling {
+    provisioning_model          = var.spot ? "SPOT" : var.reservation != null ? "RESERVATION_BOUND" : "STANDARD"
+    preemptible                 = var.spot
+    automatic_restart           = !var.spot
+    on_host_maintenance         = local.accelerator || var.spot ? "TERMINATE" : "MIGRATE"
+    instance_termination_action = var.spot ? "STOP" : var.reservation != null ? "DELETE" : null
+  }
+
+  dynamic "reservation_affinity" {
+    for_each = var.reservation[*]
+    content {
+      type = "SPECIFIC_RESERVATION"
+      specific_reservation {
+        key    = "compute.googleapis.com/reservation-name"
+        values = [reservation_affinity.value]
+      }
+    }
+  }
+
+  service_account {
+    email  = google_service_account.this.email
+    scopes = ["cloud-platform"]
+  }
+
+  shielded_instance_config {
+    # The images for TPUs load drivers that secure boot would refuse.
+    enable_secure_boot          = !local.accelerator
+    enable_vtpm                 = true
+    enable_integrity_monitoring = true
+  }
+
+  lifecycle {
+    create_before_destroy = true
+  }
+}
+
+resource "google_compute_health_check" "this" {
+  count               = local.hosts == 1 ? 1 : 0
+  name                = local.full_name
+  description         = "Ten minutes without /healthz: the machine itself is broken, since systemd restarts what hangs."
+  check_interval_sec  = 60
+  timeout_sec         = 10
+  unhealthy_threshold = 10
+
+  http_health_check {
+    port         = var.metrics_port
+    request_path = "/healthz"
+  }
+
+  log_config {
+    enable = true
+  }
+}
+
+resource "google_compute_instance_group_manager" "this" {
+  name               = local.full_name
+  zone               = var.zone
+  base_instance_name = local.full_name
+  target_size        = local.hosts
+
+  version {
+    instance_template = google_compute_instance_template.this.self_link_unique
+  }
+
+  # The hosts of a slice come and go together, so only a slice of one host is mended by its health.
+  dynamic "auto_healing_policies" {
+    for_each = google_compute_health_check.this[*].id
+    content {
+      health_check      = auto_healing_policies.value
+      initial_delay_sec = 3600
+    }
+  }
+
+  dynamic "resource_policies" {
+    for_each = google_compute_resource_policy.slice[*].id
+    content {
+      workload_policy = resource_policies.value
+    }
+  }
+
+  instance_lifecycle_policy {
+    default_action_on_failure = "REPAIR"
+    # What comes back has the newest release and configuration.
+    force_update_on_repair = "YES"
+  }
+
+  # A change of the template waits for the machine's next life; nothing that trains is stopped by an
+  # apply. A learner never has two machines at once.
+  update_policy {
+    type                  = "OPPORTUNISTIC"
+    minimal_action        = "REPLACE"
+    replacement_method    = "RECREATE"
+    max_surge_fixed       = 0
+    max_unavailable_fixed = local.hosts
+  }
+
+  # Capacity may come hours later, and the group goes on asking.
+  wait_for_instances = false
+
+  depends_on = [
+    google_storage_bucket_iam_member.create, google_storage_bucket_iam_member.read,
+    google_storage_bucket_iam_member.configuration,
+  ]
+}

@@ -1,0 +1,37 @@
+output "hosts" {
+  description = "Machines of the slice."
+  value       = local.hosts
+}
+
+output "service_account" {
+  description = "Whom its machines are to Google Cloud."
+  value       = google_service_account.this.name
+}
+
+output "bindings" {
+  description = "Its rights on buckets."
+  value = [
+    google_storage_bucket_iam_member.create, google_storage_bucket_iam_member.read,
+    google_storage_bucket_iam_member.tidy, google_storage_bucket_iam_member.configuration,
+  ]
+}
+
+output "template" {
+  description = "What its machines are made from."
+  value       = google_compute_instance_template.this
+}
+
+output "group" {
+  description = "The group of its machines."
+  value       = google_compute_instance_group_manager.this
+}
+
+output "workload_policy" {
+  description = "Topology of a slice of several hosts."
+  value       = one(google_compute_resource_policy.slice[*].workload_policy)
+}
+
+output "secret" {
+  description = "Its credentials as the state holds them."
+  value       = module.credentials.stored
+}

@@ -1,0 +1,126 @@
+variable "project" {
+  description = "Google Cloud project."
+  type        = string
+}
+
+variable "run" {
+  description = "Name of the run."
+  type        = string
+}
+
+variable "name" {
+  description = "Name of the learner."
+  type        = string
+}
+
+variable "zone" {
+  description = "Zone of its machines."
+  type        = string
+}
+
+variable "kind" {
+  description = "v5p, v6e, tpu7x or cpu."
+  type        = string
+}
+
+variable "chips" {
+  description = "Chips of a slice of one host."
+  type        = number
+  default     = null
+}
+
+variable "topology" {
+  description = "Topology of a slice of several hosts."
+  type        = string
+  default     = null
+}
+
+variable "machine_type" {
+  description = "Machine type of kind cpu."
+  type        = string
+  default     = null
+}
+
+variable "spot" {
+  description = "Whether it may be preempted."
+  type        = bool
+}
+
+variable "reservation" {
+  description = "Name of the reservation that its machines are of."
+  type        = string
+  default     = null
+}
+
+variable "image" {
+  description = "Image of the boot disk."
+  type        = string
+}
+
+variable "disk_gib" {
+  description = "Size of the boot disk, GiB."
+  type        = number
+}
+
+variable "warm_start" {
+  description = "Whether it may read the checkpoints of all learners."
+  type        = bool
+}
+
+variable "bucket" {
+  description = "Bucket of the run's objects."
+  type        = string
+}
+
+variable "deleter_role" {
+  description = "Role that holds storage.objects.delete alone."
+  type        = string
+}
+
+variable "auth_folder" {
+  description = "Folder of diloco auth."
+  type        = string
+}
+
+variable "network" {
+  description = "The network."
+  type        = string
+}
+
+variable "subnetwork" {
+  description = "The subnet of its region."
+  type        = string
+}
+
+variable "tag" {
+  description = "Network tag of learners."
+  type        = string
+}
+
+variable "metrics_port" {
+  description = "Port of /healthz."
+  type        = number
+}
+
+variable "startup_script" {
+  description = "What a machine runs at each boot."
+  type        = string
+}
+
+variable "boot" {
+  description = "What the startup script is told on every machine; bucket is that of releases and configuration."
+  type = object({
+    bucket  = string
+    release = object({ object = string, sha256 = string })
+  })
+}
+
+variable "files" {
+  description = "Objects of that bucket by the paths below /etc that they are copied to."
+  type        = map(string)
+}
+
+variable "labels" {
+  description = "Labels of what takes some."
+  type        = map(string)
+}

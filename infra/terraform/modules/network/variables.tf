@@ -1,0 +1,24 @@
+variable "name" {
+  description = "Name of the network, and beginning of the names of what is in it."
+  type        = string
+}
+
+variable "subnets" {
+  description = "Address range by region."
+  type        = map(string)
+}
+
+variable "tags" {
+  description = "Network tags of the three kinds of machines."
+  type        = object({ nats = string, aggregator = string, learner = string })
+}
+
+variable "metrics_port" {
+  description = "Port of /metrics and /healthz."
+  type        = number
+}
+
+variable "monitoring_ranges" {
+  description = "Private address ranges from which metrics may be read."
+  type        = set(string)
+}

@@ -1,0 +1,32 @@
+output "nats_addresses" {
+  description = "What diloco auth init is told with --host."
+  value       = local.nats_addresses
+}
+
+output "store_url" {
+  description = "Where the run's objects are."
+  value       = local.store_url
+}
+
+output "operator_environment" {
+  description = "For the operator's shell, while a tunnel to a NATS server is open: docs/provision.md."
+  value = {
+    DILOCO_BUS_URL         = "tls://127.0.0.1:4222"
+    DILOCO_BUS_TLS_CA      = abspath("${var.auth_folder}/tls/ca.pem")
+    DILOCO_BUS_CREDENTIALS = abspath("${var.auth_folder}/credentials/operator.toml")
+  }
+}
+
+output "run_toml" {
+  description = "The run's file, as all machines have it."
+  value       = local.run_toml
+}
+
+output "machines" {
+  description = "Where each part is: an instance, or the group of a learner's machines."
+  value = merge(
+    { for name, instance in module.nats.instances : name => { zone = instance.zone, instance = instance.name } },
+    { for name, aggregator in module.aggregator : name => { zone = aggregator.instance.zone, instance = aggregator.instance.name } },
+    { for name, learner in module.learner : name => { zone = learner.group.zone, group = learner.group.name } },
+  )
+}

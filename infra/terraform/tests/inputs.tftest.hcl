@@ -1,0 +1,360 @@
+# Wrong inputs are refused before anything is planned. auth_folder and release_archive come from the
+# command line: .ci/terraform.
+
+variables {
+  project         = "my-project"
+  run             = "demo"
+  run_toml        = "examples/run.toml"
+  bucket_location = "us-central1"
+  subnets         = { us-central1 = "10.64.0.0/20" }
+  nats            = { zones = ["us-central1-a", "us-central1-b", "us-central1-c"] }
+  aggregators     = { aggregator-a = { zone = "us-central1-a" } }
+  learners        = { central = { zone = "us-central1-a", kind = "v5p", chips = 4 } }
+}
+
+run "right" {
+  command = plan
+}
+
+run "project_with_capitals" {
+  command = plan
+
+  variables {
+    project = "My-Project"
+  }
+  expect_failures = [var.project]
+}
+
+run "run_with_underscore" {
+  command = plan
+
+  variables {
+    run = "my_run"
+  }
+  expect_failures = [var.run]
+}
+
+run "names_too_long" {
+  command = plan
+
+  variables {
+    project = "a-project-with-a-long-name"
+    run     = "a-run-with-a-name-much-too-long"
+  }
+  expect_failures = [var.run]
+}
+
+run "file_of_another_run" {
+  command = plan
+
+  variables {
+    run_toml = "tests/other.toml"
+  }
+  expect_failures = [var.run_toml]
+}
+
+run "file_with_sections_of_ours" {
+  command = plan
+
+  variables {
+    run_toml = "tests/sections.toml"
+  }
+  expect_failures = [var.run_toml]
+}
+
+run "no_file" {
+  command = plan
+
+  variables {
+    run_toml = "tests/none.toml"
+  }
+  expect_failures = [var.run_toml]
+}
+
+run "no_archive" {
+  command = plan
+
+  variables {
+    release_archive = "none.tar.gz"
+  }
+  expect_failures = [var.release_archive]
+}
+
+run "no_auth_folder" {
+  command = plan
+
+  variables {
+    auth_folder = "tests"
+  }
+  expect_failures = [var.auth_folder]
+}
+
+run "servers_at_other_addresses" {
+  command = plan
+
+  variables {
+    subnets = { us-central1 = "10.65.0.0/20" }
+  }
+  expect_failures = [var.auth_folder]
+}
+
+run "disk_too_small" {
+  command = plan
+
+  variables {
+    nats = { zones = ["us-central1-a", "us-central1-b", "us-central1-c"], disk_gib = 5 }
+  }
+  expect_failures = [var.nats]
+}
+
+run "public_range" {
+  command = plan
+
+  variables {
+    subnets = { us-central1 = "34.64.0.0/20" }
+  }
+  expect_failures = [var.subnets]
+}
+
+run "tiny_range" {
+  command = plan
+
+  variables {
+    subnets = { us-central1 = "10.64.0.0/29" }
+  }
+  expect_failures = [var.subnets]
+}
+
+run "zone_as_region" {
+  command = plan
+
+  variables {
+    subnets = { us-central1 = "10.64.0.0/20", us-east5-a = "10.65.0.0/20" }
+  }
+  expect_failures = [var.subnets]
+}
+
+run "bucket_in_a_zone" {
+  command = plan
+
+  variables {
+    bucket_location = "us-central1-a"
+  }
+  expect_failures = [var.bucket_location]
+}
+
+run "backstop_of_a_day" {
+  command = plan
+
+  variables {
+    bucket_backstop_days = { updates = 1 }
+  }
+  expect_failures = [var.bucket_backstop_days]
+}
+
+run "two_servers" {
+  command = plan
+
+  variables {
+    nats = { zones = ["us-central1-a", "us-central1-b"] }
+  }
+  expect_failures = [var.nats]
+}
+
+run "two_servers_in_one_zone" {
+  command = plan
+
+  variables {
+    nats = { zones = ["us-central1-a", "us-central1-a", "us-central1-b"] }
+  }
+  expect_failures = [var.nats]
+}
+
+run "server_in_a_region_without_range" {
+  command = plan
+
+  variables {
+    nats = { zones = ["us-central1-a", "us-central1-b", "us-east5-a"] }
+  }
+  expect_failures = [var.nats]
+}
+
+run "no_aggregator" {
+  command = plan
+
+  variables {
+    aggregators = {}
+  }
+  expect_failures = [var.aggregators]
+}
+
+run "aggregator_without_credentials" {
+  command = plan
+
+  variables {
+    aggregators = { nobody = { zone = "us-central1-a" } }
+  }
+  expect_failures = [var.aggregators]
+}
+
+run "aggregator_elsewhere" {
+  command = plan
+
+  variables {
+    aggregators = { aggregator-a = { zone = "us-east5-a" } }
+  }
+  expect_failures = [var.aggregators]
+}
+
+run "no_learner" {
+  command = plan
+
+  variables {
+    learners = {}
+  }
+  expect_failures = [var.learners]
+}
+
+run "learner_with_capitals" {
+  command = plan
+
+  variables {
+    learners = { Central = { zone = "us-central1-a", kind = "v5p", chips = 4 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "learner_without_credentials" {
+  command = plan
+
+  variables {
+    learners = { nobody = { zone = "us-central1-a", kind = "v5p", chips = 4 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "learner_elsewhere" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-east5-a", kind = "v6e", chips = 4 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "unknown_kind" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v4", chips = 4 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "three_chips" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 3 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "more_chips_than_a_host_has" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "tpu7x", chips = 8 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "chips_and_topology" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v6e", chips = 4, topology = "4x4" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "neither_chips_nor_topology" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v6e" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "flat_topology_of_v5p" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", topology = "4x4" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "topology_of_one_host" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v6e", topology = "2x2" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "cpu_without_machine_type" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "cpu" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "spot_of_a_reservation" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v6e", chips = 4, spot = true, reservation = "mine" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "one_name_for_two" {
+  command = plan
+
+  variables {
+    learners = { aggregator-a = { zone = "us-central1-a", kind = "v5p", chips = 4 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "everybody_operates" {
+  command = plan
+
+  variables {
+    operators = ["allUsers"]
+  }
+  expect_failures = [var.operators]
+}
+
+run "metrics_for_the_internet" {
+  command = plan
+
+  variables {
+    monitoring_ranges = ["0.0.0.0/0"]
+  }
+  expect_failures = [var.monitoring_ranges]
+}
+
+run "privileged_port" {
+  command = plan
+
+  variables {
+    metrics_port = 80
+  }
+  expect_failures = [var.metrics_port]
+}

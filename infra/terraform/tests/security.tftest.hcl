@@ -1,0 +1,296 @@
+# What must hold of every fleet. auth_folder and release_archive come from the command line: .ci/terraform.
+
+variables {
+  project         = "my-project"
+  run             = "demo"
+  run_toml        = "examples/run.toml"
+  bucket_location = "US"
+  subnets = {
+    us-central1  = "10.64.0.0/20"
+    us-east5     = "10.64.16.0/20"
+    europe-west4 = "10.64.32.0/20"
+  }
+  nats = { zones = ["us-central1-a", "us-central1-b", "us-central1-c"] }
+  aggregators = {
+    aggregator-a = { zone = "us-central1-a" }
+    aggregator-b = { zone = "us-east5-a" }
+  }
+  learners = {
+    central = { zone = "us-central1-a", kind = "v5p", chips = 4 }
+    east    = { zone = "us-east5-a", kind = "v6e", chips = 8, spot = true }
+    europe  = { zone = "europe-west4-b", kind = "v5p", chips = 2, warm_start = true }
+    tester  = { zone = "us-central1-b", kind = "cpu", machine_type = "n2-standard-8" }
+  }
+  operators         = ["user:ann@example.org"]
+  monitoring_ranges = ["10.64.0.0/20"]
+}
+
+run "network" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for rule in module.network.firewalls : length(setintersection(coalesce(rule.source_ranges, []), ["0.0.0.0/0", "::/0"])) == 0])
+    error_message = "no rule lets the internet in"
+  }
+  assert {
+    condition     = alltrue([for rule in module.network.firewalls : length(coalesce(rule.source_ranges, [])) + length(coalesce(rule.source_tags, [])) > 0])
+    error_message = "every rule says whom it lets in"
+  }
+  assert {
+    condition = [for rule in module.network.firewalls : { from = rule.source_tags, to = rule.target_tags }
+    if contains(flatten(rule.allow[*].ports), "4222")] == [{ from = toset(["diloco-demo-learner", "diloco-demo-aggregator"]), to = toset(["diloco-demo-nats"]) }]
+    error_message = "4222 is open to learners and aggregators, and to nobody else"
+  }
+  assert {
+    condition = [for rule in module.network.firewalls : { from = rule.source_tags, to = rule.target_tags }
+    if contains(flatten(rule.allow[*].ports), "6222")] == [{ from = toset(["diloco-demo-nats"]), to = toset(["diloco-demo-nats"]) }]
+    error_message = "6222 is open between NATS servers, and to nobody else"
+  }
+  assert {
+    condition     = alltrue([for rule in module.network.firewalls : alltrue([for allow in rule.allow : allow.protocol == "tcp" && length(coalesce(allow.ports, [])) == 1])])
+    error_message = "every rule opens one port"
+  }
+  assert {
+    condition     = toset(flatten([for rule in module.network.firewalls : flatten(rule.allow[*].ports)])) == toset(["4222", "6222", "22", "9464"])
+    error_message = "no other port is open: not 8222, NATS's monitoring"
+  }
+  assert {
+    condition     = alltrue([for rule in module.network.firewalls : rule.source_ranges == toset(["35.235.240.0/20"]) if contains(flatten(rule.allow[*].ports), "22")])
+    error_message = "ssh comes by IAP only"
+  }
+  assert {
+    condition = alltrue([for rule in module.network.firewalls : alltrue([for range in rule.source_ranges : contains(["35.191.0.0/16", "130.211.0.0/22", "10.64.0.0/20"], range)])
+    if contains(flatten(rule.allow[*].ports), "9464")])
+    error_message = "metrics are private: health checks and monitoring_ranges"
+  }
+  assert {
+    condition     = toset(keys(module.network.ways_out)) == toset(keys(var.subnets)) && alltrue([for nat in module.network.ways_out : nat.nat_ip_allocate_option == "AUTO_ONLY"])
+    error_message = "each region goes out by Cloud NAT"
+  }
+  assert {
+    condition     = alltrue([for subnet in module.network.subnets : subnet.private_ip_google_access])
+    error_message = "Google's services are reached without the internet"
+  }
+  assert {
+    condition = alltrue(concat(
+      [for instance in module.nats.instances : length(instance.network_interface[0].access_config) == 0],
+      [for aggregator in module.aggregator : length(aggregator.instance.network_interface[0].access_config) == 0],
+      [for learner in module.learner : length(learner.template.network_interface[0].access_config) == 0],
+    ))
+    error_message = "no machine has an address on the internet"
+  }
+}
+
+run "bucket" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for bucket in [module.objects.bucket, module.configuration.bucket] : bucket.uniform_bucket_level_access && bucket.public_access_prevention == "enforced" && !bucket.force_destroy])
+    error_message = "buckets have uniform access, and are never public"
+  }
+  assert {
+    condition = { for rule in module.objects.bucket.lifecycle_rule : one(rule.condition).age => toset(one(rule.condition).matches_prefix) if one(rule.action).type == "Delete" } == {
+      30 = toset([for learner in ["central", "east", "europe", "tester"] : "demo/learner/${learner}/update/"])
+      90 = toset([for learner in ["central", "east", "europe", "tester"] : "demo/learner/${learner}/checkpoint/"])
+    }
+    error_message = "age deletes updates and learners' checkpoints, apart, and nothing of the versions"
+  }
+  assert {
+    condition     = module.objects.bucket.soft_delete_policy[0].retention_duration_seconds == 0
+    error_message = "what garbage collection has removed is not billed any longer"
+  }
+}
+
+run "nats" {
+  command = plan
+
+  assert {
+    condition     = length(distinct([for instance in module.nats.instances : instance.zone])) == 3
+    error_message = "three servers in three zones"
+  }
+  assert {
+    condition     = { for name, instance in module.nats.instances : name => instance.network_interface[0].network_ip } == { nats-1 = "10.64.0.11", nats-2 = "10.64.0.12", nats-3 = "10.64.0.13" }
+    error_message = "fixed internal addresses"
+  }
+  assert {
+    condition     = keys(module.nats.disks) == keys(module.nats.instances) && alltrue([for name, disk in module.nats.disks : disk.zone == module.nats.instances[name].zone && module.nats.instances[name].attached_disk[0].device_name == "streams"])
+    error_message = "each server has a disk of its own for the streams"
+  }
+  assert {
+    condition     = keys(module.nats.copied) == keys(module.nats.disks) && alltrue([for policy in module.nats.snapshots : policy.snapshot_schedule_policy[0].retention_policy[0].on_source_disk_delete == "KEEP_AUTO_SNAPSHOTS"])
+    error_message = "each of these disks is copied, and the copies stay"
+  }
+  assert {
+    condition = alltrue([
+      for file in module.nats.configurations : alltrue([
+        can(regex("(?s)\ntls \\{[^}]*cert_file[^}]*key_file", file.content)),
+        can(regex("(?s)cluster \\{.*tls \\{[^}]*ca_file[^}]*verify: true", file.content)),
+        can(regex("(?s)jetstream \\{[^}]*store_dir: \"/var/lib/nats/jetstream/[^}]*max_file_store: [0-9]+[^}]*max_memory_store: [^}]*sync_interval: always", file.content)),
+        strcontains(file.content, "http: \"127.0.0.1:8222\""),
+        strcontains(file.content, "include \"accounts.conf\""),
+      ])
+    ])
+    error_message = "TLS for clients, certificates for routes, limits, sync_interval: always, monitoring on loopback, accounts"
+  }
+  assert {
+    condition     = strcontains(local.run_toml, "replicas = 3") && strcontains(local.run_toml, "url = \"tls://10.64.0.11:4222,tls://10.64.0.12:4222,tls://10.64.0.13:4222\"")
+    error_message = "the run's streams have three replicas, and clients use TLS"
+  }
+  assert {
+    condition     = alltrue([for instance in module.nats.instances : instance.deletion_protection])
+    error_message = "no server is removed by mistake"
+  }
+}
+
+run "secrets" {
+  command = plan
+
+  assert {
+    condition = alltrue([
+      for version in concat(values(module.nats.secrets), [for one in module.aggregator : one.secret], [for one in module.learner : one.secret]) :
+      version.secret_data == null && version.secret_data_wo == null && version.secret_data_wo_version > 0
+    ])
+    error_message = "values are write-only arguments: neither plan nor state has them"
+  }
+  assert {
+    condition = alltrue(flatten([
+      for metadata in concat(
+        [for instance in module.nats.instances : instance.metadata],
+        [for one in module.aggregator : one.instance.metadata],
+        [for one in module.learner : one.template.metadata],
+        ) : [
+        for secret in concat(
+          [for name in concat(keys(var.learners), keys(var.aggregators), ["operator"]) : regex("seed = \"(.+)\"", file("${var.auth_folder}/credentials/${name}.toml"))[0]],
+          [for server in ["nats-1", "nats-2", "nats-3"] : split("\n", file("${var.auth_folder}/tls/${server}.key"))[1]],
+        ) : !strcontains(jsonencode(metadata), secret)
+      ]
+    ]))
+    error_message = "no secret stands in metadata"
+  }
+  assert {
+    condition = alltrue([
+      for name, one in module.learner : jsondecode(one.template.metadata["diloco"]).secrets
+      == { "diloco/credentials/${name}.toml" = "projects/my-project/secrets/diloco-demo-${name}-credentials/versions/latest" }
+    ])
+    error_message = "a learner's machine is told of its own secret, and of no other"
+  }
+  assert {
+    condition     = alltrue([for one in module.aggregator : keys(jsondecode(one.instance.metadata["diloco"]).secrets) == ["diloco/credentials/aggregator.toml"]])
+    error_message = "the operator's credentials stay with the operator, unless hourly_checkpoints says otherwise"
+  }
+}
+
+run "learners_rights" {
+  command = plan
+
+  assert {
+    condition = alltrue([
+      for name, one in module.learner : { for binding in one.bindings : binding.role => binding.condition[0].expression if binding.bucket == "my-project-demo-diloco" && startswith(binding.role, "roles/") } == {
+        "roles/storage.objectCreator" = "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/')"
+        "roles/storage.objectViewer" = name == "europe" ? join(" || ", [
+          "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')",
+          "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/')",
+          "api.getAttribute('storage.googleapis.com/objectListPrefix', '').startsWith('demo/learner/')",
+          ]) : join(" || ", [
+          "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')",
+          "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/')",
+          "api.getAttribute('storage.googleapis.com/objectListPrefix', '').startsWith('demo/learner/${name}/')",
+        ])
+      }
+    ])
+    error_message = "a learner creates below its own prefix, reads versions and its own, and lists its own; warm_start reads all learners'"
+  }
+  assert {
+    condition     = google_project_iam_custom_role.deleter.permissions == toset(["storage.objects.delete"])
+    error_message = "the right to delete comes alone"
+  }
+  assert {
+    condition     = alltrue([for name, one in module.learner : [for binding in one.bindings : binding.condition[0].expression if binding.condition[0].title == "delete its own checkpoints"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/checkpoint/')"]])
+    error_message = "a learner deletes its own checkpoints, and so cannot overwrite an update"
+  }
+  assert {
+    condition = alltrue(flatten([
+      for one in concat(values(module.learner), values(module.aggregator)) : [for binding in one.bindings : length(binding.condition) == 1 && length(binding.condition[0].expression) > 0]
+    ]))
+    error_message = "no right on a bucket is without its condition"
+  }
+  assert {
+    condition     = alltrue([for binding in module.nats.bindings : binding.bucket == "my-project-demo-diloco-config" && binding.role == "roles/storage.objectViewer"])
+    error_message = "NATS servers read their configuration, and have no right on the run's objects"
+  }
+  assert {
+    condition     = alltrue([for one in module.aggregator : [for binding in one.bindings : binding.condition[0].expression if binding.role == "roles/storage.objectCreator"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')"]])
+    error_message = "an aggregator creates versions, and no updates"
+  }
+}
+
+run "machines" {
+  command = plan
+
+  assert {
+    condition     = { for name, one in module.learner : name => one.template.machine_type } == { central = "ct5p-hightpu-4t", east = "ct6e-standard-8t", europe = "ct5p-hightpu-2t", tester = "n2-standard-8" }
+    error_message = "kinds are mixed in one run"
+  }
+  assert {
+    condition     = { for name, one in module.learner : name => one.template.scheduling[0].provisioning_model } == { central = "STANDARD", east = "SPOT", europe = "STANDARD", tester = "STANDARD" }
+    error_message = "spot or not, for each learner"
+  }
+  assert {
+    condition = alltrue([
+      for one in module.learner : one.group.target_size == 1
+      && one.group.instance_lifecycle_policy[0].default_action_on_failure == "REPAIR"
+      && length(one.group.auto_healing_policies) == 1
+      && one.group.update_policy[0].type == "OPPORTUNISTIC" && one.group.update_policy[0].max_surge_fixed == 0
+    ])
+    error_message = "a group keeps one machine of each learner, never two, and an apply stops none"
+  }
+  assert {
+    condition = alltrue([
+      for metadata in concat(
+        [for instance in module.nats.instances : instance.metadata],
+        [for one in module.aggregator : one.instance.metadata],
+        [for one in module.learner : one.template.metadata],
+      ) : metadata["enable-oslogin"] == "TRUE" && metadata["block-project-ssh-keys"] == "TRUE" && metadata["serial-port-enable"] == "FALSE"
+    ])
+    error_message = "people are who IAM says, and come by no other way"
+  }
+  assert {
+    condition     = [for name, one in module.aggregator : jsondecode(one.instance.metadata["diloco"]).units] == [["diloco-aggregator.service", "diloco-gc.timer"], ["diloco-aggregator.service"]]
+    error_message = "two aggregators, of which one collects what no aggregator knows of"
+  }
+}
+
+run "checkpoints" {
+  command = plan
+
+  variables {
+    hourly_checkpoints = true
+  }
+  assert {
+    condition     = [for name, one in module.aggregator : contains(keys(jsondecode(one.instance.metadata["diloco"]).secrets), "diloco/credentials/operator.toml")] == [true, false]
+    error_message = "one machine gets the operator's credentials"
+  }
+  assert {
+    condition     = contains(jsondecode(module.aggregator["aggregator-a"].instance.metadata["diloco"]).units, "diloco-checkpoint.timer")
+    error_message = "and the timer"
+  }
+}
+
+run "slice" {
+  command = plan
+
+  variables {
+    learners = {
+      slice = { zone = "us-east5-a", kind = "v6e", topology = "4x8", spot = true }
+    }
+  }
+  assert {
+    condition     = module.learner["slice"].group.target_size == 8 && module.learner["slice"].template.machine_type == "ct6e-standard-4t"
+    error_message = "32 chips are 8 hosts of 4"
+  }
+  assert {
+    condition     = module.learner["slice"].workload_policy[0].accelerator_topology == "4x8" && length(module.learner["slice"].group.auto_healing_policies) == 0
+    error_message = "the hosts of a slice come and go together"
+  }
+  expect_failures = [check.hosts]
+}

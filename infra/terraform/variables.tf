@@ -1,0 +1,336 @@
+variable "project" {
+  description = "Google Cloud project in which everything is made."
+  type        = string
+
+  validation {
+    condition     = can(regex("^[a-z][a-z0-9-]{4,28}[a-z0-9]$", var.project))
+    error_message = "project must be a project id: 6 to 30 lower-case letters, digits and hyphens, a letter first."
+  }
+}
+
+variable "run" {
+  description = "Name of the run, as [run] name in the run's TOML file has it."
+  type        = string
+
+  validation {
+    condition     = can(regex("^[a-z0-9][a-z0-9-]{0,39}$", var.run))
+    error_message = "run must have up to 40 lower-case letters, digits and hyphens, a letter or digit first."
+  }
+
+  validation {
+    condition     = length("${var.project}-${var.run}") <= 49
+    error_message = "project and run together must have at most 48 characters: the names of the buckets are made of both."
+  }
+}
+
+variable "run_toml" {
+  description = "Path of the run's TOML file, without the sections [bus], [store] and [metrics], which are written here."
+  type        = string
+
+  validation {
+    condition     = fileexists(var.run_toml)
+    error_message = "run_toml must be the path of the run's TOML file; docs/configuration.md says what stands in it."
+  }
+
+  validation {
+    condition     = try(can(regex("(?m)^name *= *\"${var.run}\" *(#.*)?$", file(var.run_toml))), false)
+    error_message = "The file run_toml must hold the line: name = \"...\", with the same name as the variable run."
+  }
+
+  validation {
+    condition     = try(!can(regex("(?m)^ *\\[(bus|store|metrics)\\]", file(var.run_toml))), false)
+    error_message = "The file run_toml must not have the sections [bus], [store] or [metrics]: Terraform writes them."
+  }
+}
+
+variable "release_archive" {
+  description = "Path of the project's archive, a .tar.gz with one folder: git archive --format=tar.gz --prefix=diloco/ -o diloco.tar.gz HEAD"
+  type        = string
+
+  validation {
+    condition     = endswith(var.release_archive, ".tar.gz") && fileexists(var.release_archive)
+    error_message = "release_archive must be the path of a .tar.gz; make it with: git archive --format=tar.gz --prefix=diloco/ -o diloco.tar.gz HEAD"
+  }
+}
+
+variable "auth_folder" {
+  description = "Path of the folder that diloco auth has made for this run. Its secrets go to Secret Manager, and neither to the plan nor to the state."
+  type        = string
+
+  validation {
+    condition     = fileexists("${var.auth_folder}/accounts.conf")
+    error_message = "auth_folder must be a folder of diloco auth; docs/provision.md has the commands that make it."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for number in [1, 2, 3] : [
+        for address in local.nats_addresses : strcontains(try(file("${var.auth_folder}/nats-${number}.conf"), ""), "\"tls://${address}:6222\"")
+      ]
+    ]))
+    error_message = "The servers in auth_folder have other addresses than here. Make it with: diloco auth init FOLDER --run ${var.run} --host ${join(" --host ", local.nats_addresses)} --installed-at /etc/nats"
+  }
+
+  validation {
+    condition = alltrue([
+      for number in [1, 2, 3] :
+      strcontains(try(file("${var.auth_folder}/nats-${number}.conf"), ""), "\"/etc/nats/tls/")
+      && strcontains(try(file("${var.auth_folder}/nats-${number}.conf"), ""), "store_dir: \"/etc/nats/jetstream/")
+    ])
+    error_message = "The servers in auth_folder must look for their files in /etc/nats. Make it with: diloco auth init ... --installed-at /etc/nats"
+  }
+
+  validation {
+    condition     = alltrue([for number in [1, 2, 3] : strcontains(try(file("${var.auth_folder}/nats-${number}.conf"), ""), "sync_interval: always")])
+    error_message = "The servers in auth_folder must have sync_interval: always, or a power cut loses acknowledged messages."
+  }
+
+  validation {
+    condition = alltrue([
+      for number in [1, 2, 3] :
+      try(tonumber(regex("max_file_store: ([0-9]+)", try(file("${var.auth_folder}/nats-${number}.conf"), ""))[0]), 0) <= var.nats.disk_gib * pow(2, 30) * 0.9
+    ])
+    error_message = "The streams in auth_folder (max_file_store) take more than nine tenths of nats.disk_gib. Give more here, or less there: diloco auth init --max-file-gib"
+  }
+}
+
+variable "subnets" {
+  description = "Address range of each region, by region. Every zone below needs its region here. A range that stands here once does not change when regions are added."
+  type        = map(string)
+
+  validation {
+    condition     = alltrue([for region in keys(var.subnets) : can(regex("^[a-z]+-[a-z]+[0-9]+$", region))])
+    error_message = "The keys of subnets must be regions, such as us-central1."
+  }
+
+  validation {
+    condition = alltrue([
+      for range in values(var.subnets) :
+      can(cidrhost(range, 20)) && can(regex("^(10\\.|192\\.168\\.|172\\.(1[6-9]|2[0-9]|3[01])\\.)", range))
+    ])
+    error_message = "The values of subnets must be private ranges of at least 32 addresses, such as 10.64.0.0/20."
+  }
+}
+
+variable "bucket_location" {
+  description = "Where the run's objects are: a region, or US, EU or ASIA. Learners elsewhere pay for traffic between continents; docs/provision.md has the sums."
+  type        = string
+
+  validation {
+    condition     = can(regex("^([A-Z]{2,4}|[a-z]+-[a-z]+[0-9]+|[A-Z]+-[A-Z]+[0-9]+)$", var.bucket_location))
+    error_message = "bucket_location must be a region, such as us-central1, or US, EU or ASIA."
+  }
+}
+
+variable "bucket_backstop_days" {
+  description = "Age at which the bucket itself deletes what garbage collection should have: shards of updates, and learners' checkpoints."
+  type        = object({ updates = optional(number, 30), checkpoints = optional(number, 90) })
+  default     = {}
+
+  validation {
+    condition     = var.bucket_backstop_days.updates >= 7 && var.bucket_backstop_days.checkpoints >= 7
+    error_message = "bucket_backstop_days must be at least 7: younger objects may still be needed by a run that was paused."
+  }
+}
+
+variable "nats" {
+  description = "The three NATS servers: zones, one each; machine type; disk of the streams; days for which snapshots of it are kept."
+  type = object({
+    zones         = list(string)
+    machine_type  = optional(string, "e2-standard-2")
+    disk_gib      = optional(number, 50)
+    snapshot_days = optional(number, 7)
+  })
+
+  validation {
+    condition     = length(var.nats.zones) == 3 && length(distinct(var.nats.zones)) == 3
+    error_message = "nats.zones must be three different zones: with fewer the loss of one stops the run."
+  }
+
+  validation {
+    condition = alltrue([
+      for zone in var.nats.zones : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-[a-z]$", zone)[0]])
+    ])
+    error_message = "Each zone of nats.zones must be a zone, such as us-central1-a, whose region has a range in subnets."
+  }
+
+  validation {
+    condition     = var.nats.disk_gib >= 20
+    error_message = "nats.disk_gib must be at least 20: the streams take up to the --max-file-gib of diloco auth init, 10 by default."
+  }
+}
+
+variable "aggregators" {
+  description = "The aggregators by name. Two in two zones: one owns the fragments of the other as soon as that one is lost."
+  type = map(object({
+    zone         = string
+    machine_type = optional(string, "n2-highmem-8")
+    disk_gib     = optional(number, 50)
+  }))
+
+  validation {
+    condition     = length(var.aggregators) >= 1
+    error_message = "aggregators must name at least one; two in two zones survive the loss of one."
+  }
+
+  validation {
+    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9][a-z0-9-]{0,39}$", name)) && length("${var.run}${name}") <= 45])
+    error_message = "Names of aggregators must have lower-case letters, digits and hyphens; with the run's name at most 45 characters."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in values(var.aggregators) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-[a-z]$", one.zone)[0]])
+    ])
+    error_message = "The zone of each aggregator must be a zone, such as us-central1-a, whose region has a range in subnets."
+  }
+
+  validation {
+    condition     = alltrue([for name in keys(var.aggregators) : fileexists("${var.auth_folder}/credentials/${name}.toml")])
+    error_message = "An aggregator has no credentials in auth_folder; make them with: diloco auth add-aggregator FOLDER NAME"
+  }
+}
+
+variable "hourly_checkpoints" {
+  description = "Whether the first aggregator's machine makes a checkpoint of the run each hour. It needs the operator's credentials for that, and who takes that machine over has them too."
+  type        = bool
+  default     = false
+}
+
+variable "learners" {
+  description = <<-EOT
+    The learners by name. kind and size: "v5p" with chips 1, 2 or 4; "v6e" with 1, 4 or 8; "tpu7x" with 4;
+    or topology in place of chips for a slice of several hosts, such as "4x4" (v6e) or "2x2x4" (v5p, tpu7x);
+    "cpu" with machine_type. Kinds may be mixed. image and disk_gib have defaults by kind.
+    warm_start = true lets it read the checkpoints of all learners, which learner.warm_start needs.
+  EOT
+  type = map(object({
+    zone         = string
+    kind         = string
+    chips        = optional(number)
+    topology     = optional(string)
+    machine_type = optional(string)
+    spot         = optional(bool, false)
+    reservation  = optional(string)
+    image        = optional(string)
+    disk_gib     = optional(number, 100)
+    warm_start   = optional(bool, false)
+  }))
+
+  validation {
+    condition     = length(var.learners) >= 1
+    error_message = "learners must name at least one."
+  }
+
+  validation {
+    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9][a-z0-9-]{0,39}$", name)) && length("${var.run}${name}") <= 45])
+    error_message = "Names of learners must have lower-case letters, digits and hyphens; with the run's name at most 45 characters."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in values(var.learners) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-[a-z]$", one.zone)[0]])
+    ])
+    error_message = "The zone of each learner must be a zone, such as us-central1-a, whose region has a range in subnets."
+  }
+
+  validation {
+    condition     = alltrue([for one in values(var.learners) : contains(["v5p", "v6e", "tpu7x", "cpu"], one.kind)])
+    error_message = "The kind of each learner must be v5p, v6e, tpu7x or cpu."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in values(var.learners) : one.kind == "cpu"
+      ? one.machine_type != null && one.chips == null && one.topology == null
+      : one.machine_type == null && (one.chips == null) != (one.topology == null)
+    ])
+    error_message = "A learner of kind cpu takes machine_type; one of another kind takes either chips or topology, and no machine_type."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in values(var.learners) : one.chips == null
+      || contains(lookup({ v5p = [1, 2, 4], v6e = [1, 4, 8], tpu7x = [4] }, one.kind, []), coalesce(one.chips, 0))
+    ])
+    error_message = "chips must be what one host has: 1, 2 or 4 for v5p; 1, 4 or 8 for v6e; 4 for tpu7x. Larger slices take topology."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in values(var.learners) : one.topology == null
+      || (one.kind == "v6e"
+        ? contains(["4x4", "4x8", "8x8", "8x16", "16x16"], coalesce(one.topology, "-"))
+      : can(regex("^(2x2x2|2x2x4|2x4x4|(4|8|12|16|20|24)x(4|8|12|16|20|24)x(4|8|12|16|20|24))$", coalesce(one.topology, "-"))))
+    ])
+    error_message = "topology must be that of a slice of several hosts: for v6e 4x4, 4x8, 8x8, 8x16 or 16x16; for v5p and tpu7x 2x2x2, 2x2x4, 2x4x4, or three multiples of 4."
+  }
+
+  validation {
+    condition     = alltrue([for one in values(var.learners) : !(one.spot && one.reservation != null)])
+    error_message = "A learner is either spot or of a reservation, not both."
+  }
+
+  validation {
+    condition     = alltrue([for name in keys(var.learners) : fileexists("${var.auth_folder}/credentials/${name}.toml")])
+    error_message = "A learner has no credentials in auth_folder; make them with: diloco auth add-learner FOLDER NAME"
+  }
+
+  validation {
+    condition     = length(setintersection(keys(var.learners), keys(var.aggregators))) == 0
+    error_message = "A learner and an aggregator must not have the same name: their credentials would be the same file."
+  }
+}
+
+variable "images" {
+  description = "Image of each kind of machine: a family follows Google's updates, a name stays what it is."
+  type = object({
+    v5p   = optional(string, "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e")
+    v6e   = optional(string, "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e")
+    tpu7x = optional(string, "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2404-amd64-tpu-tpu7x")
+    cpu   = optional(string, "projects/debian-cloud/global/images/family/debian-12")
+  })
+  default = {}
+}
+
+variable "operators" {
+  description = "Who operates the run: IAM members, such as user:ann@example.org. They may reach the machines by IAP with ssh, as root, and have all rights on the run's objects."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition     = alltrue([for member in var.operators : can(regex("^(user|group|serviceAccount):[^ ]+@[^ ]+$", member))])
+    error_message = "operators must be IAM members: user:NAME@DOMAIN, group:NAME@DOMAIN or serviceAccount:NAME@DOMAIN; nobody else than known people."
+  }
+}
+
+variable "metrics_port" {
+  description = "Port of /metrics and /healthz on aggregators and learners."
+  type        = number
+  default     = 9464
+
+  validation {
+    condition     = var.metrics_port >= 1024 && var.metrics_port <= 65535
+    error_message = "metrics_port must be between 1024 and 65535."
+  }
+}
+
+variable "monitoring_ranges" {
+  description = "Private address ranges from which Prometheus may read metrics."
+  type        = set(string)
+  default     = []
+
+  validation {
+    condition = alltrue([
+      for range in var.monitoring_ranges :
+      can(cidrhost(range, 0)) && can(regex("^(10\\.|192\\.168\\.|172\\.(1[6-9]|2[0-9]|3[01])\\.)", range))
+    ])
+    error_message = "monitoring_ranges must be private ranges, such as 10.64.0.0/20: /metrics has no password."
+  }
+}
+
+variable "labels" {
+  description = "Labels of everything that takes some."
+  type        = map(string)
+  default     = {}
+}

@@ -1,0 +1,15 @@
+terraform {
+  # Write-only arguments, which keep secrets out of the state, came with 1.11.
+  required_version = ">= 1.11"
+
+  required_providers {
+    google = {
+      source  = "hashicorp/google"
+      version = ">= 6.50, < 8"
+    }
+  }
+}
+
+provider "google" {
+  project = var.project
+}
