@@ -18,7 +18,8 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow chaos lint types imports check bench sim lock clean
+.PHONY: help install demo test test-slow chaos lint types imports check bench sim terraform lock \
+	clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +72,10 @@ imports: install ## import-linter: who may import whom
 	@$(BIN)/lint-imports --no-logo
 
 check: lint types imports ## lint, types and imports
+
+# STANDIN is a stand-in of Google's provider, with which plan and test need no account either.
+terraform: install ## check infra/terraform: fmt, validate, checkov; with STANDIN=... plan and test too
+	@.ci/terraform
 
 bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
 	@for name in $(BENCHES); do \
