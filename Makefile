@@ -10,6 +10,7 @@ FRAGMENTS ?= 2
 INTENSITY ?= 1
 WORKERS ?= 2
 SECONDS ?= 600
+CASES ?= 1000000
 BENCHES ?= merge encode stall wire quality events failover flood store_gcs report
 
 BIN := .venv/bin
@@ -18,13 +19,13 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow chaos lint types imports check bench sim terraform lock \
-	clean
+.PHONY: help install demo test test-slow chaos fuzz lint types imports check bench sim \
+	terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, sim, bench and lock;'
+	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, fuzz, sim, bench and lock;'
 	@echo '  PYTHON=... chooses the interpreter of install.'
 
 install: $(STAMP) ## make .venv with the pinned packages and the diloco command
@@ -60,6 +61,9 @@ test-slow: install ## run the slow tests
 
 chaos: install ## kill, pause and cut off real processes; SECONDS=600, SEED=... to repeat one
 	@$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+fuzz: install ## feed every decoder with damaged inputs; CASES=1000000
+	@$(BIN)/python tests/fuzz/run_fuzz.py --cases $(CASES) $(ARGS)
 
 lint: install ## ruff: rules and format
 	@$(BIN)/ruff check .

@@ -328,7 +328,7 @@ def load_config(path: Path) -> Config:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return make_config(_with_environment(document, os.environ), source=str(path))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from common.errors import ConfigError
 
@@ -89,7 +89,7 @@ def load_credentials(path: Path) -> Credentials | None:
         return None
     try:
         return Credentials.model_validate(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
+    except (ValueError, RecursionError) as error:
         # Without the error's own words, which may show the seed.
         raise ConfigError(
             f"{str(path)!r} is no credentials file",

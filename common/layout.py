@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
@@ -218,12 +218,18 @@ def parse_layout(data: bytes, digest: str) -> Layout:
     """The layout in `data`, as `layout_bytes` wrote it.
 
     Raises:
-        IntegrityError: the bytes are not those of `digest`.
+        IntegrityError: the bytes are not those of `digest`, or no layout.
     """
     found = xxhash.xxh3_128_hexdigest(data)
     if found != digest:
         raise IntegrityError(f"layout object: digest {found}, the run's is {digest}")
-    fields = msgpack.unpackb(data, use_list=False)
+    try:
+        return _parse(msgpack.unpackb(data, use_list=False), digest)
+    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+        raise IntegrityError(f"layout object: {type(error).__name__}: {error}"[:300]) from error
+
+
+def _parse(fields: Any, digest: str) -> Layout:
     return Layout(
         tensors=tuple(Tensor(**t) for t in fields["tensors"]),
         constants=tuple(Tensor(**t) for t in fields["constants"]),

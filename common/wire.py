@@ -3,7 +3,8 @@
 A message is one msgpack map with `schema`, `kind` and the fields of one of the classes below;
 docs/protocol.md shows each. Decoding is strict: a missing, unknown or wrong-typed field, a
 non-finite float or anything beyond the limits raises `WireError` with a stable reason. Nothing
-here builds an object from a name in the data.
+here builds an object from a name in the data. What decoding takes of memory is in proportion to the
+message's length, whatever lengths are claimed in it.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -21,6 +22,7 @@ MESSAGE_BYTES = 1 << 20
 # A record larger than this keeps its body in an object, so that streams stay small.
 RECORD_BYTES = 256 << 10
 MAX_ITEMS = 1 << 16
+MAX_KEYS = 1 << 12
 GREATEST = (1 << 63) - 1
 # Longer than any run, and so small that sums and products of times stay finite.
 GREATEST_S = 1e12
@@ -34,6 +36,9 @@ CheckpointName = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{12}$")]
 Seconds = Annotated[float, Field(ge=0, le=GREATEST_S)]
 Rate = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(max_length=2000)]
+Item = TypeVar("Item")
+# The first wrong item ends it: an error for each of 65,536 takes 300 MB.
+Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]
 
 
 class Part(BaseModel):
@@ -90,7 +95,7 @@ class Leave(Body):
     learner: Name
     incarnation: Positive
     position: Count
-    fragments: tuple[Count, ...]
+    fragments: Several[Count]
 
 
 class Shard(Part):
@@ -127,7 +132,7 @@ class Manifest(Body):
     base_digest: Digest
     layout: Digest
     codec: Literal["float32", "bfloat16", "int8", "int4"]
-    shards: Annotated[tuple[Shard, ...], Field(min_length=1, max_length=4096)]
+    shards: Annotated[Several[Shard], Field(min_length=1, max_length=4096)]
     tokens: Positive
     steps: Positive
     position: Count
@@ -161,7 +166,7 @@ class Input(Part):
     seq: Positive
     stream_seq: Positive
     codec: str
-    shards: tuple[Shard, ...]
+    shards: Several[Shard]
     weight: float
     staleness: Count
     discount: float
@@ -246,10 +251,10 @@ class PolicyState(Part):
     out. `allowances`: of everybody who announced an update.
     """
 
-    members: tuple[MemberState, ...]
-    marks: tuple[Mark, ...]
-    quarantined: tuple[Name, ...]
-    allowances: tuple[Allowance, ...]
+    members: Several[MemberState]
+    marks: Several[Mark]
+    quarantined: Several[Name]
+    allowances: Several[Allowance]
     seen_seq: Count
     floor: Count
     settings_seq: Count
@@ -257,7 +262,7 @@ class PolicyState(Part):
     stopping_at_s: float
     quorum_s: Seconds
     sync_s: Seconds
-    norms: tuple[float, ...]
+    norms: Several[float]
 
 
 class Totals(Part):
@@ -306,8 +311,8 @@ class Record(Body):
     base_digest: str
     layout: Digest
     global_step: Count
-    inputs: tuple[Input, ...]
-    rejected: tuple[Rejected, ...]
+    inputs: Several[Input]
+    rejected: Several[Rejected]
     reason: Text
     factors: bytes
     learning_rate: float
@@ -315,7 +320,7 @@ class Record(Body):
     delta: ObjectRef | None
     snapshot: ObjectRef
     snapshot_version: Count
-    deltas: tuple[ObjectRef, ...]
+    deltas: Several[ObjectRef]
     outer: ObjectRef
     outer_version: Count
     outer_seq: Count
@@ -323,7 +328,7 @@ class Record(Body):
     outer_digest: Digest
     position: Positive
     totals: Totals
-    observations: tuple[Observation, ...]
+    observations: Several[Observation]
     policy: PolicyState
     final: bool
     opened_at_s: float
@@ -352,7 +357,7 @@ class Settings(Body):
     kind: ClassVar[str] = "settings"
     run: Name
     settings: dict[str, Any]
-    changed: tuple[Text, ...]
+    changed: Several[Text]
 
 
 class Quarantine(Body):
@@ -381,8 +386,8 @@ class Checkpoint(Body):
     kind: ClassVar[str] = "checkpoint"
     run: Name
     name: CheckpointName
-    versions: tuple[Count, ...]
-    record_seqs: tuple[Positive, ...]
+    versions: Several[Count]
+    record_seqs: Several[Positive]
     created_at_s: Seconds
 
 
@@ -398,7 +403,7 @@ class CheckpointFile(Body):
     name: CheckpointName
     specification: Specification
     settings: dict[str, Any]
-    records: tuple[Record, ...]
+    records: Several[Record]
     created_at_s: Seconds
 
 
@@ -416,8 +421,8 @@ class End(Body):
 
     kind: ClassVar[str] = "end"
     run: Name
-    versions: tuple[Count, ...]
-    record_seqs: tuple[Positive, ...]
+    versions: Several[Count]
+    record_seqs: Several[Positive]
 
 
 class Lease(Body):
@@ -436,7 +441,7 @@ class Lease(Body):
     life: Digest
     state: Literal["held", "released", "done"]
     ttl_s: Seconds
-    pinned: tuple[Count, ...] | None
+    pinned: Several[Count] | None
 
 
 class Score(Body):
@@ -451,8 +456,8 @@ class Score(Body):
     kind: ClassVar[str] = "score"
     run: Name
     epoch: Count
-    versions: tuple[Count, ...]
-    record_seqs: tuple[Positive, ...]
+    versions: Several[Count]
+    record_seqs: Several[Positive]
     global_step: Count
     tokens: Count
     at_s: Seconds
@@ -548,17 +553,16 @@ def decode_record(payload: bytes) -> "Record | RecordPointer":
 def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
     if len(payload) > limit_bytes:
         raise WireError("oversize", f"message of {len(payload)} bytes, at most {limit_bytes}")
+    limits = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}
     try:
-        fields = msgpack.unpackb(
-            payload,
-            use_list=False,
-            strict_map_key=True,
-            max_array_len=MAX_ITEMS,
-            max_map_len=MAX_ITEMS,
-            max_ext_len=0,
-        )
+        # An array takes its memory when its length is read: see first that its items are there.
+        look = msgpack.Unpacker(max_buffer_size=max(1, len(payload)), **limits)
+        look.feed(payload)
+        look.skip()
+        fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **limits)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError("undecodable", f"not a msgpack message: {error}"[:300]) from error
+        why = str(error) or type(error).__name__
+        raise WireError("undecodable", f"not a msgpack message: {why}"[:300]) from error
     if not isinstance(fields, dict):
         raise WireError("undecodable", f"expected a map, got {type(fields).__name__}")
     schema = fields.pop("schema", None)

@@ -25,7 +25,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from common.credentials import Credentials, Role, render_credentials
 from common.errors import ConfigError
@@ -166,7 +166,7 @@ def _load(folder: Path) -> _State:
         raise ConfigError(
             f"{folder} holds no credentials", hint=f"begin with: diloco auth init {folder}"
         ) from error
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
 
 

@@ -187,7 +187,13 @@ def test_a_file_is_read(path):
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [(b"[run\n", "not valid TOML"), (b"\xff\xfe", "cannot read"), (b"", "'run' is missing")],
+    [
+        (b"[run\n", "not valid TOML"),
+        (b"a = " + b"9" * 5000, "not valid TOML"),
+        (b"a = " + b"[" * 5000, "not valid TOML"),
+        (b"\xff\xfe", "cannot read"),
+        (b"", "'run' is missing"),
+    ],
 )
 def test_a_file_that_is_none_is_named(path, content, named):
     path.write_bytes(content)

@@ -4,112 +4,21 @@ import json
 import math
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgpack
 import pytest
-from annotated_types import Ge, Le, Lt, MaxLen, MinLen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
 from common import wire
 from common.errors import WireError
 
-BODIES = sorted(wire.Body.__subclasses__(), key=lambda body: body.kind)
-NAMES = st.from_regex(r"[a-z0-9][a-z0-9-]{0,39}", fullmatch=True)
-
-
-# Strategies made from the classes' own annotations, so that a new field is tested at once.
-
-
-def values_of(annotation: Any, bounds: tuple[Any, ...]) -> st.SearchStrategy[Any]:
-    limits = {type(bound): bound for bound in bounds}
-    if any(getattr(bound, "pattern", None) for bound in bounds):
-        pattern = next(bound.pattern for bound in bounds if getattr(bound, "pattern", None))
-        return st.from_regex(pattern.strip("^$"), fullmatch=True)
-    if get_origin(annotation) is Annotated:
-        inner, *own = get_args(annotation)
-        return values_of(inner, (*bounds, *flat(own)))
-    if get_origin(annotation) is Literal:
-        return st.sampled_from(get_args(annotation))
-    if get_origin(annotation) is tuple:
-        most = limits[MaxLen].max_length if MaxLen in limits else 3
-        least = limits[MinLen].min_length if MinLen in limits else 0
-        items = values_of(get_args(annotation)[0], ())
-        return st.lists(items, min_size=least, max_size=min(most, 3)).map(tuple)
-    if annotation is int:
-        low = limits[Ge].ge if Ge in limits else -(1 << 63)
-        high = limits[Lt].lt - 1 if Lt in limits else (1 << 63) - 1
-        return st.integers(low, high)
-    if annotation is float:
-        low = limits[Ge].ge if Ge in limits else None
-        high = limits[Le].le if Le in limits else None
-        return st.floats(low, high, allow_nan=False, allow_infinity=False)
-    if annotation is str:
-        least = limits[MinLen].min_length if MinLen in limits else 0
-        return st.text(st.characters(exclude_categories=["Cs"]), min_size=least, max_size=20)
-    if annotation is bool:
-        return st.booleans()
-    if annotation is bytes:
-        return st.binary(max_size=20)
-    if get_origin(annotation) is dict:
-        return maps(*get_args(annotation))
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return messages(annotation)
-    return st.one_of(*(option(one) for one in get_args(annotation)))
-
-
-def maps(keys: Any, values: Any) -> st.SearchStrategy[Any]:
-    if values is not Any:
-        return st.dictionaries(values_of(keys, ()), values_of(values, ()), max_size=3)
-    leaves = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(0, 1) | st.text()
-    return st.dictionaries(st.text(max_size=5), st.dictionaries(st.text(max_size=5), leaves))
-
-
-def option(annotation: Any) -> st.SearchStrategy[Any]:
-    return st.none() if annotation is type(None) else values_of(annotation, ())
-
-
-def flat(metadata: list[Any]) -> list[Any]:
-    found = []
-    for item in metadata:
-        found += item.metadata if isinstance(item, FieldInfo) else [item]
-    return found
-
-
-def messages(model: type[BaseModel]) -> st.SearchStrategy[Any]:
-    fields = {
-        name: values_of(field.annotation, tuple(field.metadata))
-        for name, field in model.model_fields.items()
-    }
-    return st.builds(model, **fields)
-
 
 def kinds(function):
     return pytest.mark.parametrize("body", BODIES, ids=lambda body: body.kind)(function)
-
-
-def example_of(body: type[wire.Body]) -> wire.Body:
-    """One message of a kind, always the same."""
-    found: list[wire.Body] = []
-
-    @settings(max_examples=1, derandomize=True, database=None, deadline=None)
-    @given(messages(body))
-    def take(message):
-        found.append(message)
-
-    take()
-    return found[0]
-
-
-EXAMPLES = {body: example_of(body) for body in BODIES}
-
-
-def fields_of(message: wire.Body) -> dict[str, Any]:
-    return msgpack.unpackb(wire.encode(message))
 
 
 def reason_of(body: type[wire.Body], payload: bytes) -> str:
@@ -316,6 +225,32 @@ def test_what_is_no_message(body, payload):
         wire.decode_record(payload)
 
 
+ITEMS = wire.MAX_ITEMS - 1
+BOMBS = [
+    b"\xdc\xff\xff" * 900,  # each array would get room for its 65535 items
+    b"\xde\x0f\xff\xa1a" * 900,
+    {"fragments": [["x"]] * ITEMS},
+    {"observations": [{}] * ITEMS},
+    {"shards": [{f"{key:x}": 0 for key in range(wire.MAX_KEYS)}] * 9},
+    {"positions": {f"{key:X}": -1 for key in range(wire.MAX_KEYS)}},
+    {f"{key:x}": 0 for key in range(wire.MAX_KEYS - 2)},
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: str(bomb)[:16])
+@kinds
+def test_claims_take_no_memory(body, bomb):
+    """And to say what is wrong takes none: of thousands of wrong items the first is enough."""
+    if isinstance(bomb, dict):
+        bomb = msgpack.packb({"schema": wire.SCHEMA, "kind": body.kind, **bomb})
+    tracemalloc.start()
+    try:
+        assert reason_of(body, bomb) in ("undecodable", "malformed")
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("depth", [10, 500, 900, 2000])
 def test_deep_settings_of_a_specification_are_no_crash(depth):
     """`settings` may hold anything: its depth is the one a peer chooses."""
@@ -352,13 +287,6 @@ def only_wire_errors(body: type[wire.Body], payload: bytes) -> None:
 @given(st.sampled_from(BODIES), st.binary(max_size=300))
 def test_garbage_raises_only_wire_errors(body, payload):
     only_wire_errors(body, payload)
-
-
-json_like = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=12,
-)
 
 
 @settings(max_examples=200, deadline=None)

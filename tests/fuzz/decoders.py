@@ -1,0 +1,313 @@
+"""Everything that reads what somebody else has written, with what hypothesis draws for it.
+
+A decoder takes bytes and returns, or raises one of our own errors. What it draws from is mostly
+right: garbage alone would never come past the first check.
+"""
+
+import string
+import tomllib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import msgpack
+import numpy as np
+import tomli_w
+from hypothesis import strategies as st
+from messages import BODIES, EXAMPLES, fields_of, json_like, messages
+
+from aggregator import policy
+from aggregator.driver import decode_event
+from aggregator.fragment import FragmentArrays
+from common import names, shards, wire
+from common.bus import Message
+from common.config import RunSettings, load_config, parse_settings, warnings
+from common.credentials import Credentials, load_credentials, render_credentials
+from common.errors import WireError
+from common.layout import Tensor, layout_bytes, make_layout, parse_layout
+from common.quantize import CODECS, encode
+from common.tape import parse_changed
+from learner import checkpoint
+
+BLOCK = 16
+COUNT = 8 * BLOCK
+SETTINGS = RunSettings.model_validate(
+    {"run": {"name": "r", "steps": 9}, "sync": {"fragments": 1, "block": BLOCK}}
+)
+LAYOUT = make_layout(
+    [Tensor(name="w", shape=(8, BLOCK), dtype="float32")], fragments=1, block=BLOCK
+)
+RULES = policy.fragment_rules(SETTINGS, LAYOUT, 0)
+
+
+class Decoder(NamedTuple):
+    """`draws` are inputs; `examples` right ones, parts of which are mixed into others.
+
+    `bounded`: its memory is in proportion to its input. A file of one's own may be as it likes.
+    """
+
+    draws: st.SearchStrategy[bytes]
+    examples: tuple[bytes, ...]
+    decode: Callable[[bytes], object]
+    bounded: bool = True
+
+
+# Messages
+
+
+def drawn_messages(body: type[wire.Body]) -> st.SearchStrategy[bytes]:
+    """Right messages, and those with something else in some fields."""
+    strange = st.dictionaries(st.sampled_from(sorted(body.model_fields)), json_like, max_size=3)
+    return messages(body).map(wire.encode) | strange.map(
+        lambda fields: msgpack.packb(fields_of(EXAMPLES[body]) | fields)
+    )
+
+
+def decode_message(body: type[wire.Body]) -> Callable[[bytes], object]:
+    return lambda data: wire.decode(body, data)
+
+
+def message_decoders() -> dict[str, Decoder]:
+    return {
+        f"message {body.kind}": Decoder(
+            drawn_messages(body), (wire.encode(EXAMPLES[body]),), decode_message(body)
+        )
+        for body in BODIES
+    }
+
+
+EVENTS: dict[str, type[wire.Body]] = {
+    "join.x": wire.Join,
+    "leave.x": wire.Leave,
+    "update.x.0": wire.Manifest,
+    "quarantine.x": wire.Quarantine,
+}
+
+
+def of_its_subject(message: wire.Body) -> bytes:
+    """With the names that its subject has: another sender is refused before all else."""
+    own = {"run": "r", "learner": "x", "fragment": 0}
+    known = {name: value for name, value in own.items() if name in type(message).model_fields}
+    return wire.encode(message.model_copy(update=known))
+
+
+def drawn_events() -> st.SearchStrategy[bytes]:
+    bodies = EVENTS.values()
+    return st.one_of(
+        *(messages(body).map(of_its_subject) for body in bodies), *map(drawn_messages, bodies)
+    )
+
+
+def decode_on_tape(data: bytes) -> None:
+    """As an aggregator meets a message on the tape, on each subject that it reads."""
+    faults = []
+    for subject in EVENTS:
+        try:
+            decode_event(Message(f"diloco.r.{subject}", 7, 1.0, data, None), 0)
+        except WireError as error:
+            faults.append(error)
+    try:
+        wire.decode_record(data)
+    except WireError:
+        if len(faults) == len(EVENTS):
+            raise faults[-1] from None
+
+
+def judge_manifest(data: bytes) -> None:
+    """What is a manifest for the decoder is judged by the run's rules, without an error."""
+    policy.malformed(RULES, wire.decode(wire.Manifest, data))
+
+
+# Objects
+
+
+def shard(codec: Any) -> bytes:
+    values = np.linspace(-1, 1, COUNT, dtype=np.float32)
+    return shards.pack(codec, encode(codec, values, BLOCK), BLOCK)
+
+
+def shard_decoders() -> dict[str, Decoder]:
+    def decode(codec: Any) -> Callable[[bytes], object]:
+        return lambda data: shards.unpack(data, codec=codec, count=COUNT, block=BLOCK)
+
+    found = {}
+    for codec in CODECS:
+        right = shard(codec)
+        body = st.binary(min_size=len(right) - 16, max_size=len(right) - 16)
+        draws = body.map(lambda codes, head=right[:16]: head + codes)
+        found[f"shard {codec}"] = Decoder(draws, (right,), decode(codec))
+    return found
+
+
+ARRAYS = FragmentArrays.from_view(
+    SETTINGS, LAYOUT, 0, np.ones(LAYOUT.fragments[0].size, np.float32)
+)
+VIEW = ARRAYS.view_bytes()
+
+
+def decode_outer(data: bytes) -> None:
+    FragmentArrays.from_objects(SETTINGS, LAYOUT, 0, view=VIEW, outer_state=data)
+
+
+def decode_layout(data: bytes) -> None:
+    """Under its own digest: that of the run would hold off everything."""
+    parse_layout(data, shards.digest(data))
+
+
+STATE = {"mean": jnp.ones((3, 2)), "count": jnp.ones((), jnp.int32)}
+LIKE = jax.eval_shape(lambda: STATE)
+
+
+def learner_checkpoint() -> bytes:
+    arrays = checkpoint.on_host(STATE)
+    facts = checkpoint.Facts(
+        run="r", learner="x", layout="0" * 32, epoch=0, incarnation=1, local_step=1, tokens=1,
+        position=1, global_step=1, leaves=checkpoint.describe(LIKE, arrays),
+    )  # fmt: skip
+    return checkpoint.pack(checkpoint.Checkpoint(facts, arrays))
+
+
+def decode_checkpoint(data: bytes) -> None:
+    found = checkpoint.unpack(data, LIKE)
+    checkpoint.check_facts(found.facts, LIKE, run="r", layout="0" * 32, learner="x")
+    checkpoint.rebuild(LIKE, found)
+
+
+def decode_names(data: bytes) -> None:
+    name = data.decode(errors="replace")
+    names.parse_version_object("r", 0, name)
+    names.parse_shard("r", name)
+
+
+NAMES = (
+    names.shard("r", "x", 0, 0, 7, 1, 0).encode(),
+    names.version_object("r", 0, 12, "delta", "0" * 32).encode(),
+)
+
+
+# Configuration
+
+
+PLAIN = string.ascii_letters + string.digits + "-_./:é "
+toml_like = st.recursive(
+    st.booleans() | st.integers() | st.floats() | st.text(PLAIN) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(PLAIN), inner, max_size=3),
+    max_leaves=5,
+)
+DOCUMENT: dict[str, dict[str, Any]] = {
+    **SETTINGS.model_dump(exclude_none=True),
+    "store": {"url": "/x"},
+    "bus": {"url": "nats://x:1"},
+    "learner": {"heartbeat_s": 1.0},
+    "gc": {"replay_s": 1.0},
+}
+KEYS = sorted((section, key) for section, keys in DOCUMENT.items() for key in keys)
+
+
+def changed(replaced: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    """The document with other values, or (key "") another section."""
+    document: dict[str, Any] = {name: dict(keys) for name, keys in DOCUMENT.items()}
+    for (section, key), value in replaced.items():
+        if isinstance(document[section], dict):
+            document[section][key] = value
+    return document
+
+
+replacements = st.dictionaries(st.sampled_from(KEYS), toml_like, max_size=3)
+
+
+def file_decoder(
+    folder: Path, name: str, load: Callable[[Path], object]
+) -> Callable[[bytes], object]:
+    path = folder / name
+
+    def decode(data: bytes) -> None:
+        path.touch(mode=0o600)
+        path.write_bytes(data)
+        load(path)
+
+    return decode
+
+
+def load_and_warn(path: Path) -> None:
+    warnings(load_config(path).settings())
+
+
+def settings_message(settings: Any) -> bytes:
+    return wire.encode(wire.Settings(run="r", settings=settings, changed=()))
+
+
+def settings_of(replaced: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    sections = RunSettings.model_fields
+    # msgpack has integers of 64 bits alone.
+    document = tomllib.loads(tomli_w.dumps(changed(replaced)).replace(str(10**400), "1"))
+    return {name: keys for name, keys in document.items() if name in sections}
+
+
+def decode_settings(data: bytes) -> None:
+    warnings(parse_changed(SETTINGS, data))
+
+
+def decode_specification(data: bytes) -> None:
+    warnings(parse_settings(wire.decode(wire.Specification, data).settings))
+
+
+def packable(value: Any) -> bool:
+    try:
+        msgpack.packb(value)
+    except OverflowError:
+        return False
+    return True
+
+
+@cache
+def decoders(folder: Path) -> dict[str, Decoder]:
+    """All by name; files are read from `folder`."""
+    settings = replacements.map(settings_of).filter(packable)
+    specification = EXAMPLES[wire.Specification]
+    credentials = Credentials(run="r", identity="x", role="learner", seed="SUAB")
+    layout, outer = layout_bytes(LAYOUT), ARRAYS.outer_bytes()
+    kept = learner_checkpoint()
+    right_config = tomli_w.dumps(DOCUMENT).encode()
+    right_credentials = render_credentials(credentials).encode()
+    events = [of_its_subject(EXAMPLES[body]) for body in EVENTS.values()]
+    manifests = drawn_messages(wire.Manifest)
+    return {
+        **message_decoders(),
+        **shard_decoders(),
+        "tape": Decoder(drawn_events(), tuple(events), decode_on_tape),
+        "manifest's judgement": Decoder(
+            manifests, (wire.encode(EXAMPLES[wire.Manifest]),), judge_manifest
+        ),
+        "outer state": Decoder(st.just(outer), (outer,), decode_outer),
+        "layout": Decoder(st.just(layout), (layout,), decode_layout),
+        "learner's checkpoint": Decoder(st.just(kept), (kept,), decode_checkpoint),
+        "object names": Decoder(st.sampled_from(NAMES), NAMES, decode_names),
+        "configuration": Decoder(
+            replacements.map(lambda replaced: tomli_w.dumps(changed(replaced)).encode()),
+            (right_config,),
+            file_decoder(folder, "run.toml", load_and_warn),
+            bounded=False,
+        ),
+        "credentials": Decoder(
+            st.just(right_credentials),
+            (right_credentials,),
+            file_decoder(folder, "x.cred", load_credentials),
+            bounded=False,
+        ),
+        "changed settings": Decoder(
+            settings.map(settings_message),
+            (settings_message(SETTINGS.model_dump()),),
+            decode_settings,
+        ),
+        "specification's settings": Decoder(
+            settings.map(
+                lambda found: wire.encode(specification.model_copy(update={"settings": found}))
+            ),
+            (wire.encode(specification.model_copy(update={"settings": SETTINGS.model_dump()})),),
+            decode_specification,
+        ),
+    }
