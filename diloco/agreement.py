@@ -21,8 +21,9 @@ from common.tape import get_object
 
 Matrix = npt.NDArray[np.float64]
 
-# Updates of one round that are compared with each other.
+# Updates of one round that are compared with each other: at most so many, in so much memory.
 INPUTS = 12
+MEMORY_BYTES = 256 << 20
 
 
 def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float | None:
@@ -66,14 +67,15 @@ def pair_cosines(
 ) -> Matrix | None:
     """Cosines between whole updates of a round, float64 [inputs, inputs], of the first `INPUTS`.
 
-    None if their shards are not in the store any more. Blocks.
+    Fewer where shards are large. None if they are not in the store any more. Blocks.
 
     Raises:
         StoreUnavailableError: the store is away.
     """
     size = layout.fragments[record.fragment].size
     ranges = shards.shard_ranges(size, layout.block, sync.shard_elements)
-    taken = record.inputs[:INPUTS]
+    fitting = MEMORY_BYTES // (4 * max(stop - start for start, stop in ranges))
+    taken = record.inputs[: min(max(fitting, 2), INPUTS)]
     products = np.zeros((len(taken), len(taken)))
     try:
         for index, (start, stop) in enumerate(ranges):

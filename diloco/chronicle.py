@@ -103,7 +103,7 @@ class Chronicle:
         versions: every record that made a version, with rollbacks, as (seq, fragment, time).
         reasons: why rounds closed.
         totals: of each fragment, by its newest record.
-        whole_from: no message from here on is missing.
+        whole_from: no message from here on is missing; it was stored at `whole_s`.
     """
 
     run: str
@@ -143,6 +143,7 @@ class Chronicle:
     unreadable: int = 0
     garbage: int = 0
     whole_from: int = 1
+    whole_s: float = 0.0
     last_s: float = 0.0
     ended_s: float | None = None
 
@@ -158,11 +159,10 @@ class Chronicle:
 
     @property
     def begins_s(self) -> float:
-        """When what is shown begins: the first join, or what the trimmed tape still has."""
-        times = [life.joined_s for life in self.lives]
-        if self.trimmed or not times:
-            times = [*self.updates["time_s"][:1], *self.versions["time_s"][:1], self.last_s]
-        return float(min(times))
+        """When what is shown begins: the first join, or where a trimmed tape becomes whole."""
+        if self.trimmed:
+            return self.whole_s
+        return min([life.joined_s for life in self.lives], default=self.last_s)
 
     @property
     def ends_s(self) -> float:
@@ -236,7 +236,7 @@ class Writer:
         """Take the next message of the tape."""
         chronicle = self._chronicle
         if message.seq != self._before + 1:
-            chronicle.whole_from = message.seq
+            chronicle.whole_from, chronicle.whole_s = message.seq, message.time_s
         self._before, chronicle.last_s = message.seq, message.time_s
         kind = message.subject.split(".")[2]
         try:

@@ -158,7 +158,7 @@ def agreement(shown: Shown) -> Figure | None:
     shown.name_time(left)
     if matrix is None:
         right.set_axis_off()
-        right.text(0.5, 0.5, "no sampled round has its\nshards in the store any more",
+        right.text(0.5, 0.5, "not compared: shards are gone\nfrom the store, or large",
                    ha="center", transform=right.transAxes)  # fmt: skip
     else:
         _pairs(shown, figure, right, matrix)

@@ -14,7 +14,7 @@ of was done in the stretches before.
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -91,7 +91,7 @@ def make_lanes(chronicle: Chronicle) -> list[Lane]:
 
 
 def _lane(chronicle: Chronicle, learner: str, updates: _Updates) -> Lane:
-    lives = [life for life in chronicle.lives if life.learner == learner]
+    lives = [_shown(chronicle, life) for life in chronicle.lives if life.learner == learner]
     known = updates.step_time_s[updates.step_time_s > 0]
     step_s = float(np.median(known)) if known.size else 0.0
     lane = Lane(learner, [], [], [life.joined_s for life in lives], step_s, 0.0)
@@ -106,6 +106,16 @@ def _lane(chronicle: Chronicle, learner: str, updates: _Updates) -> Lane:
             until_s = following.joined_s if following else chronicle.ends_s
             lane.spans.append(Span(ends_s, until_s, "down"))
     return lane
+
+
+def _shown(chronicle: Chronicle, life: Life) -> Life:
+    """The part of a life that the tape still tells of; before, it had long caught up."""
+    begins_s = chronicle.begins_s
+    if life.joined_s >= begins_s:
+        return life
+    left_s = None if life.left_s is None else max(life.left_s, begins_s)
+    merged_s = None if life.merged_s is None else begins_s
+    return replace(life, joined_s=begins_s, left_s=left_s, merged_s=merged_s)
 
 
 def _end_of(chronicle: Chronicle, life: Life, times_s: Column, following: Life | None) -> float:

@@ -290,7 +290,9 @@ class LocalRun:
 
     def _tell(self, summary: dict[str, Any]) -> None:
         self.console.print(screen.sentence(summary))
-        self.console.print(f"everything of this run is in {self.config_path.parent}")
+        folder = self.config_path.parent
+        self.console.print(f"everything of this run is in {folder}")
+        self.console.print(f"for figures of it: diloco report {folder}", soft_wrap=True)
         if self.options.json:
             print(json_module.dumps(summary), flush=True)  # noqa: T201 - the result itself
 

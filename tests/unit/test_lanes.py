@@ -104,3 +104,13 @@ def test_a_life_of_which_nothing_was_merged_is_catching_up() -> None:
     made = chronicle(life)
     (lane,) = make_lanes(made)
     assert [span.state for span in lane.spans] == ["catching up"]
+
+
+def test_of_a_life_that_began_before_a_trimmed_tape_the_rest_is_shown() -> None:
+    life = Life("a", 1, -5000.0, "host", left_s=400.0, merged_s=150.0)
+    made = chronicle(life)
+    made.whole_from, made.whole_s = 77, 100.0
+    life.position = int(trained(made, life, 100.0, 400.0, position=10_000))
+    (lane,) = make_lanes(made)
+    assert states(lane) == {"training": 300, "stalled": 0, "down": 0}
+    assert lane.seconds("catching up") == 0

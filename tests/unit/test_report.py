@@ -50,7 +50,6 @@ def shown() -> Shown:
             await lab.send_many("real", 3)
         for step in (0, 24, 48):
             await keep(lab.context, score(step))
-            await keep(lab.context, score(step))
 
     asyncio.run(make())
     return look_at(lab)
@@ -88,8 +87,22 @@ def test_the_head_says_how_the_run_was(written: Path) -> None:
     assert set(facts) >= {"duration", "global step", "tokens merged", "training loss", "goodput"}
 
 
-def test_scores_are_kept_once(shown: Shown) -> None:
+def test_scores_come_in_order(shown: Shown) -> None:
     assert [found.global_step for found in shown.scores] == [0, 24, 48]
+
+
+def test_a_view_has_one_score_however_often_it_was_scored() -> None:
+    async def twice() -> None:
+        lab = Lab()
+        for made in (score(24), score(24), score(0)):
+            await keep(lab.context, made)
+        assert len(lab.objects()) == 2
+        await keep(lab.context, score(24).model_copy(update={"loss": 4.0000001}))
+        await keep(lab.context, score(48).model_copy(update={"epoch": 1}))
+        lab.store.put("lab/score/0000-000000000072-strange", b"rubbish")
+        assert [found.global_step for found in await kept(lab.context)] == [0, 24]
+
+    asyncio.run(twice())
 
 
 def test_a_run_in_which_nothing_has_happened(tmp_path: Path) -> None:
