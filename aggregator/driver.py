@@ -370,6 +370,7 @@ class FragmentOwner:
             version=record.version,
             record_seq=record_seq,
             learners=[taken.learner for taken in record.inputs],
+            updates=[f"{taken.incarnation}-{taken.seq}" for taken in record.inputs],
             staleness=[taken.staleness for taken in record.inputs],
             rejected=[f"{taken.learner}:{taken.reason}" for taken in record.rejected],
             reason=record.reason,

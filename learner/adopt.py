@@ -165,6 +165,8 @@ class Adopter:
             loaded = await self._load_fragment(fragment)
             record, record_seq, payload = loaded.record, loaded.record_seq, View(loaded.view)
         self._newest[fragment] = (record_seq, record.version, record.view_digest)
+        context = self._context
+        context.logger.debug("arrived", fragment=fragment, version=record.version, what=record.what)
         # Also when the rollback itself was jumped over.
         restored = record.policy.floor > version
         self._post(self._ready(record, record_seq, restored=restored), payload)

@@ -133,6 +133,14 @@ class Publisher:
         stored_at_s = context.runtime.clock()
         await self._announce(manifest)
         context.traffic.updates_sent += 1
+        context.logger.debug(
+            "sent",
+            fragment=send.fragment,
+            version=send.base_version,
+            update=f"{self.incarnation}-{send.seq}",
+            steps=send.steps,
+            tokens=send.tokens,
+        )
         for part, took_s in (
             ("encode", manifest.encode_s),
             ("upload", manifest.upload_s),
