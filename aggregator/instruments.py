@@ -21,6 +21,7 @@ BY_FRAGMENT = (
     metrics.PENDING,
     metrics.QUEUED,
     metrics.LIVE_LEARNERS,
+    metrics.QUARANTINED,
 )
 
 
@@ -70,6 +71,8 @@ def _show_fragment(
         (metrics.LIVE_LEARNERS, live),
     ):
         counted.set(metric, value, fragment)
+    for learner in sorted(state.quarantined):
+        counted.set(metrics.QUARANTINED, 1, fragment, learner)
 
 
 def count_record(counted: Metrics, before: wire.Record, record: wire.Record) -> None:

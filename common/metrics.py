@@ -100,6 +100,12 @@ LOST = _counter(
 PENDING = _gauge("aggregator_pending_updates", "updates announced and not merged yet", "fragment")
 QUEUED = _gauge("aggregator_queued_events", "events that wait for the fragment's core", "fragment")
 LIVE_LEARNERS = _gauge("aggregator_live_learners", "learners taken for alive", "fragment")
+QUARANTINED = _gauge(
+    "aggregator_quarantined",
+    "1 for a learner that is shut out of a fragment",
+    "fragment",
+    "learner",
+)
 VERDICTS = _counter(
     "aggregator_rejections_total", "updates rejected by this process", "learner", "reason"
 )
@@ -124,8 +130,8 @@ LEARNER = (
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, STOPPED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,
-    PENDING, QUEUED, LIVE_LEARNERS, VERDICTS, IGNORED, STALENESS, ROUND_UPDATES, ROUND, RECOVERIES,
-    MERGED_AGAIN, RECEIVED, STORED, COLLECTED, TAPE_SIZE, TAPE_LIMIT,
+    PENDING, QUEUED, LIVE_LEARNERS, QUARANTINED, VERDICTS, IGNORED, STALENESS, ROUND_UPDATES, ROUND,
+    RECOVERIES, MERGED_AGAIN, RECEIVED, STORED, COLLECTED, TAPE_SIZE, TAPE_LIMIT,
 )  # fmt: skip
 
 

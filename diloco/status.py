@@ -23,7 +23,7 @@ WINDOW = 2000
 class LearnerStatus:
     """One learner; `staleness` is the mean of its recent updates, in versions.
 
-    `state` is its own word while it is heard of, else "silent" or "left".
+    `state` is its own word while it is heard of, else "shut out", "silent" or "left".
     """
 
     name: str
@@ -233,9 +233,11 @@ def _learner(observed: Observed, name: str, now_s: float, live_s: float) -> Lear
     answers = symptoms.answers(observed.recent, name)
     stale = [answer.staleness for answer in answers if answer.staleness is not None]
     there = beat is not None and not silent and not left
+    shut_out = any(name in item.record.policy.quarantined for item in observed.records.values())
+    word = "shut out" if shut_out else beat.state if beat else ""
     return LearnerStatus(
         name=name,
-        state="left" if left else "silent" if silent or beat is None else beat.state,
+        state="left" if left else "silent" if silent or beat is None else word,
         heard_s=heard_s,
         local_step=beat.local_step if beat else 0,
         loss=beat.loss if beat and beat.loss else None,

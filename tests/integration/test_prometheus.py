@@ -32,6 +32,7 @@ SCRAPED = {"run", "instance", "job"}
 ONLY_IN_NEED = {
     "diloco_faults_total", "diloco_waiting", "diloco_aggregator_rejections_total",
     "diloco_aggregator_ignored_total", "diloco_aggregator_collected_bytes_total",
+    "diloco_aggregator_quarantined",
 }  # fmt: skip
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
