@@ -12,6 +12,7 @@ WORKERS ?= 2
 SECONDS ?= 600
 CASES ?= 1000000
 BENCHES ?= merge encode stall wire quality events failover flood store_gcs report
+ROOTFS ?= .rootfs
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -19,11 +20,11 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow chaos fuzz lint types imports check bench sim \
-	terraform lock clean
+.PHONY: help install demo test test-slow test-systemd chaos fuzz lint types imports check \
+	bench sim terraform lock clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, fuzz, sim, bench and lock;'
 	@echo '  PYTHON=... chooses the interpreter of install.'
@@ -58,6 +59,9 @@ sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1
 
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)
+
+test-systemd: install ## run the systemd units in a container, as root; ROOTFS=... to keep its system
+	@ROOTFS=$(ROOTFS) $(RUN) pytest tests/systemd $(ARGS)
 
 chaos: install ## kill, pause and cut off real processes; SECONDS=600, SEED=... to repeat one
 	@$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -403,6 +403,37 @@ def runs(
     list_runs(bus, json=json)
 
 
+@app.command("install-units")
+def install_units(
+    to: Annotated[
+        Path, typer.Option("--to", help="where systemd looks for units", metavar="DIR")
+    ] = Path("/etc/systemd/system"),
+    programs: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder that has diloco and nats-server [default: of this program]",
+            metavar="DIR",
+        ),
+    ] = None,
+    credentials: Annotated[
+        bool, typer.Option(help="whether NATS asks for credentials: /etc/diloco/credentials")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show what would be written, write nothing")
+    ] = False,
+) -> None:
+    """Write the systemd units of aggregator, learners, NATS server and timers; start nothing.
+
+    The same again brings them up to date. docs/systemd.md has the rest of the way.
+    """
+    from diloco.units import install_units as install
+
+    for path in install(to, programs, credentials=credentials, dry_run=dry_run):
+        _say(f"{'would write' if dry_run else 'wrote'} {path}")
+    if not dry_run:
+        _say("now: systemd-sysusers; systemctl daemon-reload; systemctl enable --now UNIT ...")
+
+
 @app.command()
 def doctor(
     run: RunArgument,

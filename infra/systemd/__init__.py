@@ -1,0 +1,1 @@
+"""Units of systemd; `diloco install-units` writes them to a machine."""

@@ -1,0 +1,26 @@
+"""A small task whose batches can be made slow, or hang, from outside; runs in the container."""
+
+import time
+from pathlib import Path
+
+import tiny_task
+
+SLOW, HANG = Path("/run/slow"), Path("/run/hang")
+SLOW_S = 6.0
+
+
+def build(*, steps, seed):
+    task = tiny_task.build(steps=steps, seed=seed, sleep_s=0.0)
+    batches = task.batches
+
+    def held(learner, position):
+        for batch in batches(learner, position):
+            time.sleep(0.05)
+            while HANG.exists():
+                time.sleep(0.1)
+            if SLOW.exists():
+                time.sleep(SLOW_S)
+            yield batch
+
+    object.__setattr__(task, "batches", held)
+    return task
