@@ -103,7 +103,9 @@ def test_alerts_say_what_to_do() -> None:
     for rule in alerts():
         assert rule["labels"]["severity"] in {"warning", "critical"}
         assert {"summary", "description", "runbook"} == rule["annotations"].keys()
-        assert (ROOT / rule["annotations"]["runbook"]).is_file()
+        page = (ROOT / rule["annotations"]["runbook"]).read_text()
+        symptom = page.partition("## Symptom")[2].partition("## Meaning")[0]
+        assert f"`{rule['alert']}`" in symptom
 
 
 @needs_prometheus
