@@ -1,5 +1,7 @@
 """The parts of `diloco auth`, as the command line has them."""
 
+import asyncio
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -97,6 +99,39 @@ def auth_list(folder: FolderArgument) -> None:
 
     for one in auth.identities(folder):
         _say(f"{one.role:<10} {one.name:<40} {one.public_key}")
+
+
+@auth_app.command("guard")
+def auth_guard(
+    folder: FolderArgument,
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="the run's TOML file, with the operator's key")
+    ],
+    most_per_s: Annotated[
+        float,
+        typer.Option(
+            "--max-rate", help="messages a second of one learner, over ten seconds", min=0.1
+        ),
+    ] = 100.0,
+    reload: Annotated[
+        str | None,
+        typer.Option(
+            help="command that brings accounts.conf to every server and has it reload "
+            "[default: a signal to the server that runs from DIR]",
+            metavar="COMMAND",
+        ),
+    ] = None,
+) -> None:
+    """Revoke whoever floods the tape, before it is full; runs until it is stopped.
+
+    Run it where DIR is. Logs are JSON lines on standard error.
+    """
+    log.configure("info")
+    from diloco import guard
+
+    command = guard.reload_command(folder, reload)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(guard.guard(folder, run, most_per_s=most_per_s, reload=command))
 
 
 def _tell_added(folder: Path, credentials: Path | None) -> None:

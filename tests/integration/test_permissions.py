@@ -156,6 +156,34 @@ def test_a_run_with_credentials_over_tls_loses_a_revoked_learner_and_nothing_els
     assert world.ask(lambda bus: bus.last(TAPE, names.end(RUN))) is not None
 
 
+def test_who_floods_the_tape_is_cut_off_and_nobody_else(world: World, guarded: Guarded) -> None:
+    reload = f"kill -HUP {guarded.server.pid}"
+    guard = world.start(
+        "guard", "auth", "guard", str(guarded.folder), str(world.config_path), "--max-rate", "20",
+        "--reload", reload,
+    )  # fmt: skip
+    world.until(lambda: guard.events("guarding"), "the guard")
+
+    async def flood() -> None:
+        async with guarded.enter("b") as bus:
+            while True:
+                await bus.publish(names.update(RUN, "b", 0), b"flood")
+
+    async def slowly() -> None:
+        async with guarded.enter("a") as honest:
+            for _ in range(20):
+                await honest.publish(names.leave(RUN, "a"), b"slow")
+
+    with pytest.raises(BusError, match=r"lost|refused|closed"):
+        asyncio.run(asyncio.wait_for(flood(), 60.0))
+    world.until(lambda: guard.events("revoked"), "its word")
+    assert [event["learner"] for event in guard.events("revoked")] == ["b"]
+    assert not guard.events("reload_failed")
+    asyncio.run(asyncio.wait_for(slowly(), 60.0))
+    assert "b" not in {one.name for one in auth.identities(guarded.folder)}
+    guard.terminate()
+
+
 async def make_run(guarded: Guarded) -> None:
     """The streams of a run, with something on each subject that a learner has no business with."""
     async with guarded.enter("operator") as bus:
