@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from aggregator import machine
 from aggregator.context import Context, commit_record, identity, swap
+from aggregator.quarantine import shut_out
 from aggregator.recovery import rebuild
 from aggregator.rollback import whole
 from aggregator.settings import effective_settings
@@ -57,7 +58,8 @@ async def mark(context: Context) -> Marked:
     await context.bus.publish(
         names.checkpoint(context.run), wire.encode(message), msg_id=identity(context)
     )
-    records = await asyncio.gather(*(_beginning(context, at) for at in newest))
+    quarantined = tuple(sorted(await shut_out(context)))
+    records = await asyncio.gather(*(_beginning(context, at, quarantined) for at in newest))
     settings, _ = await effective_settings(context)
     specification = await load_specification(context.bus, context.run)
     positions = await _positions(context, specification, newest)
@@ -87,7 +89,7 @@ async def _newest(context: Context, fragment: int) -> Recorded:
     return made[-1]
 
 
-async def _beginning(context: Context, at: Recorded) -> wire.Record:
+async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...]) -> wire.Record:
     """The record that a fragment begins a new tape with; its objects are stored."""
     source = at.record
     recovered = await rebuild(context, source, at.record_seq)
@@ -96,7 +98,7 @@ async def _beginning(context: Context, at: Recorded) -> wire.Record:
         update={
             "floor": source.version,
             "norms": source.policy.norms,
-            "quarantined": source.policy.quarantined,
+            "quarantined": quarantined,
             "quorum_s": source.policy.quorum_s,
             "sync_s": source.policy.sync_s,
         }

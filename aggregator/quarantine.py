@@ -6,6 +6,7 @@ or imposes it. Said twice it means what it means said once.
 
 from aggregator.context import Context, identity
 from common import names, wire
+from common.tape import last_record
 
 
 async def quarantine(context: Context, learner: str, *, active: bool, reason: str) -> int:
@@ -25,3 +26,22 @@ async def quarantine(context: Context, learner: str, *, active: bool, reason: st
     )
     subject = names.quarantine(context.run, learner)
     return await context.bus.publish(subject, wire.encode(word), msg_id=identity(context))
+
+
+async def shut_out(context: Context) -> frozenset[str]:
+    """Who is shut out by now: the last word on each counts, else what records brought along.
+
+    Words stay on their tape for ever; those of the tapes before it are in the records alone.
+
+    Raises:
+        RunMismatchError, IntegrityError: as `last_record`.
+    """
+    fragments = range(len(context.layout.fragments))
+    memories = [(await last_record(context, fragment))[0].policy for fragment in fragments]
+    found = {learner for memory in memories for learner in memory.quarantined}
+    for learner in {m.learner for memory in memories for m in memory.members} | found:
+        last = await context.bus.last(context.tape, names.quarantine(context.run, learner))
+        if last is not None:
+            found.discard(learner)
+            found |= {learner} if wire.decode(wire.Quarantine, last.payload).active else set()
+    return frozenset(found)
