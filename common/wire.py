@@ -16,7 +16,8 @@ from common.errors import WireError
 from common.names import NAME
 
 SCHEMA = 1
-# A reader accepts its own schema and the one before; schema 0 was never published.
+# A reader accepts its own schema and the one before; schema 0 was never published. A new schema is
+# read by one release and written by the next, so that two releases in a row read each other.
 READABLE = frozenset({SCHEMA})
 MESSAGE_BYTES = 1 << 20
 # A record larger than this keeps its body in an object, so that streams stay small.
@@ -570,6 +571,6 @@ def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
         raise WireError(
             "schema",
             f"message of schema {str(schema)[:40]}; this program reads {sorted(READABLE)}",
-            hint="upgrade the older side: see docs/protocol.md",
+            hint="upgrade the older side: docs/operations.md, Upgrading",
         )
     return fields

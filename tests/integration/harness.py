@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -84,12 +84,14 @@ def environment() -> dict[str, str]:
 class Process:
     """One `diloco` process with its log; `kill` is SIGKILL."""
 
-    def __init__(self, arguments: list[str], log_path: Path, *, cwd: Path) -> None:
+    def __init__(
+        self, arguments: list[str], log_path: Path, *, cwd: Path, program: Sequence[str]
+    ) -> None:
         self.arguments = arguments
         self.log_path = log_path
         with log_path.open("xb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "diloco", *arguments],
+                [sys.executable, "-m", *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -197,10 +199,10 @@ class World:
 
     # Processes
 
-    def start(self, name: str, *arguments: str) -> Process:
+    def start(self, name: str, *arguments: str, program: Sequence[str] = ("diloco",)) -> Process:
         """Start `diloco ARGUMENTS...`, with a log of its own."""
         log_path = self.folder / f"{name}-{len(self.processes)}.log"
-        process = Process([*arguments], log_path, cwd=self.folder)
+        process = Process([*arguments], log_path, cwd=self.folder, program=program)
         self.processes.append(process)
         return process
 
@@ -208,11 +210,15 @@ class World:
         """`diloco run create`, by its function: a process of its own would only cost time."""
         create(self.config, None)
 
-    def aggregator(self) -> Process:
-        return self.start("aggregator", "aggregator", "--config", str(self.config_path))
+    def aggregator(self, **options: Any) -> Process:
+        """One aggregator; `options` as of `start`."""
+        config = str(self.config_path)
+        return self.start("aggregator", "aggregator", "--config", config, **options)
 
-    def learner(self, name: str) -> Process:
-        return self.start(name, "learner", "--config", str(self.config_path), "--learner", name)
+    def learner(self, name: str, **options: Any) -> Process:
+        """One learner; `options` as of `start`."""
+        config = str(self.config_path)
+        return self.start(name, "learner", "--config", config, "--learner", name, **options)
 
     def end(self) -> None:
         """Kill what still runs."""

@@ -1,0 +1,16 @@
+"""`diloco` as another release of it, which writes one schema of messages and reads some.
+
+Run as: python -m other_release WRITES READS COMMAND ..., READS being a list such as 1,2.
+"""
+
+import sys
+
+from common import wire
+from diloco.__main__ import main
+
+if __name__ == "__main__":
+    writes, reads = sys.argv[1:3]
+    wire.SCHEMA = int(writes)
+    wire.READABLE = frozenset(map(int, reads.split(",")))
+    del sys.argv[1:3]
+    main()
