@@ -8,9 +8,9 @@ secrets, configuration or a new release: google_metadata_script_runner startup.
 
 Files on the machine:
     /opt/diloco             link to the virtual environment of the newest release
-    /etc/diloco/run.toml, /etc/nats/nats.conf ...   files of the bucket of configurations
-    /etc/diloco/credentials/NAME.toml, /etc/nats/tls/NAME.key   secrets
-    /var/lib/nats           on a NATS server: the disk of the streams
+    /etc/diloco/run.toml    and other files of the bucket of configurations
+    /etc/diloco/credentials/NAME.toml   secrets
+    /var/lib/nats           on a NATS server: configuration, key; below it the disk of the streams
 """
 
 import base64
@@ -47,12 +47,12 @@ class Parameters(NamedTuple):
         name: of the server, aggregator or learner.
         bucket: holds the release and the files.
         release: {"object": name, "sha256": hexadecimal digest}.
-        files: path below /etc -> object.
-        secrets: path below /etc -> resource name of a secret's version.
+        files: path -> object.
+        secrets: path -> resource name of a secret's version.
         environment: what the unit's environment file holds.
         units: what is enabled and started.
         accelerator: whether JAX needs its part for TPUs.
-        disk: device of the streams; None: no disk of its own.
+        disk: {"device": of the streams, "folder": where they are}; None: no disk of its own.
     """
 
     role: str
@@ -64,7 +64,7 @@ class Parameters(NamedTuple):
     environment: Mapping[str, str]
     units: Sequence[str]
     accelerator: bool
-    disk: str | None = None
+    disk: Mapping[str, str] | None = None
 
 
 class Google:
@@ -118,15 +118,15 @@ class Boot:
         parameters = self._google.parameters()
         _say(f"{parameters.role} {parameters.name}: release {parameters.release['object']}")
         released = self._install(parameters)
-        if parameters.disk:
-            self._mount(parameters.disk)
         programs = str(self._root / "opt/diloco/bin")
         self._run([f"{programs}/diloco", "install-units", "--programs", programs])
         self._run(["systemd-sysusers"])
+        if parameters.disk:
+            self._mount(parameters.disk["device"], self._at(parameters.disk["folder"]))
         self._run(["systemctl", "daemon-reload"])
         changed = self._write_files(parameters)
         if parameters.role == "nats":
-            self._run(["chown", "-R", "nats:nats", str(self._root / "etc/nats/tls")])
+            self._own()
         self._start(parameters, released, changed)
         _say("done")
 
@@ -194,9 +194,8 @@ class Boot:
 
     # The disk
 
-    def _mount(self, device: str) -> None:
+    def _mount(self, device: str, folder: Path) -> None:
         """Mount the disk of the streams, and make a file system on it if there is none."""
-        folder = self._root / "var/lib/nats"
         folder.mkdir(parents=True, exist_ok=True)
         line = f"{device} {folder} ext4 defaults,nofail,noatime 0 2\n"
         table = self._root / "etc/fstab"
@@ -207,8 +206,19 @@ class Boot:
                 self._run(["mkfs.ext4", "-q", "-m", "0", device])
             with table.open("a") as file:
                 file.write(line)
-        self._run(["systemctl", "daemon-reload"])
+        # Without its disk a server would begin an empty store in the folder below.
+        unit = self._root / "etc/systemd/system/nats-server.service.d/10-streams.conf"
+        write(unit, f"[Unit]\nRequiresMountsFor={folder}\n".encode(), 0o644)
         self._run(["sh", "-c", f"mountpoint -q {folder} || mount {folder}"])
+
+    def _own(self) -> None:
+        """Give a NATS server its folder; what is deeper in its streams it has made itself."""
+        folder = self._at("/var/lib/nats")
+        self._run(["chown", "nats:nats", str(folder), str(folder / "jetstream")])
+        self._run(["chown", "-R", "nats:nats", str(folder / "tls")])
+
+    def _at(self, path: str) -> Path:
+        return self._root / path.lstrip("/")
 
     # Files and secrets
 
@@ -222,11 +232,9 @@ class Boot:
             contents[path] = (self._google.secret(version), 0o600)
         unit = "aggregator" if parameters.role == "aggregator" else f"learner-{parameters.name}"
         lines = "".join(f"{key}={value}\n" for key, value in parameters.environment.items())
-        contents[f"diloco/{unit}.env"] = (lines.encode(), 0o644)
+        contents[f"/etc/diloco/{unit}.env"] = (lines.encode(), 0o644)
         return {
-            path
-            for path, (data, mode) in contents.items()
-            if write(self._root / "etc" / path, data, mode)
+            path for path, (data, mode) in contents.items() if write(self._at(path), data, mode)
         }
 
     # The units
@@ -238,7 +246,11 @@ class Boot:
         """
         units = parameters.units
         self._run(["systemctl", "enable", *units])
-        if parameters.role == "nats" and changed == {"nats/accounts.conf"} and not released:
+        if (
+            parameters.role == "nats"
+            and changed == {"/var/lib/nats/accounts.conf"}
+            and not released
+        ):
             # The first reload makes new accounts, the second connects them with the run's.
             self._run(["systemctl", "reload", *units])
             self._run(["sleep", "1"])

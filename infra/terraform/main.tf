@@ -23,10 +23,10 @@ locals {
 
   deleter_role = "projects/${var.project}/roles/${google_project_iam_custom_role.deleter.role_id}"
 
-  # Below /etc, on aggregators and learners.
+  # On aggregators and learners.
   files = {
-    "diloco/run.toml" = google_storage_bucket_object.run.name
-    "diloco/ca.pem"   = google_storage_bucket_object.authority.name
+    "/etc/diloco/run.toml" = google_storage_bucket_object.run.name
+    "/etc/diloco/ca.pem"   = google_storage_bucket_object.authority.name
   }
 
   store_url = "gs://${module.objects.name}"

@@ -110,9 +110,9 @@ def cloud() -> Iterator[Cloud]:
             "object": "common/diloco.tar.gz",
             "sha256": hashlib.sha256(release).hexdigest(),
         },
-        "files": {"diloco/run.toml": "common/run.toml"},
+        "files": {"/etc/diloco/run.toml": "common/run.toml"},
         "secrets": {
-            "diloco/credentials/central.toml": "projects/p/secrets/central/versions/latest"
+            "/etc/diloco/credentials/central.toml": "projects/p/secrets/central/versions/latest"
         },
         "environment": {"DILOCO_LEARNER_CHECKPOINT_UPLOAD": "true"},
         "units": ["diloco-learner@central.service"],
@@ -239,14 +239,14 @@ def server(machine: Machine, cloud: Cloud) -> Machine:
         "role": "nats",
         "name": "nats-1",
         "files": {
-            "nats/nats.conf": "nats/nats-1.conf",
-            "nats/accounts.conf": "nats/accounts.conf",
+            "/var/lib/nats/nats.conf": "nats/nats-1.conf",
+            "/var/lib/nats/accounts.conf": "nats/accounts.conf",
         },
-        "secrets": {"nats/tls/nats-1.key": "projects/p/secrets/central/versions/latest"},
+        "secrets": {"/var/lib/nats/tls/nats-1.key": "projects/p/secrets/central/versions/latest"},
         "environment": {},
         "units": ["nats-server.service"],
         "accelerator": False,
-        "disk": "/dev/disk/by-id/google-streams",
+        "disk": {"device": "/dev/disk/by-id/google-streams", "folder": "/var/lib/nats/jetstream"},
     }
     return machine
 
@@ -264,18 +264,22 @@ def test_a_server_reloads_new_accounts_twice_and_goes_on(server: Machine, cloud:
 
 
 def test_a_servers_key_is_its_own(server: Machine) -> None:
-    assert "chown -R nats:nats /etc/nats/tls" in server.boot()
-    assert mode(server.root / "etc/nats/tls/nats-1.key") == 0o600
+    assert "chown -R nats:nats /var/lib/nats/tls" in server.boot()
+    assert mode(server.root / "var/lib/nats/tls/nats-1.key") == 0o600
 
 
 def test_a_disk_gets_a_file_system_only_if_it_has_none(server: Machine) -> None:
     commands = server.boot()
     made = commands.index("mkfs.ext4 -q -m 0 /dev/disk/by-id/google-streams")
-    mounted = commands.index("sh -c mountpoint -q /var/lib/nats || mount /var/lib/nats")
+    mounted = commands.index(
+        "sh -c mountpoint -q /var/lib/nats/jetstream || mount /var/lib/nats/jetstream"
+    )
     assert made < mounted
     assert not any("mkfs" in command for command in server.boot())
     table = (server.root / "etc/fstab").read_text()
     assert table.count("google-streams") == 1
+    unit = server.root / "etc/systemd/system/nats-server.service.d/10-streams.conf"
+    assert unit.read_text() == f"[Unit]\nRequiresMountsFor={server.root}/var/lib/nats/jetstream\n"
 
 
 def test_a_disk_of_an_earlier_machine_keeps_what_is_on_it(server: Machine) -> None:

@@ -170,12 +170,12 @@ run "secrets" {
   assert {
     condition = alltrue([
       for name, one in module.learner : jsondecode(one.template.metadata["diloco"]).secrets
-      == { "diloco/credentials/${name}.toml" = "projects/my-project/secrets/diloco-demo-${name}-credentials/versions/latest" }
+      == { "/etc/diloco/credentials/${name}.toml" = "projects/my-project/secrets/diloco-demo-${name}-credentials/versions/latest" }
     ])
     error_message = "a learner's machine is told of its own secret, and of no other"
   }
   assert {
-    condition     = alltrue([for one in module.aggregator : keys(jsondecode(one.instance.metadata["diloco"]).secrets) == ["diloco/credentials/aggregator.toml"]])
+    condition     = alltrue([for one in module.aggregator : keys(jsondecode(one.instance.metadata["diloco"]).secrets) == ["/etc/diloco/credentials/aggregator.toml"]])
     error_message = "the operator's credentials stay with the operator, unless hourly_checkpoints says otherwise"
   }
 }
@@ -267,7 +267,7 @@ run "checkpoints" {
     hourly_checkpoints = true
   }
   assert {
-    condition     = [for name, one in module.aggregator : contains(keys(jsondecode(one.instance.metadata["diloco"]).secrets), "diloco/credentials/operator.toml")] == [true, false]
+    condition     = [for name, one in module.aggregator : contains(keys(jsondecode(one.instance.metadata["diloco"]).secrets), "/etc/diloco/credentials/operator.toml")] == [true, false]
     error_message = "one machine gets the operator's credentials"
   }
   assert {

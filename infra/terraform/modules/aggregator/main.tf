@@ -13,8 +13,8 @@ locals {
     accelerator = false
     files       = var.files
     secrets = merge(
-      { "diloco/credentials/aggregator.toml" = module.credentials.version },
-      { for operator in module.operator : "diloco/credentials/operator.toml" => operator.version },
+      { "/etc/diloco/credentials/aggregator.toml" = module.credentials.version },
+      { for operator in module.operator : "/etc/diloco/credentials/operator.toml" => operator.version },
     )
     units = concat(
       ["diloco-aggregator.service"],

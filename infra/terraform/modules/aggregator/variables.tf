@@ -82,7 +82,7 @@ variable "boot" {
 }
 
 variable "files" {
-  description = "Objects of that bucket by the paths below /etc that they are copied to."
+  description = "Objects of that bucket by the paths that they are copied to."
   type        = map(string)
 }
 

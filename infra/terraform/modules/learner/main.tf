@@ -34,7 +34,7 @@ locals {
     name        = var.name
     accelerator = local.accelerator
     files       = var.files
-    secrets     = { "diloco/credentials/${var.name}.toml" = module.credentials.version }
+    secrets     = { "/etc/diloco/credentials/${var.name}.toml" = module.credentials.version }
     units       = ["diloco-learner@${var.name}.service"]
     # A machine that comes back after a preemption has an empty disk.
     environment = { DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" }

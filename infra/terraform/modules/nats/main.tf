@@ -4,11 +4,10 @@
 locals {
   servers = {
     for index, zone in var.zones : "nats-${index + 1}" => {
-      zone    = zone
-      region  = regex("^(.*)-[a-z]$", zone)[0]
-      address = var.addresses[index]
-      # The streams are on a disk of their own, all the rest is below /etc/nats.
-      configured = replace(file("${var.auth_folder}/nats-${index + 1}.conf"), "\"/etc/nats/jetstream/", "\"/var/lib/nats/jetstream/")
+      zone       = zone
+      region     = regex("^(.*)-[a-z]$", zone)[0]
+      address    = var.addresses[index]
+      configured = file("${var.auth_folder}/nats-${index + 1}.conf")
     }
   }
   parameters = {
@@ -17,15 +16,16 @@ locals {
       name        = name
       accelerator = false
       files = {
-        "nats/nats.conf"       = google_storage_bucket_object.configuration[name].name
-        "nats/accounts.conf"   = google_storage_bucket_object.accounts.name
-        "nats/tls/${name}.pem" = google_storage_bucket_object.certificate[name].name
-        "nats/tls/ca.pem"      = var.authority
+        "/var/lib/nats/nats.conf"       = google_storage_bucket_object.configuration[name].name
+        "/var/lib/nats/accounts.conf"   = google_storage_bucket_object.accounts.name
+        "/var/lib/nats/tls/${name}.pem" = google_storage_bucket_object.certificate[name].name
+        "/var/lib/nats/tls/ca.pem"      = var.authority
       }
-      secrets     = { "nats/tls/${name}.key" = module.key[name].version }
+      secrets     = { "/var/lib/nats/tls/${name}.key" = module.key[name].version }
       units       = ["nats-server.service"]
       environment = {}
-      disk        = "/dev/disk/by-id/google-streams"
+      # The disk holds the streams and nothing else, so that no snapshot of it has the server's key.
+      disk = { device = "/dev/disk/by-id/google-streams", folder = "/var/lib/nats/jetstream" }
     })
   }
 }
