@@ -20,7 +20,7 @@ from common.config import (
 )
 from common.errors import ConfigError, IntegrityError
 from common.layout import Layout, parse_layout
-from common.manager import report, tell
+from common.manager import report, tell, tell_stopping
 from common.probes import Probes, make_probes, serving
 from common.service import Runtime, all_of, cancel, first_of, on_signals
 from common.store import ObjectStore, open_store
@@ -199,7 +199,7 @@ async def _serve(
         reports = asyncio.ensure_future(report(probes.health, probes.manager))
         tell(probes.manager, READY="1")
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        tell(probes.manager, STOPPING="1")
+        tell_stopping(probes.manager)
         await cancel(reports)
         stop.cancel()
         if work.done():

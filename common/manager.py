@@ -13,6 +13,8 @@ from common.health import Health
 
 # Between two looks at the daemon, unless the watchdog wants more of them.
 LOOK_S = 1.0
+# The last work of a daemon, and the end of its interpreter.
+END_S = 600.0
 
 
 def tell(manager: ServiceManager, **fields: str) -> None:
@@ -28,6 +30,12 @@ def tell(manager: ServiceManager, **fields: str) -> None:
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
     ):
         sender.sendto(message.encode(), address)
+
+
+def tell_stopping(manager: ServiceManager) -> None:
+    """The daemon ends in order; from now on nobody turns a loop, and the watchdog waits longer."""
+    watchdog = {"WATCHDOG_USEC": str(int(END_S * 1e6))} if manager.watchdog_s else {}
+    tell(manager, STOPPING="1", **watchdog)
 
 
 async def report(health: Health, manager: ServiceManager) -> None:

@@ -64,6 +64,7 @@ def init(
     hosts: list[str],
     *,
     installed_at: Path | None = None,
+    streams_at: Path | None = None,
     max_file_bytes: int = 10 << 30,
 ) -> Written:
     """Begin: an authority, servers' certificates and configuration, and the operator.
@@ -74,6 +75,7 @@ def init(
         hosts: names or addresses by which clients reach the servers: one, or one for each of a
             cluster.
         installed_at: the folder as the servers' machines will have it; `folder` if None.
+        streams_at: where these keep their streams; `jetstream` in that folder if None.
         max_file_bytes: the most that the run's streams may take on a server's disk.
 
     Raises:
@@ -87,7 +89,9 @@ def init(
         )
     folder.mkdir(parents=True, exist_ok=True)
     _write_certificates(folder / "tls", run, hosts)
-    servers = _write_servers(folder, run, hosts, installed_at or folder.absolute(), max_file_bytes)
+    home = installed_at or folder.absolute()
+    streams = streams_at or home / "jetstream"
+    servers = _write_servers(folder, run, hosts, home, streams, max_file_bytes)
     state = _State(run=run, max_file_bytes=max_file_bytes, identities=())
     path = _add(folder, state, OPERATOR, "operator")
     return Written(path, servers)
@@ -203,7 +207,7 @@ def _server_names(hosts: list[str]) -> list[str]:
 
 
 def _write_servers(
-    folder: Path, run: str, hosts: list[str], installed_at: Path, max_file_bytes: int
+    folder: Path, run: str, hosts: list[str], home: Path, streams: Path, max_file_bytes: int
 ) -> tuple[Path, ...]:
     template = "single.conf" if len(hosts) == 1 else "cluster.conf"
     text = resources.files("infra.nats").joinpath(template).read_text()
@@ -212,8 +216,8 @@ def _write_servers(
         filled = Template(text).substitute(
             server_name=name,
             cluster_name=f"diloco-{run}",
-            folder=installed_at,
-            store_dir=installed_at / "jetstream" / name,
+            folder=home,
+            store_dir=streams / name,
             max_file_store=max_file_bytes,
             routes=", ".join(f'"tls://{_in_url(host)}:6222"' for host in hosts),
         )

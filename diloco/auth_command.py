@@ -39,6 +39,14 @@ def auth_init(
             metavar="PATH",
         ),
     ] = None,
+    streams_at: Annotated[
+        Path | None,
+        typer.Option(
+            "--streams-at",
+            help="where these machines keep the streams [default: jetstream in that folder]",
+            metavar="PATH",
+        ),
+    ] = None,
     max_file_gib: Annotated[
         float, typer.Option(help="most that the run's streams may take on disk, GiB", min=0.1)
     ] = 10.0,
@@ -52,6 +60,7 @@ def auth_init(
         run,
         hosts or ["localhost"],
         installed_at=installed_at,
+        streams_at=streams_at,
         max_file_bytes=int(max_file_gib * (1 << 30)),
     )
     url = ",".join(f"tls://{host}:4222" for host in hosts or ["localhost"])

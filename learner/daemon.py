@@ -11,7 +11,7 @@ from common.bus import Bus
 from common.config import Config, ServiceManager, check_same_run, parse_settings
 from common.errors import ConfigError
 from common.health import step_limit_s
-from common.manager import report, tell
+from common.manager import report, tell, tell_stopping
 from common.probes import Probes, make_probes, serving
 from common.service import Runtime, on_signals
 from common.store import open_store
@@ -114,7 +114,7 @@ def _live(
         background.watch(report(context.health, manager))
         tell(manager, READY="1")
         trainer.train()
-        tell(manager, STOPPING="1")
+        tell_stopping(manager)
         trainer.flush(config.learner.leave_s)
         lost = sync.unsent(trainer.state)
         if lost and not trainer.state.ended:

@@ -110,15 +110,17 @@ def install():
 
 def prepare():
     Path("/etc/hosts").write_text("127.0.0.1 localhost\n")
-    run(BIN, "auth", "init", "/var/lib/nats", "--run", "demo")
-    run(BIN, "auth", "add-aggregator", "/var/lib/nats", "aggregator")
-    run(BIN, "auth", "add-learner", "/var/lib/nats", "a")
-    Path("/var/lib/nats/nats.conf").symlink_to("nats-1.conf")
+    run(
+        BIN, "auth", "init", "/etc/nats", "--run", "demo", "--streams-at", "/var/lib/nats/jetstream"
+    )
+    run(BIN, "auth", "add-aggregator", "/etc/nats", "aggregator")
+    run(BIN, "auth", "add-learner", "/etc/nats", "a")
+    Path("/etc/nats/nats.conf").symlink_to("nats-1.conf")
     Path("/etc/diloco").mkdir()
-    shutil.move("/var/lib/nats/credentials", "/etc/diloco/credentials")
-    shutil.copy("/var/lib/nats/tls/ca.pem", "/etc/diloco/ca.pem")
+    shutil.move("/etc/nats/credentials", "/etc/diloco/credentials")
+    shutil.copy("/etc/nats/tls/ca.pem", "/etc/diloco/ca.pem")
     Path("/etc/diloco/ca.pem").chmod(0o644)
-    run("chown", "-R", "nats:", "/var/lib/nats")
+    run("chown", "-R", "nats:", "/etc/nats")
     Path(RUN).write_text(CONFIG)
     Path("/srv/store").mkdir()
     Path("/srv/store").chmod(0o1777)
@@ -172,6 +174,19 @@ def actions(unit):
         if line.startswith("{"):
             found.add(json.loads(line)["action"])
     return found
+
+
+def reload():
+    """A learner that is added is known after two reloads; nobody else notices."""
+    pid = show("nats-server.service", "MainPID")
+    run(BIN, "auth", "add-learner", "/etc/nats", "b")
+    run("chown", "-R", "nats:", "/etc/nats")
+    for _ in range(2):
+        run("systemctl", "reload", "nats-server.service")
+        time.sleep(1)
+    assert "Reloaded" in journal("nats-server.service")
+    assert show("nats-server.service", "MainPID") == pid
+    check("systemctl reload: nats-server reads its accounts again")
 
 
 def killed():
@@ -257,7 +272,7 @@ def stop():
 
 def main():
     try:
-        for part in (install, prepare, start, killed, watchdog, timers, upgrade, stop):
+        for part in (install, prepare, start, reload, killed, watchdog, timers, upgrade, stop):
             part()
         print("all passed", flush=True)
     except BaseException as error:

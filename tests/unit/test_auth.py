@@ -46,6 +46,17 @@ def test_the_templates_of_servers_are_valid(tmp_path: Path, hosts: list[str]) ->
     assert "berlin" not in (folder / "accounts.conf").read_text()
 
 
+def test_servers_are_told_where_their_machines_have_what(tmp_path: Path) -> None:
+    made = auth.init(
+        tmp_path / "auth", "demo", ["localhost"],
+        installed_at=Path("/etc/nats"), streams_at=Path("/var/lib/nats/jetstream"),
+    )  # fmt: skip
+    text = made.servers[0].read_text()
+    assert 'key_file: "/etc/nats/tls/nats-1.key"' in text
+    assert 'store_dir: "/var/lib/nats/jetstream/nats-1"' in text
+    assert str(tmp_path) not in text
+
+
 def test_a_configuration_that_is_cut_short_is_not_valid(tmp_path: Path) -> None:
     made = auth.init(tmp_path, "demo", ["localhost"])
     accounts = tmp_path / "accounts.conf"

@@ -11,7 +11,7 @@ import pytest
 from common.config import MetricsSection, ServiceManager, service_manager
 from common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
 from common.health import Health, View, step_limit_s
-from common.manager import report, tell
+from common.manager import report, tell, tell_stopping
 from common.probes import make_probes, serving
 from common.service import Runtime, Waits
 
@@ -76,7 +76,8 @@ def manager(tmp_path, monkeypatch):
 def test_systemd_hears_what_a_daemon_says(manager) -> None:
     systemd, heard = manager
     tell(systemd, READY="1", STATUS="trains")
-    assert heard() == ["READY=1\nSTATUS=trains"]
+    tell_stopping(systemd)
+    assert heard() == ["READY=1\nSTATUS=trains", "STOPPING=1\nWATCHDOG_USEC=600000000"]
 
 
 def test_without_systemd_nothing_is_said() -> None:
