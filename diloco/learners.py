@@ -6,12 +6,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from rich.table import Table
+from rich.text import Text
 
 from aggregator.quarantine import quarantine
 from common.errors import ConfigError, RunMismatchError
 from diloco.history import History, read_history
 from diloco.opening import open_run
 from diloco.operate import operator_context
+from diloco.status_screen import age
+
+REASONS = 3
+STYLES = {"live": "green", "quarantined": "bold red", "silent": "yellow", "left": "dim"}
 
 
 @dataclass
@@ -23,7 +28,7 @@ class Learner:
             "quarantined"; `why` says what for.
         incarnation: its newest life, of `lives` that the tape knows.
         offences: the most that any fragment counts; see `bounds.quarantine_offences`.
-        tokens: of what was merged.
+        tokens: of what was merged, on the mean over the fragments.
         reasons: how many updates were rejected, by reason.
         heard_at_s: when its last join or update was stored, in seconds since the epoch.
     """
@@ -68,6 +73,8 @@ def survey(history: History) -> list[Learner]:
             one = found.setdefault(refused.learner, Learner(refused.learner))
             one.rejected += 1
             one.reasons[refused.reason] += 1
+    for one in found.values():
+        one.tokens //= max(1, len(history.layout.fragments))
     _remember(history, found)
     for _, word in history.quarantines:
         if word.learner in found:
@@ -144,27 +151,23 @@ def as_json(learners: Iterable[Learner]) -> list[dict[str, object]]:
 
 
 def table(learners: Iterable[Learner]) -> Table:
-    """For people."""
-    shown = Table(title="learners")
-    for column in ("learner", "state", "host", "lives", "merged", "rejected", "offences"):
-        shown.add_column(column, justify="left" if column in {"learner", "host"} else "right")
-    for column in ("tokens", "s/step", "heard"):
-        shown.add_column(column, justify="right")
+    """For people; what has no place in 80 columns is in the JSON."""
+    shown = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    left = ("learner", "state", "rejected for")
+    for title in ("learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens"):
+        shown.add_column(title, justify="left" if title in left else "right", no_wrap=True)
     shown.add_column("rejected for")
     for one in learners:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in one.reasons.most_common(3))
-        heard = f"{max(0.0, time.time() - one.heard_at_s):,.0f} s ago" if one.heard_at_s else "-"
+        reasons = one.reasons.most_common(REASONS)
         shown.add_row(
             one.name,
-            f"[red]{one.state}[/]" if one.state == "quarantined" else one.state,
-            one.host,
+            Text(one.state, style=STYLES.get(one.state, "")),
+            age(max(0.0, time.time() - one.heard_at_s)) if one.heard_at_s else "never",
             f"{one.lives}",
             f"{one.merged:,}",
             f"{one.rejected:,}",
             f"{one.offences:,}",
             f"{one.tokens:,}",
-            f"{one.step_time_s:.3g}",
-            heard,
-            reasons,
+            ", ".join(f"{reason} x {count}" for reason, count in reasons),
         )
     return shown

@@ -107,7 +107,7 @@ def _learners(learners: tuple[LearnerStatus, ...]) -> Table:
         table.add_row(
             one.name,
             Text(one.state, style=STYLES.get(one.state, "dim" if one.state == "left" else "red")),
-            "never" if one.heard_s is None else _age(one.heard_s),
+            "never" if one.heard_s is None else age(one.heard_s),
             f"{one.local_step:,}",
             "-" if one.loss is None else f"{one.loss:.3f}",
             f"{one.tokens_per_s:,.0f}",
@@ -131,7 +131,7 @@ def _fragments(fragments: tuple[FragmentStatus, ...]) -> Table:
             f"{one.version:,}",
             f"{one.global_step:,}",
             one.owner or Text("nobody", style="dim"),
-            _age(one.version_s),
+            age(one.version_s),
             f"{one.round_updates} of {one.live_learners}",
             f"{one.round_s:.2f} s",
             str(one.waiting),
@@ -154,7 +154,7 @@ def _alerts(alerts: tuple[Finding, ...]) -> Table:
     return grid
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
     """Seconds as '3 s', '5 min' or '2 h'."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
