@@ -77,14 +77,17 @@ def loss(shown: Shown) -> Figure | None:
     if not losses.size:
         return None
     figure, (left, right) = style.panels(2, 3.5, sharey=True)
-    # Version 0 was there before anybody joined.
-    scored_s = np.asarray([max(score.at_s, shown.begin_s) for score in shown.scores])
+    scored_s = np.asarray([score.at_s for score in shown.scores])
     scored = np.asarray([score.loss for score in shown.scores])
+    # Version 0 was there before anybody joined; what is before a trimmed tape has no place.
+    places_s = np.maximum(scored_s, shown.begin_s)
+    if chronicle.trimmed:
+        places_s[scored_s < shown.begin_s] = np.nan
     tokens = tokens_at(chronicle, times_s)
     unit = style.count_unit(float(tokens.max()))
     places = [
         (left, tokens / unit.scale, np.asarray([s.tokens for s in shown.scores]) / unit.scale),
-        (right, shown.since(times_s), shown.since(scored_s)),
+        (right, shown.since(times_s), shown.since(places_s)),
     ]
     for axes, x, x_scored in places:
         style.band(axes, style.binned(x, losses, POINTS // 2), style.BLUE, "training (updates)")

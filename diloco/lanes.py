@@ -47,7 +47,7 @@ class Lane:
     Attributes:
         spans: in order, without overlap; where there is none it was away.
         kills: when lives ended without a leave.
-        joins: when lives began.
+        joins: when lives began, of those that began within what is shown; `lives` counts all.
         step_s: usual time of a step, 0 if unknown.
         steps: steps whose work was announced, over all lives.
     """
@@ -56,6 +56,7 @@ class Lane:
     spans: list[Span]
     kills: list[float]
     joins: list[float]
+    lives: int
     step_s: float
     steps: float
 
@@ -91,11 +92,13 @@ def make_lanes(chronicle: Chronicle) -> list[Lane]:
 
 
 def _lane(chronicle: Chronicle, learner: str, updates: _Updates) -> Lane:
-    lives = [_shown(chronicle, life) for life in chronicle.lives if life.learner == learner]
+    known_lives = [life for life in chronicle.lives if life.learner == learner]
+    joins = [life.joined_s for life in known_lives if life.joined_s >= chronicle.begins_s]
+    lives = [_shown(chronicle, life) for life in known_lives]
     known = updates.step_time_s[updates.step_time_s > 0]
     step_s = float(np.median(known)) if known.size else 0.0
-    lane = Lane(learner, [], [], [life.joined_s for life in lives], step_s, 0.0)
-    lane.steps = float(updates.steps.sum()) / max(chronicle.fragments, 1)
+    steps = float(updates.steps.sum()) / max(chronicle.fragments, 1)
+    lane = Lane(learner, [], [], joins, len(lives), step_s, steps)
     for index, life in enumerate(lives):
         following = lives[index + 1] if index + 1 < len(lives) else None
         mine = updates.incarnation == life.incarnation

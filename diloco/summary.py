@@ -55,7 +55,7 @@ def facts(shown: Shown) -> list[Fact]:
     stale = chronicle.inputs["staleness"]
     steps = chronicle.settings.run.steps
     return [
-        Fact("duration", human_time(shown.span_s), "" if chronicle.ended_s else "and going on"),
+        Fact("duration", human_time(shown.span_s), _whole(shown)),
         Fact("global step", f"{chronicle.global_step:,}", f"of {steps:,}"),
         Fact("tokens merged", human_count(delivered),
              "" if chronicle.trimmed else f"of {human_count(trained)} trained and sent"),
@@ -67,6 +67,15 @@ def facts(shown: Shown) -> list[Fact]:
              f"staleness {stale.mean():.2f} on the mean" if stale.size else ""),
         Fact("updates rejected", f"{rejected:,}", _reasons(chronicle)),
     ]  # fmt: skip
+
+
+def _whole(shown: Shown) -> str:
+    chronicle = shown.chronicle
+    so_far = "" if chronicle.ended_s else "and going on"
+    if not chronicle.trimmed:
+        return so_far
+    whole = human_time(chronicle.ends_s - chronicle.created_s)
+    return f"the last of {whole} {so_far}".rstrip()
 
 
 def _versions(chronicle: Chronicle) -> int:
@@ -92,7 +101,7 @@ def _losses(shown: Shown) -> list[Fact]:
 
 def _lives(shown: Shown) -> str:
     kills = sum(len(lane.kills) for lane in shown.lanes)
-    restarts = sum(max(len(lane.joins) - 1, 0) for lane in shown.lanes)
+    restarts = sum(max(lane.lives - 1, 0) for lane in shown.lanes)
     return f"{restarts} restart{'s' * (restarts != 1)}, {kills} unclean end{'s' * (kills != 1)}"
 
 
@@ -120,7 +129,7 @@ def learners(shown: Shown) -> Table:
             (
                 lane.learner,
                 _host(chronicle, lane.learner),
-                str(len(lane.joins)),
+                str(lane.lives),
                 human_count(float(tokens[sent].sum()) / chronicle.fragments),
                 f"{lane.step_s:.3g} s" if lane.step_s else "-",
                 f"{int(sent.sum()):,}",

@@ -114,3 +114,4 @@ def test_of_a_life_that_began_before_a_trimmed_tape_the_rest_is_shown() -> None:
     (lane,) = make_lanes(made)
     assert states(lane) == {"training": 300, "stalled": 0, "down": 0}
     assert lane.seconds("catching up") == 0
+    assert (lane.joins, lane.lives) == ([], 1)
