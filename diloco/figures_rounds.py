@@ -69,7 +69,7 @@ def traffic(shown: Shown) -> Figure | None:
     shown.name_time(axes)
     axes.set_ylabel(f"{unit.name} per second")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower center", ncols=2)
+    figure.legend(loc="outside upper right", ncols=2)
     return figure
 
 

@@ -207,7 +207,7 @@ def throughput(shown: Shown) -> Figure | None:
     shown.name_time(axes)
     axes.set_ylabel(f"tokens per second{f' ({unit.name})' if unit.name else ''}")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower center", ncols=2)
+    figure.legend(loc="outside upper right", ncols=2)
     return figure
 
 
@@ -275,7 +275,9 @@ def time_spent(shown: Shown) -> Figure | None:
         left += widths
     for place, row in enumerate(rows):
         percent = 100 * row.merged / max(row.total, 1e-9)
-        axes.text(percent - 1, place, f"{percent:.0f} %", va="center", ha="right", size=8)
+        # Within its bar, if that is wide enough.
+        at, side = (percent - 1, "right") if percent > 8 else (percent + 1, "left")
+        axes.text(at, place, f"{percent:.0f} %", va="center", ha=side, size=8)
     axes.set_yticks(range(len(rows)), ["all", *names])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 100)
