@@ -462,7 +462,7 @@ def report(
         typer.Option(
             "--out",
             help="folder to write to [default: report/ in the folder of a local run, else "
-            "report-<run>]",
+            "report-RUN]",
             metavar="DIR",
         ),
     ] = None,
