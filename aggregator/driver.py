@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from aggregator import instruments, machine, policy
 from aggregator.collector import Collector
 from aggregator.context import Context, commit_record, identity, store_version_object
+from aggregator.decisions import decided
 from aggregator.fragment import FragmentArrays, Payload, read_payload
 from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound, ShutOut
 from aggregator.quarantine import quarantine
@@ -387,30 +388,20 @@ class FragmentOwner:
 
     async def _draft(self, commit: Commit) -> wire.Record:
         """The record of `commit`, with its objects stored."""
-        state, previous = commit.state, self._newest
+        previous = self._newest
         fields: dict[str, Any] = {
-            "base_seq": state.record_seq,
+            **decided(self.rules, commit),
             "base_digest": previous.view_digest,
-            "what": commit.what,
             "restored_version": None,
             "inputs": (),
-            "rejected": tuple(_rejected(refused) for refused in state.rejected),
-            "reason": commit.reason,
             "factors": b"",
             "delta": None,
-            "position": machine.position(state),
-            "observations": state.observations,
-            "policy": machine.policy_after(state),
-            "final": commit.final,
-            "opened_at_s": state.opened_at_s,
-            "quorum_at_s": state.quorum_at_s,
-            "closed_at_s": commit.at_s,
             "merged_at_s": commit.at_s,
             "aggregator": self.context.name,
             "attempt_id": identity(self.context),
         }
         if commit.what == "version":
-            fields |= await self._make_version(state)
+            fields |= await self._make_version(commit.state)
         fields["totals"] = _totals(previous.totals, fields["inputs"], fields["rejected"])
         return previous.model_copy(update=fields)
 
@@ -427,8 +418,6 @@ class FragmentOwner:
             snapshot = await self._store_snapshot(version)
         fields: dict[str, Any] = {
             "merged_at_s": merged_at_s,
-            "version": version,
-            "global_step": machine.global_step_after(self.rules, state),
             "inputs": made.inputs,
             "factors": made.factors,
             "learning_rate": made.learning_rate,
@@ -500,20 +489,6 @@ def _check_sender(matches: bool) -> None:
         raise WireError(
             "sender", "the message names another run, learner or fragment than its subject"
         )
-
-
-def _rejected(refused: machine.Refused) -> wire.Rejected:
-    manifest = refused.manifest
-    return wire.Rejected(
-        learner=manifest.learner,
-        incarnation=manifest.incarnation,
-        seq=manifest.seq,
-        stream_seq=refused.stream_seq,
-        tokens=manifest.tokens,
-        steps=manifest.steps,
-        reason=refused.reason,
-        detail=refused.detail,
-    )
 
 
 def _rejection(fragment: int, rejected: wire.Rejected) -> wire.Rejection:

@@ -160,13 +160,10 @@ class FragmentArrays:
         factors_S = merge.factors(
             self.grid, self._sum, [merged.contribution for merged in self._merged]
         )
-        section = self.settings.outer
-        learning_rate, momentum = section.learning_rate, section.momentum
-        if share < 1:
-            learning_rate, momentum = outer.participation(learning_rate, momentum, share)
+        learning_rate, momentum = step_size(self.settings, share)
         delta = self._step(factors_S, learning_rate, momentum)
         return Made(
-            inputs=tuple(_input(merged) for merged in self._merged),
+            inputs=tuple(make_input(each.admitted, each.coefficients) for each in self._merged),
             factors=factors_S.tobytes(),
             learning_rate=learning_rate,
             momentum=momentum,
@@ -175,8 +172,8 @@ class FragmentArrays:
             outer_digest=self.outer_digest(),
         )
 
-    def merge_again(self, record: wire.Record, store: ObjectStore) -> None:
-        """Make a recorded version once more, from its inputs as the record has them.
+    def merge_again(self, record: wire.Record, store: ObjectStore) -> Encoded:
+        """Make a recorded version once more, from its inputs as the record has them; its delta.
 
         Raises:
             IntegrityError: an input is gone or damaged, or the result has other digests.
@@ -191,7 +188,7 @@ class FragmentArrays:
             coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
             self._sum.add(self.settings.sync.codec, parts, coefficients_S)
         factors_S = np.frombuffer(record.factors, np.float32)
-        self._step(factors_S, record.learning_rate, record.momentum)
+        delta = self._step(factors_S, record.learning_rate, record.momentum)
         found = (shards.digest(self.view), self.outer_digest())
         if found != (record.view_digest, record.outer_digest):
             raise _unmergeable(
@@ -199,6 +196,7 @@ class FragmentArrays:
                 f"digests of view and outer state are {found}, the record says "
                 f"{(record.view_digest, record.outer_digest)}",
             )
+        return delta
 
     def _step(self, factors_S: Vector, learning_rate: float, momentum: float) -> Encoded:
         assert self._sum is not None
@@ -263,8 +261,17 @@ def _optimizer(settings: RunSettings) -> OuterOptimizer:
     )
 
 
-def _input(merged: _Merged) -> wire.Input:
-    admitted, manifest = merged.admitted, merged.admitted.manifest
+def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
+    """Learning rate and momentum of an outer step whose round holds `share` of the fleet."""
+    section = settings.outer
+    if share < 1:
+        return outer.participation(section.learning_rate, section.momentum, share)
+    return section.learning_rate, section.momentum
+
+
+def make_input(admitted: Admitted, coefficients: bytes) -> wire.Input:
+    """What a record says of an update that was merged with these coefficients."""
+    manifest = admitted.manifest
     return wire.Input(
         learner=manifest.learner,
         incarnation=manifest.incarnation,
@@ -281,7 +288,7 @@ def _input(merged: _Merged) -> wire.Input:
         steps=manifest.steps,
         loss=manifest.loss,
         final=manifest.final,
-        coefficients=merged.coefficients,
+        coefficients=coefficients,
     )
 
 

@@ -38,6 +38,10 @@ class UpdateId(NamedTuple):
     seq: int
 
 
+# Whom an observation is about that is about nobody.
+_NOBODY = UpdateId("", 0, 0)
+
+
 class Pending(NamedTuple):
     """An update that is announced and not yet verified; `fetching` once its shards are read."""
 
@@ -340,7 +344,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
     Times of a writer whose clock was ahead are taken as `now_s`, or they would stop the run.
     """
     memory = record.policy
-    return State(
+    state = State(
         version=record.version,
         record_seq=record_seq,
         view_digest=record.view_digest,
@@ -362,6 +366,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         known_seq=memory.seen_seq,
         began_at_s=now_s,
     )
+    return _observe(state, "resumed", now_s, _NOBODY, 0.0)
 
 
 EMPTY_POLICY = wire.PolicyState(
@@ -547,10 +552,10 @@ def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
     pending = state.pending.get(event.update)
     if pending is None:
         return state, ()
+    state = _observe(state, "fetched", event.at_s, event.update, event.norm)
     if not _takes_updates(rules, state, event.at_s):
         # Too late for its round; its shards are read again when the next one opens.
         return _with_pending(state, event.update, pending._replace(fetching=False)), ()
-    state = _observe(state, "fetched", event.at_s, event.update, event.norm)
     manifest = pending.manifest
     wrong = _shut_out(state, manifest) or _wrong_base(rules, state, manifest)
     if wrong is not None:
@@ -607,7 +612,7 @@ def _on_timer(rules: FragmentRules, state: State, event: Timer) -> Result:
     due = deadline(rules, state)
     if due is None or event.at_s < due:
         return state, ()
-    state = _observe(state, "timer", event.at_s, UpdateId("", 0, 0), 0.0)
+    state = _observe(state, "timer", event.at_s, _NOBODY, 0.0)
     if state.stopping_at_s:
         return _close(_refuse_late(state), event.at_s, "deadline", final=True)
     if state.phase == "idle":
@@ -632,6 +637,7 @@ def _on_committed(rules: FragmentRules, state: State, event: Committed) -> Resul
         committing=(0, 0),
         sync_s=policy.ema(state.sync_s, took_s) if published else state.sync_s,
     )
+    state = _observe(state, "committed", event.at_s, _NOBODY, 0.0)
     offenders = _offenders(rules, state, resolved)
     if state.rejected:
         state, effects = _close(state, event.at_s, "rejections", final=state.final)

@@ -14,10 +14,10 @@ from aggregator.recovery import Recovered, missing_object, rebuild
 from aggregator.settings import check_goes_on
 from common import wire
 from common.errors import ConfigError, IntegrityError, ObjectMissingError, SwapLostError
-from common.tape import Recorded, last_record, records_of
+from common.tape import Recorded, RunContext, last_record, records_of
 
 
-async def find_versions(context: Context, wanted: Mapping[int, int]) -> dict[int, Recorded]:
+async def find_versions(context: RunContext, wanted: Mapping[int, int]) -> dict[int, Recorded]:
     """For each fragment the record that made the version wanted.
 
     Raises:
@@ -29,7 +29,7 @@ async def find_versions(context: Context, wanted: Mapping[int, int]) -> dict[int
     return dict(zip(wanted, found, strict=True))
 
 
-async def _find_version(context: Context, fragment: int, version: int) -> Recorded:
+async def _find_version(context: RunContext, fragment: int, version: int) -> Recorded:
     oldest, newest = -1, -1
     async for recorded in records_of(context, fragment):
         newest = recorded.record.version
@@ -43,7 +43,7 @@ async def _find_version(context: Context, fragment: int, version: int) -> Record
     )
 
 
-async def find_time(context: Context, at_s: float) -> dict[int, Recorded]:
+async def find_time(context: RunContext, at_s: float) -> dict[int, Recorded]:
     """For each fragment the record of its newest version at a time, seconds since the epoch.
 
     Raises:
@@ -54,7 +54,7 @@ async def find_time(context: Context, at_s: float) -> dict[int, Recorded]:
     return dict(zip(fragments, found, strict=True))
 
 
-async def _find_time(context: Context, fragment: int, at_s: float) -> Recorded:
+async def _find_time(context: RunContext, fragment: int, at_s: float) -> Recorded:
     found = None
     async for recorded in records_of(context, fragment):
         if recorded.stored_at_s <= at_s and recorded.record.what != "verdict":

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from common import wire
 from common.layout import next_step, offset_steps
-from diloco.history import Announced, History, Sent, answered, identity, resolves, settled
+from diloco.history import Announced, Chain, History, Sent, answered, identity, resolves, settled
 
 
 class Breach(NamedTuple):
@@ -84,9 +84,6 @@ def audit(history: History, *, hostile: Sequence[str] = ()) -> Audit:
     if history.end is not None:
         _check_end(found, history.end, hostile)
     return found
-
-
-Chain = list[tuple[int, wire.Record]]
 
 
 def _check_chain(found: Audit, fragment: int, chain: Chain) -> None:

@@ -23,6 +23,8 @@ from common.tape import RunContext, get_object, load_specification, parse_change
 
 # A server that says that there are messages gives the next one within so long.
 SILENCE_S = 30.0
+# A fragment's records, in order, with their sequences.
+Chain = list[tuple[int, wire.Record]]
 
 
 class Sent(NamedTuple):
