@@ -16,7 +16,7 @@ Subjects use NATS's grammar: tokens joined by '.', '*' matches one token, a last
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -121,6 +121,23 @@ class Bus(Protocol):
             BusUnavailableError: no answer; nothing, some or all was removed: call again.
         """
 
+    async def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """Create `stream` with the messages of one that was exported; how many it has now.
+
+        Subjects, sequence numbers, times and message ids are the exported ones, and what was
+        missing between them is missing here.
+
+        Raises:
+            BusError: there is such a stream already, or it does not take a message.
+            BusUnavailableError: no answer; the stream may be there in part.
+        """
+
     def read(self, stream: str, subjects: list[str], start_seq: int) -> AsyncIterator[Message]:
         """Messages of `subjects` from `start_seq` (1 is the first) on, then new ones, for ever."""
 
@@ -187,6 +204,14 @@ def check_patterns(subjects: list[str]) -> None:
         for other in subjects[:index]:
             if subjects_overlap(other, subject):
                 raise BusError(f"subjects {other!r} and {subject!r} overlap")
+
+
+def stream_exists(stream: str) -> BusError:
+    """The error of restoring a stream where there is one."""
+    return BusError(
+        f"stream {stream!r} exists already",
+        hint="a tape is imported into a server that does not have it",
+    )
 
 
 def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
@@ -257,6 +282,13 @@ class _Stream:
             self._ids[msg_id] = message
         self._drop_beyond_size()
         return message.seq
+
+    def put(self, message: Message) -> None:
+        """Take an exported message as it is."""
+        self.last_seq = message.seq
+        self.log[message.seq] = message
+        self.last_of[message.subject] = message.seq
+        self._bytes += _size(message)
 
     def expire(self, now_s: float) -> None:
         """Forget what is older than the stream's limits allow."""
@@ -365,6 +397,24 @@ class MemoryBroker:
     def names(self) -> list[str]:
         """The names of all streams, sorted."""
         return sorted(self._streams)
+
+    def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """As `Bus.restore`."""
+        if stream in self._streams:
+            raise stream_exists(stream)
+        self.create_stream(stream, subjects, limits)
+        for message in messages:
+            if not any(subject_matches(pattern, message.subject) for pattern in subjects):
+                del self._streams[stream]
+                raise BusError(f"stream {stream!r} does not take subject {message.subject!r}")
+            self._streams[stream].put(message)
+        return len(self._streams[stream].log)
 
     def stream(self, name: str) -> _Stream:
         """The stream of that name, rid of what has expired; StreamMissingError if there is none."""
@@ -485,6 +535,20 @@ class MemoryBus:
         """
         check_subject(subject)
         self._open_broker().stream(stream).trim(subject, below_seq)
+
+    async def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """Create `stream` with the messages of one that was exported; how many it has now.
+
+        Raises:
+            BusError: there is such a stream already, or it does not take a message.
+        """
+        return self._open_broker().restore(stream, subjects, limits, messages)
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int

@@ -33,7 +33,7 @@ import secrets
 import ssl
 import urllib.parse
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -54,6 +54,7 @@ from common.bus import (
     check_settings,
     check_subject,
     check_ttl,
+    stream_exists,
     stream_is_full,
     stream_settings,
     stream_went_back,
@@ -81,6 +82,9 @@ _WRONG_LAST_SEQUENCE = (10071, 10164)
 _STREAM_EXISTS = 10058
 _STREAM_NOT_FOUND = 10059
 _STREAM_FULL = (10077, "maximum bytes exceeded")
+# Headers of a message that was imported: when it was stored at first, and its message id.
+_STORED_AT, _EXPORTED_ID = "Diloco-Stored-At", "Diloco-Msg-Id"
+_RESTORED_AT_ONCE = 256
 _PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 
 T = TypeVar("T")
@@ -362,14 +366,11 @@ class NatsBus:
         if ttl_s is not None:
             headers[api.Header.MSG_TTL.value] = f"{round(ttl_s * 1000)}ms"
         try:
-            ack = await self._call(
-                subject, lambda js: js.publish(subject, bytes(payload), headers=headers or None)
-            )
+            return await self._store(subject, bytes(payload), headers)
         except _RefusedError as error:
             if error.err_code in _WRONG_LAST_SEQUENCE:
                 raise SwapLostError(subject, expected_last or 0) from error
             raise
-        return ack.seq
 
     async def last(self, stream: str, subject: str) -> Message | None:
         """The last message of `subject` (no wildcards), or None.
@@ -393,8 +394,7 @@ class NatsBus:
                 return None
             raise
         assert raw.time is not None
-        msg_id = (raw.headers or {}).get(api.Header.MSG_ID.value, "")
-        return Message(subject, raw.seq or 0, raw.time.timestamp(), raw.data or b"", msg_id)
+        return _message(subject, raw.seq or 0, raw.time.timestamp(), raw.data, raw.headers)
 
     async def last_sequence(self, stream: str) -> int:
         """Sequence of the stream's last message; 0 if it is empty.
@@ -430,6 +430,75 @@ class NatsBus:
                 f"{self._address.api}.STREAM.PURGE.{stream}",
                 lambda js: js.purge_stream(stream, seq=end, subject=subject),
             )
+
+    async def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """Create `stream` with the messages of one that was exported; how many it has now.
+
+        A server gives a message the time of its arrival and the next number: the time it had
+        goes into a header, which reading prefers, and gaps are filled and emptied again. Message
+        ids too go into a header of our own, since the server would drop those it meets twice.
+
+        Raises:
+            BusError: there is such a stream already, or it does not take a message.
+            BusUnavailableError: no answer; the stream may be there in part.
+        """
+        with contextlib.suppress(StreamMissingError):
+            await self._stream_info(stream)
+            raise stream_exists(stream)
+        await self.create_stream(stream, subjects, limits)
+        try:
+            return await self._fill(stream, _filler(subjects), messages)
+        except BaseException:
+            with contextlib.suppress(BusError):
+                asked = f"{self._address.api}.STREAM.DELETE.{stream}"
+                await self._call(asked, lambda js: js.delete_stream(stream))
+            raise
+
+    async def _fill(self, stream: str, filler: str, messages: Iterable[Message]) -> int:
+        """Give an empty stream these messages under their own numbers; how many."""
+        count = last_seq = 0
+        batch: list[tuple[int, str, bytes, dict[str, str]]] = []
+        for message in messages:
+            for seq in range(last_seq + 1, message.seq):
+                batch.append((seq, filler, b"", {}))
+                if len(batch) >= _RESTORED_AT_ONCE:
+                    await self._append(batch)
+            headers = {_STORED_AT: repr(message.time_s), _EXPORTED_ID: message.msg_id}
+            batch.append((message.seq, message.subject, message.payload, headers))
+            count, last_seq = count + 1, message.seq
+            if len(batch) >= _RESTORED_AT_ONCE:
+                await self._append(batch)
+        await self._append(batch)
+        if last_seq > count:
+            await self._call(
+                f"{self._address.api}.STREAM.PURGE.{stream}",
+                lambda js: js.purge_stream(stream, subject=filler),
+            )
+        return count
+
+    async def _store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
+        ack = await self._call(
+            subject, lambda js: js.publish(subject, payload, headers=headers or None)
+        )
+        return ack.seq
+
+    async def _append(self, batch: list[tuple[int, str, bytes, dict[str, str]]]) -> None:
+        """Publish a batch in its order, and empty it.
+
+        Raises:
+            BusError: something else was stored between.
+        """
+        sent = [self._store(subject, payload, headers) for _, subject, payload, headers in batch]
+        for (seq, subject, *_), stored in zip(batch, await asyncio.gather(*sent), strict=True):
+            if stored != seq:
+                raise BusError(f"a message of {subject!r} got sequence {stored}, not {seq}")
+        batch.clear()
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
@@ -783,9 +852,30 @@ class _Cursor:
             )
         self._granted -= 1
         self._delivered, self._position = consumer_seq, seq + 1
-        msg_id = (raw.headers or {}).get(api.Header.MSG_ID.value, "")
         # Whole microseconds, as `last` has them, so that both give one message the same time.
-        return Message(raw.subject, seq, time_ns // 1000 / 1e6, raw.data, msg_id)
+        return _message(raw.subject, seq, time_ns // 1000 / 1e6, raw.data, raw.headers)
+
+
+def _filler(subjects: list[str]) -> str:
+    """A subject of the stream that no message has: no name has capitals."""
+    for pattern in subjects:
+        if {"*", ">"} & {*pattern.split(".")}:
+            return pattern.replace("*", "GAP").replace(">", "GAP")
+    raise BusError(f"none of the subjects {subjects} has room for what fills gaps")
+
+
+def _message(
+    subject: str, seq: int, time_s: float, data: bytes | None, headers: dict[str, str] | None
+) -> Message:
+    """A message as it was published, here or where the stream was exported."""
+    known = headers or {}
+    return Message(
+        subject,
+        seq,
+        float(known.get(_STORED_AT, time_s)),
+        data or b"",
+        known.get(api.Header.MSG_ID.value) or known.get(_EXPORTED_ID, ""),
+    )
 
 
 class _RefusedError(BusError):

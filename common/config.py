@@ -333,6 +333,20 @@ def load_config(path: Path) -> Config:
     return make_config(_with_environment(document, os.environ), source=str(path))
 
 
+def placed_config(document: Mapping[str, Any]) -> Config:
+    """As `make_config`, with what the environment says of the daemon sections.
+
+    Raises:
+        ConfigError: a key is missing, unknown or out of range.
+    """
+    return make_config(_with_environment(document, os.environ), source="the command line")
+
+
+def store_url() -> str | None:
+    """The object store that the environment names."""
+    return os.environ.get("DILOCO_STORE_URL")
+
+
 def storage_emulator(*, asked_for: bool) -> str | None:
     """Address of the server that stands for Google Cloud Storage in tests; None for the real one.
 
@@ -415,7 +429,9 @@ def _explain(error: ValidationError) -> str:
     return "; ".join(lines)
 
 
-def _with_environment(document: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+def _with_environment(
+    document: Mapping[str, Any], environment: Mapping[str, str]
+) -> dict[str, Any]:
     """DILOCO_BUS_URL and the like override the daemon's sections."""
     merged = dict(document)
     for variable, value in environment.items():

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from common import names, wire
-from common.config import Config, differences, load_config
+from common.config import Config, differences
 from common.errors import (
     BusError,
     BusUnavailableError,
@@ -32,7 +32,7 @@ from diloco import remake, symptoms
 from diloco.audit import Account, Audit, audit
 from diloco.history import History, read_history
 from diloco.observe import read_heartbeats, read_leases
-from diloco.opening import OpenRun, find_config, open_run
+from diloco.opening import OpenRun, open_run, run_config
 from diloco.symptoms import Finding
 
 COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -102,7 +102,7 @@ async def examine(
     Raises:
         ConfigError: `target` is no configuration or cannot be understood.
     """
-    config = load_config(find_config(target))
+    config = run_config(target)
     report = Report(config.run.name)
     found = report.findings
     found += symptoms.configuration(config.settings())

@@ -1,4 +1,8 @@
-"""A run as the operator names it: RUN is its TOML file, or the folder of a local run.
+"""A run as the operator names it.
+
+RUN is its TOML file; or the folder of a local run; or the run's name on a bus, which `use_place`
+or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL) says; or, where a command only reads, a file
+with its exported tape, beside its store.
 
 Settings are those of the run's specification; in what the file differs from them is for the
 command to judge. A local run that has ended has no nats-server any more: one is started on its
@@ -11,10 +15,19 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from common import bus_nats, log, names, wire
-from common.bus import Bus
-from common.config import Config, load_config, parse_settings
+from common.bus import Bus, MemoryBus, StreamLimits
+from common.config import (
+    BusSection,
+    Config,
+    RunSettings,
+    load_config,
+    parse_settings,
+    placed_config,
+    store_url,
+)
 from common.errors import (
     BusUnavailableError,
     ConfigError,
@@ -27,10 +40,29 @@ from common.nats_server import NatsServer
 from common.service import Runtime
 from common.store import open_store
 from common.tape import RunContext, load_specification
+from common.tape_file import is_tape_file, read_tape_file, tape_file_run
 
 CONNECT_S = 5.0
 # How long the server of a local run may take to answer before it counts as ended.
 LOCAL_CONNECT_S = 2.0
+
+
+class Place(NamedTuple):
+    """Where runs are that are given by name; None for what the environment or a default says."""
+
+    bus_url: str | None = None
+    store_url: str | None = None
+
+
+class _Given:
+    """The command line's word on it."""
+
+    place = Place()
+
+
+def use_place(place: Place) -> None:
+    """From now on runs that are given by name, and the stores of tape files, are there."""
+    _Given.place = place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +91,61 @@ def find_config(target: str | Path) -> Path:
     )
 
 
+def run_config(target: str | Path) -> Config:
+    """The configuration of RUN: where its bus and its store are, and what its file says of it.
+
+    Of a run that is given by name or by its tape, only bus and store are known.
+
+    Raises:
+        ConfigError: there is nothing of that name, or the file cannot be understood.
+    """
+    path, place = Path(target), _Given.place
+    if is_tape_file(path):
+        return _placed(tape_file_run(path), place)
+    if not path.exists() and names.valid_name(str(target)):
+        if (place.store_url or store_url()) is None:
+            raise ConfigError(
+                f"there is no file or folder {str(target)!r}; if it is a run's name, say where",
+                hint="diloco --bus nats://HOST:4222 --store STORE ..., or set DILOCO_BUS_URL and "
+                "DILOCO_STORE_URL",
+            )
+        return _placed(str(target), place)
+    return load_config(find_config(target))
+
+
+def placed_bus() -> BusSection:
+    """The bus that the command line or the environment names."""
+    place = _Given.place
+    unused = place._replace(store_url=place.store_url or store_url() or "none")
+    return _placed("unnamed", unused).bus
+
+
+def _placed(run: str, place: Place) -> Config:
+    """A configuration that says where a run is, and nothing of the run but its name."""
+    document: dict[str, dict[str, Any]] = {"run": {"name": run, "steps": 1}}
+    if place.bus_url is not None:
+        document["bus"] = {"url": place.bus_url}
+    if place.store_url is not None:
+        document["store"] = {"url": place.store_url}
+    try:
+        return placed_config(document)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the store of run {run!r} is not known: {error.message}",
+            hint="diloco --store STORE ..., or set DILOCO_STORE_URL",
+        ) from error
+
+
 @asynccontextmanager
-async def open_run(target: str | Path, *, name: str = "operator") -> AsyncIterator[OpenRun]:
+async def open_run(
+    target: str | Path, *, name: str = "operator", reads: bool = False
+) -> AsyncIterator[OpenRun]:
     """Connect to a run for as long as the block lasts.
 
     Args:
         target: RUN, as the module says.
         name: who asks, as the server's monitoring shows it.
+        reads: nothing is written, so that an exported tape will do.
 
     Raises:
         ConfigError: no such file or folder, or the file cannot be understood.
@@ -73,9 +153,18 @@ async def open_run(target: str | Path, *, name: str = "operator") -> AsyncIterat
         RunMismatchError: the store has not.
         BusUnavailableError, StoreUnavailableError: bus or store are away.
     """
-    config = load_config(find_config(target))
+    path = Path(target)
+    config = run_config(target)
     async with AsyncExitStack() as stack:
-        bus, specification = await _find(stack, Path(target), config, name)
+        if is_tape_file(path):
+            if not reads:
+                raise ConfigError(
+                    f"{str(target)!r} is a tape file, which nothing can be added to",
+                    hint="put it on a server first: diloco tape import FILE",
+                )
+            bus, specification = await _play(stack, path, config)
+        else:
+            bus, specification = await _find(stack, path, config, name)
         store = open_store(config.store.url, emulator=config.store.emulator)
         runtime = Runtime()
         layout = names.layout_object(config.run.name, specification.layout)
@@ -87,8 +176,12 @@ async def open_run(target: str | Path, *, name: str = "operator") -> AsyncIterat
                 f"{error.message}",
                 hint="check store.url: it must be the store that the run was created in",
             ) from error
+        settings = parse_settings(specification.settings)
+        if not path.exists() or is_tape_file(path):
+            known = {section: getattr(settings, section) for section in RunSettings.model_fields}
+            config = config.model_copy(update=known)
         context = RunContext(
-            settings=parse_settings(specification.settings),
+            settings=settings,
             layout=parse_layout(data, specification.layout),
             epoch=specification.epoch,
             bus=bus,
@@ -97,6 +190,18 @@ async def open_run(target: str | Path, *, name: str = "operator") -> AsyncIterat
             logger=log.get(run=config.run.name),
         )
         yield OpenRun(config=config, specification=specification, context=context)
+
+
+async def _play(
+    stack: AsyncExitStack, path: Path, config: Config
+) -> tuple[Bus, wire.Specification]:
+    """A bus of our own that holds an exported tape."""
+    bus, run = MemoryBus(), config.run.name
+    stack.push_async_callback(bus.close)
+    subjects = names.tape_subjects(run)
+    messages = read_tape_file(path)
+    await bus.restore(names.tape_stream(run), subjects, StreamLimits(), messages)
+    return bus, await load_specification(bus, run)
 
 
 async def _find(

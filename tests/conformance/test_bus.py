@@ -200,6 +200,43 @@ def test_trim_refuses_patterns_and_streams_that_are_not_there(play: Play) -> Non
     play(scenario)
 
 
+def test_a_stream_is_restored_as_it_was(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        # More than are written at once, a gap at the beginning and one within, an id met twice.
+        exported = [
+            Message(f"{t}.{seq % 3}", seq, 1e9 + seq / 7, b"%d" % seq, "twice" if seq % 2 else "")
+            for seq in range(5, 700)
+            if not 100 <= seq < 420
+        ]
+        assert await bus.restore(t, [f"{t}.*"], LIMITS, iter(exported)) == len(exported)
+        reader = bus.read(t, [f"{t}.*"], 1)
+        assert await take(reader, len(exported)) == exported
+        await finish(reader)
+        assert await bus.last_sequence(t) == 699
+        assert await bus.last(t, f"{t}.0") == exported[-1]
+        # It is a stream like any other.
+        with pytest.raises(SwapLostError):
+            await bus.publish(f"{t}.0", b"", expected_last=0)
+        assert await bus.publish(f"{t}.0", b"", expected_last=699) == 700
+        with pytest.raises(BusError, match="exists already"):
+            await bus.restore(t, [f"{t}.*"], LIMITS, exported)
+
+    play(scenario)
+
+
+def test_a_stream_that_cannot_be_restored_is_not_there(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        foreign = [Message(f"{t}.a", 1, 1.0, b"", ""), Message(f"other{t}", 2, 1.0, b"", "")]
+        with pytest.raises(BusError):
+            await bus.restore(t, [f"{t}.*"], LIMITS, foreign)
+        with pytest.raises(StreamMissingError):
+            await bus.last_sequence(t)
+
+    play(scenario)
+
+
 def test_a_swap_of_an_empty_subject_expects_zero(play: Play) -> None:
     async def scenario(client: Connect, t: str) -> None:
         bus = await client()
