@@ -18,6 +18,7 @@ from common import log
 from common.config import Config, load_config, make_config
 from common.errors import DilocoError
 from diloco.auth_command import auth_app
+from diloco.replay_command import export, replay, tape_app
 
 app = typer.Typer(
     name="diloco",
@@ -30,6 +31,9 @@ app = typer.Typer(
 run_app = typer.Typer(help="Create and change runs.", no_args_is_help=True)
 app.add_typer(run_app, name="run")
 app.add_typer(auth_app, name="auth")
+app.add_typer(tape_app, name="tape")
+app.command()(replay)
+app.command()(export)
 
 ConfigOption = Annotated[
     Path,
@@ -37,7 +41,11 @@ ConfigOption = Annotated[
 ]
 RunArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="the run's TOML file, or the folder of a local run"),
+    typer.Argument(
+        metavar="RUN",
+        help="the run's TOML file, the folder of a local run, or the name of a run on a bus "
+        "(diloco --bus URL --store URL COMMAND NAME)",
+    ),
 ]
 LevelOption = Annotated[
     str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
@@ -52,6 +60,32 @@ MetricsPortOption = Annotated[
         metavar="PORT",
     ),
 ]
+
+
+@app.callback()
+def options(
+    bus: Annotated[
+        str | None,
+        typer.Option(
+            help="server of a run that is given by name [default: DILOCO_BUS_URL, or "
+            "nats://127.0.0.1:4222]",
+            metavar="URL",
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="object store of a run that is given by name or by its tape file [default: "
+            "DILOCO_STORE_URL]",
+            metavar="URL",
+        ),
+    ] = None,
+) -> None:
+    """Train one model on islands of accelerators that are far apart, unequal and unreliable."""
+    if bus is not None or store is not None:
+        from diloco.opening import Place, use_place
+
+        use_place(Place(bus, store))
 
 
 def _load(path: Path, level: str, **options: tuple[str, object]) -> Config:

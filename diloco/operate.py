@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from aggregator import checkpoint, rollback
@@ -10,7 +10,6 @@ from aggregator import settings as run_settings
 from aggregator.context import Context
 from common import bus_nats, log, names, wire
 from common.config import (
-    RunSettings,
     check_same_run,
     load_config,
     parse_settings,
@@ -23,7 +22,7 @@ from common.store import open_store
 from common.tape import Recorded, RunContext, last_record
 from diloco.create import make_streams
 from diloco.opening import OpenRun, find_config, open_run
-from diloco.settings import assign
+from diloco.settings import assign, parse_assigned
 
 AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -48,18 +47,8 @@ async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], li
         document = before.model_dump()
         for assignment in assignments:
             assign(document, assignment)
-        after = _parse(document)
+        after = parse_assigned(document)
         return await run_settings.change_settings(context, after), warnings(after)
-
-
-def _parse(document: Mapping[str, object]) -> RunSettings:
-    try:
-        return parse_settings(document)
-    except ConfigError as error:
-        raise ConfigError(
-            error.message.replace("the run's specification: ", ""),
-            hint="docs/configuration.md lists every key",
-        ) from error
 
 
 # Rollback
@@ -87,7 +76,7 @@ async def plan_rollback(target: str, to: str) -> list[Move]:
     """
     async with open_run(target) as opened:
         context = operator_context(opened)
-        targets = await _targets(context, to)
+        targets = await find_targets(context, to)
         newest = {f: (await last_record(context, f))[0].version for f in targets}
         return [Move(f, newest[f], at) for f, at in targets.items()]
 
@@ -105,7 +94,14 @@ async def roll_back(target: str, moves: Sequence[Move]) -> list[wire.Record]:
         return list(made.values())
 
 
-async def _targets(context: Context, to: str) -> dict[int, Recorded]:
+async def find_targets(
+    context: RunContext, to: str, *, option: str = "--to"
+) -> dict[int, Recorded]:
+    """The record of each fragment that versions, a checkpoint's name or a time stand for.
+
+    Raises:
+        ConfigError: `to` cannot be understood, or is beyond what the tape has.
+    """
     count = len(context.layout.fragments)
     if re.fullmatch(r"\d{4}-\d{12}", to):
         file = checkpoint.load_file(context.store, context.run, to)
@@ -124,14 +120,15 @@ async def _targets(context: Context, to: str) -> dict[int, Recorded]:
             versions *= count
         if len(versions) != count:
             raise ConfigError(
-                f"--to {to}: {len(versions)} versions for {count} fragments",
+                f"{option} {to}: {len(versions)} versions for {count} fragments",
                 hint="give one version for all, or one for each, joined by commas",
             )
         return await rollback.find_versions(context, dict(enumerate(versions)))
-    return await rollback.find_time(context, _time(to, context.runtime.clock()))
+    at_s = _time(to, context.runtime.clock(), option)
+    return await rollback.find_time(context, at_s)
 
 
-def _time(text: str, now_s: float) -> float:
+def _time(text: str, now_s: float, option: str) -> float:
     """Seconds since the epoch of a time, or of so long ago.
 
     Raises:
@@ -143,7 +140,7 @@ def _time(text: str, now_s: float) -> float:
         at = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(
-            f"--to {text!r} is no version, no checkpoint and no time",
+            f"{option} {text!r} is no version, no checkpoint and no time",
             hint="for example 120, 12,12,11,11, 0000-000000001234, 2h or 2026-01-31T12:00:00Z",
         ) from error
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()

@@ -6,15 +6,14 @@ and stored states are compared, bit for bit. Garbage collection takes what recov
 needs; remaking then begins at the oldest version whose view and outer state are still there.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from aggregator.fragment import FragmentArrays
 from common import names, shards, wire
 from common.errors import IntegrityError, ObjectMissingError
-from common.quantize import decode_numpy
+from common.quantize import Encoded
 from common.tape import get_object
 from diloco.audit import Breach
 from diloco.history import History
@@ -131,7 +130,7 @@ def remake(history: History, found: Objects, progress: Progress | None = None) -
     total = sum(len(chain) for chain in history.records.values())
     done = 0
     for fragment in sorted(history.records):
-        remaker = _Remaker(history, found, fragment)
+        remaker = Remaker(history, found, fragment)
         for seq, record in history.records[fragment]:
             try:
                 remaker.take(seq, record)
@@ -144,7 +143,7 @@ def remake(history: History, found: Objects, progress: Progress | None = None) -
                 progress(done, total)
 
 
-class _Remaker:
+class Remaker:
     """Follows one fragment's records, with its arrays once they can be had."""
 
     def __init__(self, history: History, found: Objects, fragment: int) -> None:
@@ -156,6 +155,7 @@ class _Remaker:
         newest = chain[-1][1]
         self._newest_seq = chain[-1][0]
         self._covered = newest.outer_seq or self._newest_seq
+        self._was = ("", "")
 
     def take(self, seq: int, record: wire.Record) -> None:
         """Bring the arrays to a record, and compare.
@@ -163,41 +163,38 @@ class _Remaker:
         Raises:
             IntegrityError: something is damaged, or does not give the recorded digests.
         """
-        before = self.arrays.view.copy() if self.arrays is not None else None
+        if record.what == "verdict":
+            if self.arrays is not None:
+                self._hold(record, "digests", (record.view_digest, record.outer_digest), self._was)
+            return
         if record.what == "version" and self.arrays is not None and record.inputs:
             self._merge_again(seq, record)
-        elif record.what != "verdict":
+        else:
             self.arrays = None
-        stored = record.outer_version == record.version and record.what != "verdict"
-        if self.arrays is None and (stored or seq == self._newest_seq):
-            self._load(seq, record)
-            before = None
-        if self.arrays is None:
-            return
-        self._compare(record, self.arrays)
-        if record.delta is not None and before is not None:
-            self._check_delta(record, before)
-        if stored:
+        self._was = (record.view_digest, record.outer_digest)
+        stored = record.outer_version == record.version
+        if self.arrays is not None and stored:
             self._check_stored(record, self.arrays)
+        elif self.arrays is None and stored:
+            self._load(seq, record)
 
     def _merge_again(self, seq: int, record: wire.Record) -> None:
         assert self.arrays is not None
         try:
-            self.arrays.merge_again(record, self._history.store)
+            delta = self.arrays.merge_again(record, self._history.store)
         except IntegrityError as error:
             collected = isinstance(error.__cause__, ObjectMissingError) and seq <= self._covered
             if not collected:
                 raise
             self.arrays = None
         else:
+            self._check_delta(record, delta)
             self._found.remade += 1
 
     def _load(self, seq: int, record: wire.Record) -> None:
         """Arrays from what a version has stored; they stay None if it was collected."""
-        if record.outer_version != record.version:
-            return
         try:
-            self.arrays = FragmentArrays.from_objects(
+            arrays = FragmentArrays.from_objects(
                 self._history.settings,
                 self._history.layout,
                 self._fragment,
@@ -207,25 +204,23 @@ class _Remaker:
         except ObjectMissingError as error:
             if seq >= self._covered:
                 raise IntegrityError(error.message) from error
-
-    def _compare(self, record: wire.Record, arrays: FragmentArrays) -> None:
+            return
         found = (shards.digest(arrays.view), arrays.outer_digest())
-        if found != (record.view_digest, record.outer_digest):
-            said = (record.view_digest, record.outer_digest)
-            raise IntegrityError(f"digests of view and outer state are {found}, not {said}")
+        self._hold(record, "stored view and outer state", self._was, found)
+        self.arrays = arrays
 
-    def _check_delta(self, record: wire.Record, before: np.ndarray) -> None:
-        """The delta leads from the view before to this one: what learners apply."""
+    def _check_delta(self, record: wire.Record, delta: Encoded) -> None:
+        """The delta as stored, which learners apply, is the one that moved this view."""
         assert record.delta is not None
-        sync = self._history.settings.sync
-        try:
-            data = get_object(self._history.store, record.delta)
-        except ObjectMissingError:
-            return  # `check_objects` knows whether it may be
-        encoded = shards.unpack(data, codec=sync.delta_codec, count=before.size, block=sync.block)
-        view = before + decode_numpy(sync.delta_codec, encoded, sync.block)
-        if shards.digest(view) != record.view_digest:
-            raise IntegrityError(f"delta {record.delta.name!r} leads to another view")
+        codec = self._history.settings.sync.delta_codec
+        data = shards.pack(codec, delta, self._history.layout.block)
+        again = wire.ObjectRef(
+            name=record.delta.name, size_bytes=len(data), crc32c=shards.crc32c(data)
+        )
+        self._hold(record, f"delta {record.delta.name!r}", record.delta, again)
+        # Where it was collected, `check_objects` knows whether it may be.
+        with contextlib.suppress(ObjectMissingError):
+            get_object(self._history.store, record.delta)
 
     def _check_stored(self, record: wire.Record, arrays: FragmentArrays) -> None:
         """View and outer state as stored are those of the version."""
@@ -239,3 +234,7 @@ class _Remaker:
                 continue
             if not same:
                 raise IntegrityError(f"object {ref.name!r} is not what merging again gives")
+
+    def _hold(self, record: wire.Record, what: str, said: object, found: object) -> None:
+        if said != found:
+            raise IntegrityError(f"{record.what} {record.version}: {what}: {found}, not {said}")

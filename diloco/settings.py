@@ -1,9 +1,11 @@
 """From the options of `diloco local` to a configuration document."""
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.config import RunSettings, parse_settings
 from common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,6 +96,21 @@ def assign(document: dict[str, Any], assignment: str) -> None:
     for part in path[:-1]:
         section = section.setdefault(part, {})
     section[path[-1]] = value
+
+
+def parse_assigned(document: Mapping[str, object]) -> RunSettings:
+    """The settings of a run after assignments.
+
+    Raises:
+        ConfigError: no setting of that name, or no such value.
+    """
+    try:
+        return parse_settings(document)
+    except ConfigError as error:
+        raise ConfigError(
+            error.message.replace("the run's specification: ", ""),
+            hint="docs/configuration.md lists every key",
+        ) from error
 
 
 def parse_fragments(text: str) -> frozenset[int]:
