@@ -159,7 +159,7 @@ async def open_run(
         if is_tape_file(path):
             if not reads:
                 raise ConfigError(
-                    f"{str(target)!r} is a tape file, which nothing can be added to",
+                    f"{str(target)!r} is a tape file; this command needs the run on a server",
                     hint="put it on a server first: diloco tape import FILE",
                 )
             bus, specification = await _play(stack, path, config)

@@ -223,7 +223,10 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
         return rules_of(history, change(_settings_at(history, seq)), fragment)
 
     found = []
+    cut = chain[-1] != history.records[fragment][-1]
     for made in redecide(chain, heard(history, fragment), rules_at):
+        if cut and made.at_s > chain[-1][1].closed_at_s:
+            break  # Beyond --until.
         settings = change(_settings_at(history, made.settings_seq))
         state = made.commit.state
         part = machine.share(state) if settings.outer.participation else 1.0

@@ -131,7 +131,7 @@ def test_a_tape_in_a_file_is_the_same_tape(eventful, tmp_path, own_nats_server):
         assert (status, "0 could not" in text or not decide) == (0, True)
     replay.run_tape_export(eventful.name, other)
     assert one.read_bytes() == other.read_bytes()
-    with pytest.raises(ConfigError, match="nothing can be added"):
+    with pytest.raises(ConfigError, match="needs the run on a server"):
         ask(operate.mark(str(one)))
 
 

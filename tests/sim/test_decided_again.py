@@ -1,0 +1,46 @@
+"""Whatever happens to a run, its tape and its records give every decision again."""
+
+from collections import Counter
+
+import pytest
+from simrun import Plan, simulate
+
+from common import names, wire
+from common.config import parse_settings
+from diloco.decide import decide
+from diloco.history import History, sort_all
+
+SEEDS = 6
+
+
+def history_of(world) -> History:
+    """What the world's tape still holds at the end."""
+    run = world.run_name
+    messages = list(world.broker.stream(names.tape_stream(run)).log.values())
+    (said,) = [message for message in messages if message.subject == names.spec(run)]
+    specification = wire.decode(wire.Specification, said.payload)
+    history = History(
+        specification=specification,
+        settings=parse_settings(specification.settings),
+        layout=world.layout,
+        store=world.store,
+        messages=messages,
+    )
+    sort_all(history)
+    return history
+
+
+@pytest.mark.parametrize("first", [100, 100 + SEEDS])
+def test_every_decision_of_every_seed(first):
+    outcomes: Counter[str] = Counter()
+    for seed in range(first, first + SEEDS):
+        outcome = simulate(Plan(seed=seed))
+        assert outcome.violation is None
+        history = history_of(outcome.world)
+        for fragment, chain in history.records.items():
+            for decision in decide(history, fragment, chain):
+                about = f"seed {seed}, fragment {fragment}, record {decision.record_seq}"
+                assert decision.outcome != "different", f"{about}: {decision.fields}"
+                outcomes[decision.outcome] += 1
+    # Garbage is collected at once here: the oldest records alone do not say all.
+    assert outcomes["same"] > outcomes["unknown"] > 0
