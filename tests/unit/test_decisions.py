@@ -203,6 +203,20 @@ def test_what_if_goes_back_with_a_rollback():
     assert shards.digest(was) == history.records[0][-1][1].view_digest
     assert any("rollback" in sentence for sentence in plan.sentences)
 
+    # On one time line, as the command goes: what was at a version stands again behind it.
+    line = [(made.at_s, 0, made) for made in plan.rounds]
+    line += [(record.closed_at_s, 1, record) for _, record in plan.chains[0][1:]]
+    models, views, back = whatif._Models(history, plan), {}, []
+    for _, kind, item in sorted(line, key=lambda at: at[:2]):
+        if kind == 0:
+            models.make(item)
+            if item.restored_version is not None:
+                back.append(np.array_equal(models.would[0].view, views[item.restored_version]))
+        else:
+            models.follow(item)
+            views[item.version] = models.would[0].view.copy()
+    assert back == [True]
+
 
 def test_what_if_refuses_what_learners_would_have_done_otherwise():
     _, history = play(plain)
