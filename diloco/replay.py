@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,14 @@ def _fragments(history: History, options: Options) -> Sequence[int]:
 
 @contextlib.contextmanager
 def _progress(console: Console, what: str) -> Iterator[remake.Progress]:
-    """A bar, where the output is a terminal."""
+    """A bar, where the output is a terminal; work in a thread ends when its block is left."""
+    left = threading.Event()
+
+    def hear(done: int, total: int) -> None:
+        if left.is_set():
+            raise KeyboardInterrupt
+        bar.update(task, completed=done, total=total)
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True,
@@ -125,7 +133,10 @@ def _progress(console: Console, what: str) -> Iterator[remake.Progress]:
     )  # fmt: skip
     with bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        try:
+            yield hear
+        finally:
+            left.set()
 
 
 # Verify
