@@ -48,6 +48,7 @@ class _State(BaseModel):
 
     run: str
     max_file_bytes: int
+    servers: int = 1
     identities: tuple[Identity, ...]
 
 
@@ -92,7 +93,7 @@ def init(
     home = installed_at or folder.absolute()
     streams = streams_at or home / "jetstream"
     servers = _write_servers(folder, run, hosts, home, streams, max_file_bytes)
-    state = _State(run=run, max_file_bytes=max_file_bytes, identities=())
+    state = _State(run=run, max_file_bytes=max_file_bytes, servers=len(hosts), identities=())
     path = _add(folder, state, OPERATOR, "operator")
     return Written(path, servers)
 
@@ -178,10 +179,12 @@ def _save(folder: Path, state: _State) -> None:
     document: dict[str, Any] = {
         "run": state.run,
         "max_file_bytes": state.max_file_bytes,
+        "servers": state.servers,
         "identities": [one._asdict() for one in state.identities],
     }
     limits = {
-        "max_file": state.max_file_bytes,
+        # A cluster counts what an account stores on all its servers together.
+        "max_file": state.max_file_bytes * state.servers,
         "max_streams": _MAX_STREAMS,
         "max_consumers": _MAX_CONSUMERS,
     }

@@ -41,6 +41,9 @@ def test_the_templates_of_servers_are_valid(tmp_path: Path, hosts: list[str]) ->
         assert "sync_interval: always" in text
         assert f"{folder}/tls/{server.stem}.pem" in text
         assert ("routes" in text) == (len(hosts) == 3)
+        assert f"max_file_store: {10 << 30}" in text
+    # What an account may store is counted on all servers together.
+    assert f"max_file: {(10 << 30) * len(hosts)}," in (folder / "accounts.conf").read_text()
     auth.revoke(folder, "berlin")
     checked(made.servers[0])
     assert "berlin" not in (folder / "accounts.conf").read_text()

@@ -1,48 +1,32 @@
 """Runbooks: every page is found, has its parts, and every command in it exists with its options."""
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from runbook_pages import INDEX, ROOT, RUNBOOKS, commands, words_of
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
 from diloco.__main__ import app
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("common", "aggregator", "learner", "diloco")
-INDEX = ROOT / "runbooks" / "README.md"
-RUNBOOKS = sorted(path for path in (ROOT / "runbooks").glob("*.md") if path != INDEX)
 PARTS = ["Symptom", "Meaning", "Check", "Act", "Verify", "Aftermath"]
 UNITS = {path.name for path in (ROOT / "infra" / "systemd").glob("*.*")}
 SYSTEMCTL = {"status", "start", "stop", "restart", "reload", "enable", "disable", "list-timers"}
 JOURNALCTL = {"-u", "-n", "--disk-usage", "--vacuum-size=1G"}
 
 
-def commands(path: Path) -> list[list[str]]:
-    """The commands of a page, in blocks and within sentences, as lists of words."""
-    text = path.read_text()
-    blocks = re.findall(r"^ *```sh\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    without = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-    lines += re.findall(r"`([^`]+)`", without)
-    return [words for line in lines if (words := words_of(line))]
-
-
-def words_of(line: str) -> list[str]:
-    """The words of a shell command of ours or of systemd; none if it is something else."""
-    if not re.match(r"\s*(\S*/)?(diloco|systemctl|journalctl)(?![-.{/\w])", line):
-        return []
-    return shlex.split(line, comments=True)
-
-
 def check_diloco(words: list[str]) -> None:
     """The command exists, and takes these options and arguments."""
     command, rest = get_command(app), words[1:]
+    known = {name for parameter in command.params for name in parameter.opts}
+    while len(rest) > 1 and rest[0].startswith("--"):
+        assert rest[0] in known
+        rest = rest[2:]
     while isinstance(command, TyperGroup) and rest:
         assert rest[0] in command.commands
         command, rest = command.commands[rest[0]], rest[1:]
@@ -71,7 +55,7 @@ def check_journalctl(words: list[str]) -> None:
 def check_unit(unit: str) -> None:
     """One of `infra/systemd`; a template's instance stands for the template."""
     name = re.sub(r"@\w+", "@", unit)
-    assert not UNITS or (name if "." in name else f"{name}.service") in UNITS
+    assert (name if "." in name else f"{name}.service") in UNITS
 
 
 CHECKS = {"diloco": check_diloco, "systemctl": check_systemctl, "journalctl": check_journalctl}
@@ -140,7 +124,10 @@ def test_there_are_commands_to_check() -> None:
         "diloco doctor RUN --deeper",
         "diloco rollback RUN",
         "diloco run frobnicate",
+        "diloco --stores URL doctor RUN",
         "systemctl explode nats-server",
+        "systemctl start nats",
+        "journalctl -u diloco-nobody",
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str) -> None:
