@@ -331,7 +331,7 @@ def _copy(arrays: FragmentArrays) -> FragmentArrays:
 async def play(
     context: RunContext, history: History, plan: Plan, points: int, progress: Progress
 ) -> Result:
-    """Merge both, and evaluate them `points` times on the way and at the end.
+    """Merge both, and evaluate them at the beginning and `points` times on the way to the end.
 
     Raises:
         DilocoError: an update or a view cannot be read.
@@ -349,8 +349,12 @@ async def play(
     line += [(record.closed_at_s, 1, record) for record in was]
     line.sort(key=lambda item: item[:2])
     marks = {len(line) * (number + 1) // points - 1 for number in range(points)} | {len(line) - 1}
-    result = Result()
-    step = max(chain[0][1].global_step for chain in plan.chains.values())
+    begins = [chain[0][1] for chain in plan.chains.values()]
+    step = max(record.global_step for record in begins)
+    views, _ = models.views()
+    loss = float(await asyncio.to_thread(task.evaluate, model.params(views)))
+    at_s = max(record.closed_at_s for record in begins)
+    result = Result([Point(at_s, step, loss, loss)])
     for index, (at_s, _, item) in enumerate(line):
         if isinstance(item, wire.Record):
             await asyncio.to_thread(models.follow, item)

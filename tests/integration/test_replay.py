@@ -237,3 +237,25 @@ class turned:  # noqa: N801 - reads as a word
 
     def __exit__(self, *_: object) -> None:
         self._put(self.data)
+
+
+def test_what_if(eventful, tmp_path):
+    asked = {"settings": ("outer.learning_rate=0.4",), "points": 2, "plot": tmp_path / "if.png"}
+    status, text = run_replay(eventful.tape_file, **asked, export=tmp_path / "model")
+    assert status == 0
+    assert "learners do not react" in text
+    assert "outer.learning_rate: 0.9 -> 0.4" in text
+    assert (tmp_path / "if.png").read_bytes().startswith(b"\x89PNG")
+    assert "learning_rate = 0.4" in (tmp_path / "model" / "settings.toml").read_text()
+    # What was is evaluated beside it: the numbers of the newest version are the run's own.
+    replay.run_export(str(eventful.tape_file), tmp_path / "newest", "safetensors", None)
+    newest = load_file(tmp_path / "newest" / "model.safetensors")
+    other = load_file(tmp_path / "model" / "model.safetensors")
+    assert newest.keys() == other.keys()
+    assert not all(np.array_equal(newest[name], other[name]) for name in newest)
+
+    asked["settings"] = ("quorum.min_learners=1", "bounds.norm_refuse=50")
+    status, text = run_replay(eventful.tape_file, **asked)
+    assert (status, "an estimate" in text) == (0, True)
+    with pytest.raises(ConfigError, match="goes without --resume"):
+        run_replay(eventful.tape_file, **asked, resume=tmp_path / "memory")
