@@ -16,7 +16,17 @@ from diloco.__main__ import app
 PACKAGES = ("common", "aggregator", "learner", "diloco")
 PARTS = ["Symptom", "Meaning", "Check", "Act", "Verify", "Aftermath"]
 UNITS = {path.name for path in (ROOT / "infra" / "systemd").glob("*.*")}
-SYSTEMCTL = {"status", "start", "stop", "restart", "reload", "enable", "disable", "list-timers"}
+SYSTEMCTL = {
+    "status",
+    "start",
+    "stop",
+    "restart",
+    "reload",
+    "enable",
+    "disable",
+    "list-timers",
+    "daemon-reload",
+}
 JOURNALCTL = {"-u", "-n", "--disk-usage", "--vacuum-size=1G"}
 
 
@@ -38,6 +48,9 @@ def check_diloco(words: list[str]) -> None:
 def check_systemctl(words: list[str]) -> None:
     verb, *rest = words[1:]
     assert verb in SYSTEMCTL
+    if verb == "daemon-reload":
+        assert not rest
+        return
     units = [word for word in rest if word != "--now"]
     assert units
     for unit in units:
