@@ -4,7 +4,9 @@ A decoder takes bytes and returns, or raises one of our own errors. What it draw
 right: garbage alone would never come past the first check.
 """
 
+import contextlib
 import string
+import struct
 import tomllib
 from collections.abc import Callable
 from functools import cache
@@ -23,10 +25,11 @@ from aggregator import policy
 from aggregator.driver import decode_event
 from aggregator.fragment import FragmentArrays
 from common import names, shards, wire
+from common import tape_file as tape_files
 from common.bus import Message
 from common.config import RunSettings, load_config, parse_settings, warnings
 from common.credentials import Credentials, load_credentials, render_credentials
-from common.errors import WireError
+from common.errors import IntegrityError, WireError
 from common.layout import Tensor, layout_bytes, make_layout, parse_layout
 from common.quantize import CODECS, encode
 from common.tape import parse_changed
@@ -99,6 +102,10 @@ def drawn_events() -> st.SearchStrategy[bytes]:
     return st.one_of(
         *(messages(body).map(of_its_subject) for body in bodies), *map(drawn_messages, bodies)
     )
+
+
+def tape_message(data: bytes) -> Message:
+    return Message("diloco.r.join.x", 7, 1.0, data, "id")
 
 
 def decode_on_tape(data: bytes) -> None:
@@ -263,6 +270,33 @@ def packable(value: Any) -> bool:
     return True
 
 
+# A tape in a file: the input is one frame among others, since checksums hold off all else.
+
+
+def framed(data: bytes) -> bytes:
+    return struct.pack("<II", len(data), shards.crc32c(data)) + data
+
+
+def tape_file(frame: bytes) -> bytes:
+    head, end = msgpack.packb({"run": "r"}), msgpack.packb({"messages": 1})
+    return tape_files.MAGIC + framed(head) + framed(frame) + framed(end)
+
+
+def load_tape(path: Path) -> None:
+    content = path.read_bytes()
+    for _ in range(2):  # As it is, and as a frame.
+        with contextlib.suppress(IntegrityError):
+            tape_files.tape_file_run(path)
+        try:
+            list(tape_files.read_tape_file(path))
+        except IntegrityError as error:
+            fault = error
+            path.write_bytes(tape_file(content))
+        else:
+            return
+    raise fault
+
+
 @cache
 def decoders(folder: Path) -> dict[str, Decoder]:
     """All by name; files are read from `folder`."""
@@ -296,6 +330,12 @@ def decoders(folder: Path) -> dict[str, Decoder]:
             st.just(right_credentials),
             (right_credentials,),
             file_decoder(folder, "x.cred", load_credentials),
+            bounded=False,
+        ),
+        "tape file": Decoder(
+            drawn_events().map(lambda data: msgpack.packb(list(tape_message(data)))),
+            tuple(msgpack.packb(list(tape_message(data))) for data in events),
+            file_decoder(folder, "tape", load_tape),
             bounded=False,
         ),
         "changed settings": Decoder(
