@@ -230,9 +230,10 @@ class Boot:
         }
         for path, version in parameters.secrets.items():
             contents[path] = (self._google.secret(version), 0o600)
-        unit = "aggregator" if parameters.role == "aggregator" else f"learner-{parameters.name}"
-        lines = "".join(f"{key}={value}\n" for key, value in parameters.environment.items())
-        contents[f"/etc/diloco/{unit}.env"] = (lines.encode(), 0o644)
+        if parameters.role != "nats":
+            unit = "aggregator" if parameters.role == "aggregator" else f"learner-{parameters.name}"
+            lines = "".join(f"{key}={value}\n" for key, value in parameters.environment.items())
+            contents[f"/etc/diloco/{unit}.env"] = (lines.encode(), 0o644)
         return {
             path for path, (data, mode) in contents.items() if write(self._at(path), data, mode)
         }
