@@ -9,8 +9,8 @@ secrets, configuration or a new release: google_metadata_script_runner startup.
 Files on the machine:
     /opt/diloco             link to the virtual environment of the newest release
     /etc/diloco/run.toml    and other files of the bucket of configurations
-    /etc/diloco/credentials/NAME.toml   secrets
-    /var/lib/nats           on a NATS server: configuration, key; below it the disk of the streams
+    /etc/diloco/credentials/NAME.toml, /etc/nats/tls/NAME.key   secrets
+    /var/lib/nats/jetstream   on a NATS server: the disk of the streams
 """
 
 import base64
@@ -212,10 +212,10 @@ class Boot:
         self._run(["sh", "-c", f"mountpoint -q {folder} || mount {folder}"])
 
     def _own(self) -> None:
-        """Give a NATS server its folder; what is deeper in its streams it has made itself."""
+        """Give a NATS server its key and its folder; what is in its streams it has made itself."""
         folder = self._at("/var/lib/nats")
         self._run(["chown", "nats:nats", str(folder), str(folder / "jetstream")])
-        self._run(["chown", "-R", "nats:nats", str(folder / "tls")])
+        self._run(["chown", "-R", "nats:nats", str(self._at("/etc/nats/tls"))])
 
     def _at(self, path: str) -> Path:
         return self._root / path.lstrip("/")
@@ -247,11 +247,7 @@ class Boot:
         """
         units = parameters.units
         self._run(["systemctl", "enable", *units])
-        if (
-            parameters.role == "nats"
-            and changed == {"/var/lib/nats/accounts.conf"}
-            and not released
-        ):
+        if parameters.role == "nats" and changed == {"/etc/nats/accounts.conf"} and not released:
             # The first reload makes new accounts, the second connects them with the run's.
             self._run(["systemctl", "reload", *units])
             self._run(["sleep", "1"])

@@ -68,16 +68,16 @@ variable "auth_folder" {
         for address in local.nats_addresses : strcontains(try(file("${var.auth_folder}/nats-${number}.conf"), ""), "\"tls://${address}:6222\"")
       ]
     ]))
-    error_message = "The servers in auth_folder have other addresses than here. Make it with: diloco auth init FOLDER --run ${var.run} --host ${join(" --host ", local.nats_addresses)} --installed-at /var/lib/nats"
+    error_message = "The servers in auth_folder have other addresses than here. Make it with: diloco auth init FOLDER --run ${var.run} --host ${join(" --host ", local.nats_addresses)} --installed-at /etc/nats --streams-at /var/lib/nats/jetstream"
   }
 
   validation {
     condition = alltrue([
       for number in [1, 2, 3] :
-      strcontains(try(file("${var.auth_folder}/nats-${number}.conf"), ""), "\"/var/lib/nats/tls/")
+      strcontains(try(file("${var.auth_folder}/nats-${number}.conf"), ""), "\"/etc/nats/tls/")
       && strcontains(try(file("${var.auth_folder}/nats-${number}.conf"), ""), "store_dir: \"/var/lib/nats/jetstream/")
     ])
-    error_message = "The servers in auth_folder must look for their files in /var/lib/nats. Make it with: diloco auth init ... --installed-at /var/lib/nats"
+    error_message = "The servers in auth_folder must look for their files in /etc/nats, and have their streams in /var/lib/nats/jetstream. Make it with: diloco auth init ... --installed-at /etc/nats --streams-at /var/lib/nats/jetstream"
   }
 
   validation {

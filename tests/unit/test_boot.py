@@ -239,10 +239,10 @@ def server(machine: Machine, cloud: Cloud) -> Machine:
         "role": "nats",
         "name": "nats-1",
         "files": {
-            "/var/lib/nats/nats.conf": "nats/nats-1.conf",
-            "/var/lib/nats/accounts.conf": "nats/accounts.conf",
+            "/etc/nats/nats.conf": "nats/nats-1.conf",
+            "/etc/nats/accounts.conf": "nats/accounts.conf",
         },
-        "secrets": {"/var/lib/nats/tls/nats-1.key": "projects/p/secrets/central/versions/latest"},
+        "secrets": {"/etc/nats/tls/nats-1.key": "projects/p/secrets/central/versions/latest"},
         "environment": {},
         "units": ["nats-server.service"],
         "accelerator": False,
@@ -264,8 +264,8 @@ def test_a_server_reloads_new_accounts_twice_and_goes_on(server: Machine, cloud:
 
 
 def test_a_servers_key_is_its_own(server: Machine) -> None:
-    assert "chown -R nats:nats /var/lib/nats/tls" in server.boot()
-    assert mode(server.root / "var/lib/nats/tls/nats-1.key") == 0o600
+    assert "chown -R nats:nats /etc/nats/tls" in server.boot()
+    assert mode(server.root / "etc/nats/tls/nats-1.key") == 0o600
 
 
 def test_a_disk_gets_a_file_system_only_if_it_has_none(server: Machine) -> None:

@@ -16,12 +16,12 @@ locals {
       name        = name
       accelerator = false
       files = {
-        "/var/lib/nats/nats.conf"       = google_storage_bucket_object.configuration[name].name
-        "/var/lib/nats/accounts.conf"   = google_storage_bucket_object.accounts.name
-        "/var/lib/nats/tls/${name}.pem" = google_storage_bucket_object.certificate[name].name
-        "/var/lib/nats/tls/ca.pem"      = var.authority
+        "/etc/nats/nats.conf"       = google_storage_bucket_object.configuration[name].name
+        "/etc/nats/accounts.conf"   = google_storage_bucket_object.accounts.name
+        "/etc/nats/tls/${name}.pem" = google_storage_bucket_object.certificate[name].name
+        "/etc/nats/tls/ca.pem"      = var.authority
       }
-      secrets     = { "/var/lib/nats/tls/${name}.key" = module.key[name].version }
+      secrets     = { "/etc/nats/tls/${name}.key" = module.key[name].version }
       units       = ["nats-server.service"]
       environment = {}
       # The disk holds the streams and nothing else, so that no snapshot of it has the server's key.
