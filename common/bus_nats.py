@@ -81,6 +81,8 @@ _BROADCAST_BACKLOG_BYTES = 1 << 20
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _STREAM_EXISTS = 10058
 _STREAM_NOT_FOUND = 10059
+# Without a majority a cluster holds an earlier attempt of a message, neither stored nor lost.
+_STILL_IN_PROCESS = 10158
 _STREAM_FULL = (10077, "maximum bytes exceeded")
 # Headers of a message that was imported: when it was stored at first, and its message id.
 _STORED_AT, _EXPORTED_ID = "Diloco-Stored-At", "Diloco-Msg-Id"
@@ -955,7 +957,10 @@ def _ours(error: nats.errors.Error, subject: str) -> BusError:
         )
     if isinstance(error, APIError) and (error.err_code, error.description) == _STREAM_FULL:
         return stream_is_full(subject)
-    if isinstance(error, APIError) and error.code != 503:
+    passing = isinstance(error, APIError) and (
+        error.code == 503 or error.err_code == _STILL_IN_PROCESS
+    )
+    if isinstance(error, APIError) and not passing:
         if error.err_code == _STREAM_NOT_FOUND:
             return _NoStreamError(text, hint="create the run first, or use the server it is on")
         refused = _RefusedError(text)

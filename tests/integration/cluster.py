@@ -59,6 +59,15 @@ class Node:
     def log_path(self) -> Path:
         return self.config.with_suffix(".log")
 
+    @property
+    def store(self) -> Path:
+        """Its disk, as its file says."""
+        return self.config.parent / "jetstream" / self.name
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
@@ -113,8 +122,11 @@ class Cluster:
         for node in self.nodes:
             eventually(node.healthy, f"{node.name} is healthy", every_s=0.2)
 
-    def leader(self, stream: str) -> Node | None:
-        """Who leads a stream, as the servers that live have it."""
+    def leader(self, stream: str) -> Node:
+        """Who leads a stream, as the servers that live have it; waits out an election."""
+        return eventually(lambda: self._led(stream), f"a leader of {stream}", every_s=0.2)
+
+    def _led(self, stream: str) -> Node | None:
         for node in self.nodes:
             found = node.asked("jsz?accounts=true&streams=true") if node.process else None
             for account in (found or {}).get("account_details", ()):

@@ -1,25 +1,31 @@
 """A cluster of three NATS servers: each may die at any moment, and nothing acknowledged is lost."""
 
 import asyncio
+import shutil
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from audit import Tape, read_tape
 from cluster import Cluster, Node, open_cluster
 from harness import ENDLESS, Process, World, open_world
 
-from common import names
+from common import bus_nats, names
+from common.bus import StreamLimits
 from common.bus_nats import NatsBus
-from common.errors import BusUnavailableError
+from common.errors import BusUnavailableError, SwapLostError
 
+Run = Callable[[Coroutine[Any, Any, None]], None]
 RUN = "triple"
 LEARNERS = ["a", "b"]
 TAPE, OPS = names.tape_stream(RUN), names.ops_stream(RUN)
+# Where nobody else writes, and nobody is surprised by what stands there.
+PLAIN, SWAPPED = names.rejected(RUN, "witness"), names.rejected(RUN, "swapper")
 
 
 @pytest.fixture
@@ -124,26 +130,37 @@ class Witness:
     async def _watch(self) -> None:
         async with self.cluster.enter("operator") as bus:
             reading = asyncio.create_task(self._read(bus))
-            number = 0
+            number = swapped = 0
             while not self._stopped.is_set():
                 number += 1
-                await self._publish(bus, f"witness-{number}")
+                await self._publish(bus, PLAIN, f"witness-{number}", None)
+                swapped = await self._publish(bus, SWAPPED, f"swap-{number}", swapped)
                 if reading.done():
                     reading.result()
             reading.cancel()
 
-    async def _publish(self, bus: NatsBus, word: str) -> None:
-        subject = names.rejected(RUN, "witness")
+    async def _publish(self, bus: NatsBus, subject: str, word: str, after: int | None) -> int:
+        """As daemons do: the same message until there is an answer; its sequence."""
         while not self._stopped.is_set():
             try:
-                seq = await bus.publish(subject, word.encode(), msg_id=word)
+                seq = await bus.publish(subject, word.encode(), msg_id=word, expected_last=after)
             except BusUnavailableError:
                 await asyncio.sleep(0.2)
+            except SwapLostError:
+                # Nobody else writes there: an earlier attempt has won, or is about to.
+                with suppress(BusUnavailableError):
+                    last = await bus.last(OPS, subject)
+                    if last is not None and last.payload == word.encode():
+                        return self._acknowledge(last.seq, word)
             else:
-                assert seq not in self.acknowledged, (seq, word)
-                self.acknowledged[seq] = word.encode()
                 await asyncio.sleep(0.02)
-                return
+                return self._acknowledge(seq, word)
+        return 0
+
+    def _acknowledge(self, seq: int, word: str) -> int:
+        assert seq not in self.acknowledged, (seq, word)
+        self.acknowledged[seq] = word.encode()
+        return seq
 
     async def _read(self, bus: NatsBus) -> None:
         async for message in bus.read(TAPE, names.tape_subjects(RUN), 1):
@@ -153,9 +170,12 @@ class Witness:
     def check(self) -> None:
         """All that was acknowledged is there, once; all that was read is there still."""
         assert len(self.acknowledged) > 100
-        ops = asyncio.run(self._all(OPS, [names.rejected(RUN, "witness")]))
-        assert {seq: ops.get(seq) for seq in self.acknowledged} == self.acknowledged
-        assert len(set(ops.values())) == len(ops)
+        found: dict[int, bytes] = {}
+        for subject in (PLAIN, SWAPPED):
+            kept = asyncio.run(self._all(OPS, [subject]))
+            assert len(set(kept.values())) == len(kept)
+            found |= kept
+        assert {seq: found.get(seq) for seq in self.acknowledged} == self.acknowledged
         tape = asyncio.run(self._all(TAPE, names.tape_subjects(RUN)))
         assert {seq: tape.get(seq) for seq in self.read} == self.read
         assert sorted(self.read) == [seq for seq in sorted(tape) if seq <= max(self.read)]
@@ -178,7 +198,6 @@ def test_the_leader_of_the_tape_dies_and_comes_back(world: World, cluster: Clust
     processes = start(world, cluster)
     until_versions_go_on(world, 1)
     leader = cluster.leader(TAPE)
-    assert leader is not None
     leader.kill()
     until_versions_go_on(world)
     leader.start()
@@ -186,27 +205,97 @@ def test_the_leader_of_the_tape_dies_and_comes_back(world: World, cluster: Clust
     finish(world, processes)
 
 
+def test_without_a_majority_a_repeat_is_no_refusal(
+    cluster: Cluster, run_async: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader that is left says that the first attempt is in process; and so it is."""
+    monkeypatch.setattr(bus_nats, "CALL_TIMEOUT_S", 1.0)
+    said: list[str] = []
+
+    async def attempt(bus: NatsBus) -> int | None:
+        try:
+            return await bus.publish("kept", b"mine", msg_id="mine")
+        except BusUnavailableError as error:
+            said.append(error.message)
+            await asyncio.sleep(0.2)
+            return None
+
+    async def scenario() -> None:
+        async with cluster.enter("operator") as bus:
+            await bus.create_stream("kept", ["kept"], StreamLimits(replicas=3))
+            assert await bus.publish("kept", b"first") == 1
+            leader = await asyncio.to_thread(cluster.leader, "kept")
+            lost = [node for node in cluster.nodes if node is not leader]
+            for node in lost:
+                node.kill()
+            while not any("in process" in message for message in said):
+                assert await attempt(bus) is None
+            for node in lost:
+                node.start()
+            while (stored := await attempt(bus)) is None:
+                pass
+            assert stored == await bus.last_sequence("kept") == 2
+
+    run_async(scenario())
+
+
+def each_in_turn(world: World, cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        lose(world, cluster, node)
+    for _ in range(2):
+        lose(world, cluster, cluster.leader(TAPE))
+
+
+def without_its_disk(world: World, cluster: Cluster) -> None:
+    """Another one dies next, so that what the first has copied is needed."""
+    lose(world, cluster, cluster.nodes[0], with_disk=True)
+    lose(world, cluster, cluster.nodes[1])
+
+
+def two_then_all(world: World, cluster: Cluster) -> None:
+    for nodes in (cluster.nodes[:2], cluster.nodes):
+        without_quorum(world, nodes)
+        cluster.wait_healthy()
+        until_versions_go_on(world)
+
+
+def frozen(world: World, cluster: Cluster) -> None:
+    """The tape's leader stands still with its connections open, and another takes over."""
+    node = cluster.leader(TAPE)
+    node.signal(signal.SIGSTOP)
+    try:
+        until_versions_go_on(world)
+    finally:
+        node.signal(signal.SIGCONT)
+    cluster.wait_healthy()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_each_node_dies_in_turn_and_then_two_at_once(world: World, cluster: Cluster) -> None:
+@pytest.mark.parametrize("suffer", [each_in_turn, without_its_disk, two_then_all, frozen])
+def test_nothing_acknowledged_is_lost(
+    world: World, cluster: Cluster, suffer: Callable[[World, Cluster], None]
+) -> None:
     processes = start(world, cluster)
     until_versions_go_on(world, 1)
     with Witness(cluster) as witness:
-        for node in [*cluster.nodes, cluster.leader(TAPE)]:
-            assert node is not None
-            node.kill()
-            until_versions_go_on(world)
-            node.start()
-            cluster.wait_healthy()
-        without_quorum(world, cluster.nodes[:2])
-        cluster.wait_healthy()
-        until_versions_go_on(world)
+        suffer(world, cluster)
     finish(world, processes)
     witness.check()
 
 
+def lose(world: World, cluster: Cluster, node: Node, *, with_disk: bool = False) -> None:
+    """Kill a server, let the run go on without it, bring it back on its folder or an empty one."""
+    node.kill()
+    until_versions_go_on(world)
+    if with_disk:
+        shutil.rmtree(node.store)
+    node.start()
+    cluster.wait_healthy()
+
+
 def without_quorum(world: World, nodes: list[Node]) -> None:
-    """Two servers away: nothing is stored, learners train on; it goes on when they are back."""
+    """Most servers away: nothing is stored, learners train on; it goes on when they are back."""
     for node in nodes:
         node.kill()
     steps = {name: world.steps(name) for name in LEARNERS}
