@@ -36,7 +36,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def world(cluster: Cluster, tmp_path: Path) -> Iterator[World]:
-    bus = cluster.section("operator")
+    # Near the 10 GiB that `diloco auth init` allows on each server, whatever the replicas.
+    bus = {**cluster.section("operator"), "tape_max_bytes": 9 << 30}
     task = {"options": {"notes": "notes", "sleep_s": 0.02}}
     with open_world(RUN, tmp_path / "run", cluster.url, run=ENDLESS, bus=bus, task=task) as made:
         yield made
