@@ -88,6 +88,10 @@ class ObjectTooLargeError(StoreError):
     """An object is larger than its reader was told to take; nothing of it was read."""
 
 
+class ObjectRangeError(StoreError):
+    """A range of bytes is empty or not within its object; nothing of it was read."""
+
+
 class ObjectExistsError(StoreError):
     """An object of that name exists with other bytes; names are create-only."""
 

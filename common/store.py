@@ -14,15 +14,16 @@ import re
 import secrets
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 from common.config import storage_emulator
 from common.errors import (
     ConfigError,
     ObjectExistsError,
     ObjectMissingError,
+    ObjectRangeError,
     ObjectTooLargeError,
     StoreError,
     StoreUnavailableError,
@@ -72,11 +73,42 @@ class ObjectStore(Protocol):
             StoreUnavailableError: a passing fault.
         """
 
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`, 0 <= start < stop.
+
+        No store can check parts against the checksum of the whole, so the caller must.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            StoreUnavailableError: a passing fault.
+        """
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, in order of name."""
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error."""
+
+
+def check_range(name: str, start: int, stop: int, size_bytes: int | None = None) -> None:
+    """Refuse a range of bytes that is empty, or not within an object of `size_bytes`.
+
+    Args:
+        name: the object.
+        start: first byte.
+        stop: the byte after the last.
+        size_bytes: the object's size; None while it is not known.
+
+    Raises:
+        ObjectRangeError: nothing can be read for that range.
+    """
+    if not 0 <= start < stop:
+        raise ObjectRangeError(f"[{start}, {stop}) is no range of bytes, of object {name!r}")
+    if size_bytes is not None and stop > size_bytes:
+        raise ObjectRangeError(
+            f"object {name!r} has {size_bytes} bytes, [{start}, {stop}) of them were expected"
+        )
 
 
 def check_size(name: str, size_bytes: int, limit_bytes: int | None) -> None:
@@ -148,6 +180,19 @@ class MemoryStore:
             raise object_missing(name)
         check_size(name, len(data), limit_bytes)
         return data
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            StoreError: `name` is no object name.
+        """
+        check_range(name, start, stop)
+        data = self.get(name)
+        check_range(name, start, stop, len(data))
+        return data[start:stop]
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, in order of name."""
@@ -225,14 +270,19 @@ class DirectoryStore:
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is no object name.
         """
-        check_object_name(name)
-        with _os_errors("read", name):
-            try:
-                return self._read(name, limit_bytes)
-            except ObjectMissingError:
-                # The folder may have been away just then, and be back by now.
-                self._check_there()
-                return self._read(name, limit_bytes)
+        return self._read(name, lambda file, size: _read_all(name, file, size, limit_bytes))
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or `name` is no object name.
+        """
+        check_range(name, start, stop)
+        return self._read(name, lambda file, size: _read_range(name, file, size, start, stop))
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, in order of name.
@@ -269,11 +319,21 @@ class DirectoryStore:
         if not (self.root / _TEMP).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
 
-    def _read(self, name: str, limit_bytes: int | None) -> bytes:
+    def _read(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
+        """What `read` takes of an object's file, which it is given with its size."""
+        check_object_name(name)
+        with _os_errors("read", name):
+            try:
+                return self._read_file(name, read)
+            except ObjectMissingError:
+                # The folder may have been away just then, and be back by now.
+                self._check_there()
+                return self._read_file(name, read)
+
+    def _read_file(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
         try:
             with (self.root / name).open("rb") as file:
-                check_size(name, os.fstat(file.fileno()).st_size, limit_bytes)
-                return file.read()
+                return read(file, os.fstat(file.fileno()).st_size)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise object_missing(name) from None
 
@@ -361,6 +421,17 @@ def object_exists(name: str) -> ObjectExistsError:
 def object_missing(name: str) -> ObjectMissingError:
     """What `get` raises when there is no `name`."""
     return ObjectMissingError(f"no object {name!r}")
+
+
+def _read_all(name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None) -> bytes:
+    check_size(name, size_bytes, limit_bytes)
+    return file.read()
+
+
+def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: int) -> bytes:
+    check_range(name, start, stop, size_bytes)
+    file.seek(start)
+    return file.read(stop - start)
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -4,7 +4,8 @@
   attempt was stored and its answer lost, so what is there is compared by size and crc32c.
 - Large objects go up in one resumable session, which asks after a broken connection how much has
   arrived and sends the rest; they come down as ranges on several threads, into one buffer.
-- Checked from end to end: the service compares each upload with our crc32c, we each download.
+- Checked from end to end: the service compares each upload with our crc32c, we each download of a
+  whole object. It knows no checksum of a range: who reads ranges checks what they hold.
 - Passing faults (408, 429, 5xx, broken connections, time-outs) are retried with exponential backoff
   and full jitter, but only for `RETRY_S` without a byte of progress: callers wait out long outages
   with `Runtime.retry`, which tells the operator.
@@ -38,6 +39,7 @@ from requests.adapters import HTTPAdapter
 from common.errors import (
     ConfigError,
     ObjectMissingError,
+    ObjectRangeError,
     ObjectTooLargeError,
     StoreError,
     StoreUnavailableError,
@@ -45,6 +47,7 @@ from common.errors import (
 from common.store import (
     ObjectInfo,
     check_object_name,
+    check_range,
     check_size,
     object_exists,
     object_missing,
@@ -183,6 +186,31 @@ class GcsStore:
             hint="look for a proxy or a faulty network device between here and the store",
         )
 
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`, all of one object, but not compared with a checksum.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            StoreUnavailableError: a passing fault.
+            StoreError: not permitted, no such bucket, or `name` is no object name.
+        """
+        check_object_name(name)
+        check_range(name, start, stop)
+        with self._errors("read", name, "storage.objects.get"):
+            try:
+                first = self._retry(self._open)(name, start, min(stop - start, PART_BYTES))
+            except api.RequestRangeNotSatisfiable as error:
+                raise ObjectRangeError(
+                    f"object {name!r} ends before byte {start}, [{start}, {stop}) were expected"
+                ) from error
+            try:
+                check_range(name, start, stop, _size_of(first))
+            except ObjectRangeError:
+                first.close()
+                raise
+            return self._read_span(name, first, start, stop)
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, in order of name.
 
@@ -259,27 +287,31 @@ class GcsStore:
         except api.RequestRangeNotSatisfiable:  # An empty object has no range.
             with self._retry(self._open)(name, 0, None) as first:
                 return first.content, _stored_checksum(first)
-        size = int(first.headers["Content-Range"].rpartition("/")[2])
+        size = _size_of(first)
         try:
             check_size(name, size, limit_bytes)
         except ObjectTooLargeError:
             first.close()
             raise
-        # A BytesIO of zeros, filled through its buffer, gives out `bytes` without another copy.
-        buffer = io.BytesIO(bytes(size))
-        with buffer.getbuffer() as window:
-            self._fill(name, first, window)
-        return buffer.getvalue(), _stored_checksum(first)
+        return self._read_span(name, first, 0, size), _stored_checksum(first)
 
-    def _fill(self, name: str, first: requests.Response, window: memoryview) -> None:
-        """Read a whole object; `first` is the answer for its first part."""
+    def _read_span(self, name: str, first: requests.Response, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of an object; `first` is the answer for their first part."""
+        # A BytesIO of zeros, filled through its buffer, gives out `bytes` without another copy.
+        buffer = io.BytesIO(bytes(stop - start))
+        with buffer.getbuffer() as window:
+            self._fill(name, first, start, window)
+        return buffer.getvalue()
+
+    def _fill(self, name: str, first: requests.Response, begin: int, window: memoryview) -> None:
+        """Read what begins at byte `begin`; `first` is the answer for its first part."""
         generation = first.headers["x-goog-generation"]
         broken = threading.Event()
 
         def read(start: int, opened: requests.Response | None) -> None:
             part = window[start : start + PART_BYTES]
             try:
-                self._read_part(name, generation, start, part, opened, broken)
+                self._read_part(name, generation, begin + start, part, opened, broken)
             except BaseException:
                 broken.set()
                 raise
@@ -499,6 +531,11 @@ def _no_credentials(message: str) -> StoreError:
 
 def _brief(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _size_of(response: requests.Response) -> int:
+    """Size of the object that a range was read of, from a header like "bytes 0-9/1000"."""
+    return int(response.headers["Content-Range"].rpartition("/")[2])
 
 
 def _stored_checksum(response: requests.Response) -> str:

@@ -218,6 +218,7 @@ class _ReadAhead:
         self._pool = pool
         self._coming: dict[str, Future[bytes]] = {}
         self.put, self.list, self.delete = store.put, store.list, store.delete
+        self.get_range = store.get_range
 
     def expect(self, names: Iterable[str]) -> None:
         """Begin to read what will be asked for."""

@@ -83,9 +83,11 @@ class Seen(NamedTuple):
 class RefusedError(Exception):
     """A request is answered with an error."""
 
-    def __init__(self, status: int, reason: str, message: str) -> None:
+    def __init__(
+        self, status: int, reason: str, message: str, headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.reason, self.message = status, reason, message
+        self.status, self.reason, self.message, self.headers = status, reason, message, headers
 
 
 class BrokenError(Exception):
@@ -325,7 +327,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._route([urllib.parse.unquote(part) for part in url.path.split("/")[1:]])
             except RefusedError as error:
                 self._drain()
-                self._refuse(error.status, error.reason, error.message)
+                self._refuse(error.status, error.reason, error.message, error.headers)
         except (BrokenError, OSError):
             self.close_connection = True
             self._break()
@@ -531,7 +533,10 @@ class _Handler(BaseHTTPRequestHandler):
             stop = min(stored.size, int(last) + 1) if first and last else stored.size
             if start >= stored.size:
                 raise RefusedError(
-                    416, "requestedRangeNotSatisfiable", "The requested range cannot be satisfied."
+                    416,
+                    "requestedRangeNotSatisfiable",
+                    "The requested range cannot be satisfied.",
+                    {"Content-Range": f"bytes */{stored.size}"},
                 )
             status = 206
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{stored.size}"

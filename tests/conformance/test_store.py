@@ -23,6 +23,7 @@ from common.errors import (
     ConfigError,
     ObjectExistsError,
     ObjectMissingError,
+    ObjectRangeError,
     ObjectTooLargeError,
     StoreError,
     StoreUnavailableError,
@@ -128,6 +129,8 @@ def test_what_is_not_there(store: ObjectStore) -> None:
     for name in ("x", "a", "a/b/c", "x/y"):
         with pytest.raises(ObjectMissingError):
             store.get(name)
+        with pytest.raises(ObjectMissingError):
+            store.get_range(name, 0, 1)
     assert store.list("x") == []
     assert store.list("a/b/c/") == []
 
@@ -139,6 +142,41 @@ def test_what_is_larger_than_wanted_is_not_read(store: ObjectStore, size: int) -
     assert store.get("run/large", size) == data
     with pytest.raises(ObjectTooLargeError, match=f"has {size} bytes, at most {size - 1}"):
         store.get("run/large", size - 1)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 1), (0, 256), (255, 256), (10, 20), (17, 255), (254, 256)]
+)
+def test_a_range_are_the_bytes_from_its_first_to_before_its_last(
+    store: ObjectStore, start: int, stop: int
+) -> None:
+    data = bytes(range(256))
+    store.put("run/o", data)
+    assert store.get_range("run/o", start, stop) == data[start:stop]
+
+
+def test_a_range_may_be_long_and_begin_anywhere(store: ObjectStore) -> None:
+    data = secrets.token_bytes(20 << 20)
+    store.put("run/large", data)
+    for start, stop in ((3, len(data) - 5), (8 << 20, 16 << 20), ((8 << 20) - 1, len(data))):
+        assert store.get_range("run/large", start, stop) == data[start:stop]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 6), (4, 6), (5, 6), (7, 9), (5, 5), (3, 2), (-1, 2)]
+)
+def test_a_range_that_is_empty_or_not_within_its_object_is_refused(
+    store: ObjectStore, start: int, stop: int
+) -> None:
+    store.put("o", b"abcde")
+    with pytest.raises(ObjectRangeError, match="'o'"):
+        store.get_range("o", start, stop)
+
+
+def test_an_empty_object_has_no_range(store: ObjectStore) -> None:
+    store.put("o", b"")
+    with pytest.raises(ObjectRangeError, match="'o'"):
+        store.get_range("o", 0, 1)
 
 
 def test_list_is_by_any_prefix_in_order_of_name(store: ObjectStore) -> None:
@@ -181,7 +219,12 @@ BAD_NAMES = [
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_bad_name_is_refused(store: ObjectStore, name: str) -> None:
-    for call in (lambda: store.put(name, b""), lambda: store.get(name), lambda: store.delete(name)):
+    for call in (
+        lambda: store.put(name, b""),
+        lambda: store.get(name),
+        lambda: store.get_range(name, 0, 1),
+        lambda: store.delete(name),
+    ):
         with pytest.raises(StoreError, match="is no object name"):
             call()
 

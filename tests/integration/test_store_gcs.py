@@ -85,6 +85,27 @@ def test_a_passing_fault_of_a_download_is_bridged(
     assert made.times == 0
 
 
+@pytest.mark.parametrize(("start", "stop"), [(7, 99_999), (PART_BYTES - 1, 3 * PART_BYTES + 1)])
+@pytest.mark.parametrize("fault", sorted(PASSING.keys() - {"flip"}))
+def test_a_passing_fault_of_a_range_is_bridged(
+    server: GcsServer, store: GcsStore, fault: str, start: int, stop: int
+) -> None:
+    data = SMALL if stop <= len(SMALL) else LARGE
+    store.put("o", data)
+    made = server.fail(**PASSING[fault], method="GET", contains=MEDIA)
+    assert store.get_range("o", start, stop) == data[start:stop]
+    assert made.times == 0
+
+
+def test_a_range_costs_one_request_and_no_more_than_its_bytes(
+    server: GcsServer, store: GcsStore
+) -> None:
+    store.put("o", LARGE)
+    assert store.get_range("o", 5, PART_BYTES + 5) == LARGE[5 : PART_BYTES + 5]
+    asked = [seen.headers["Range"] for seen in server.requests if seen.method == "GET"]
+    assert asked == [f"bytes=5-{PART_BYTES + 4}"]
+
+
 @pytest.mark.parametrize("fault", sorted(PASSING.keys() - {"truncate"}))
 def test_a_passing_fault_of_a_small_upload_is_bridged(
     server: GcsServer, store: GcsStore, fault: str
@@ -131,6 +152,7 @@ def test_a_fault_that_stays_is_told_within_the_deadline_and_may_be_retried(
     for call in (
         lambda: store.put("o", data),
         lambda: store.get("there"),
+        lambda: store.get_range("there", 0, 9),
         lambda: store.list(""),
         lambda: store.delete("there"),
     ):

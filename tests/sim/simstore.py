@@ -86,6 +86,12 @@ class ActorStore:
             raise ObjectMissingError(f"no object {name!r} yet")
         return self._inner.get(name, limit_bytes)
 
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        self._reach()
+        if self._inner.hidden and self._is_hidden(name):
+            raise ObjectMissingError(f"no object {name!r} yet")
+        return self._inner.get_range(name, start, stop)
+
     def list(self, prefix: str) -> list[ObjectInfo]:
         self._reach()
         return [info for info in self._inner.list(prefix) if not self._is_hidden(info.name)]
