@@ -1,6 +1,7 @@
 """The merge: sums of updates, radial-directional or plain, the same bits everywhere.
 
-Shapes: N elements of a fragment's vector, H = N / 2, B = N / block blocks, S segments.
+Shapes: N elements of a fragment's vector, B = N / block blocks, S segments; in a range of the
+vector, H half of its elements.
 
 A round in this order: of each update its `segment_norms`, its `coefficients` and
 `Accumulator.add`; at the end `factors`, and the outer step (`outer.py`). To merge again what a
@@ -32,6 +33,7 @@ from common.quantize import (
     GREATEST_CODE,
     Codec,
     Encoded,
+    code_count,
     fold,
     reduce_to_lanes,
 )
@@ -120,12 +122,15 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
     """
     if codec in GREATEST_CODE:
         return _code_norms(grid, codec, shards)
-    spans = (
-        (start + offset, np.asarray(encoded.codes[offset : offset + CHUNK]).astype(np.float32))
+    parts = (
+        (
+            (start + offset) // grid.block,
+            np.asarray(encoded.codes[offset : offset + CHUNK]).astype(np.float32),
+        )
         for (start, stop), encoded in zip(grid.ranges, shards, strict=True)
         for offset in range(0, stop - start, CHUNK)
     )
-    return _vector_norms(grid, spans)
+    return _norms(grid, parts, grid.block)
 
 
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
@@ -162,7 +167,7 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
         share = update.weight * update.discount
         magnitude_S += share * update.clip / weight * update.norms
         reach_S += share * (update.norms > 0)
-    length_S = _vector_norms(grid, accumulator.spans())
+    length_S = _norms(grid, accumulator.halves(), grid.block // 2)
     cancels_S = length_S <= CANCELLING * reach_S
     turned_S = np.where(cancels_S, 0.0, magnitude_S / np.where(cancels_S, 1.0, length_S))
     return np.where(grid.radial, turned_S, average).astype(np.float32)
@@ -173,39 +178,45 @@ def _code_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
     squares = []
     for scales_B, codes in shards:
         rows = _square_lanes(codes, codec=codec, block=grid.block)
-        squares.append(np.asarray(_block_squares(rows, scales_B, codec=codec)))
+        squares.append(np.asarray(_block_squares(rows, scales_B)))
     whole_B = squares[0] if len(squares) == 1 else np.concatenate(squares)
     return np.sqrt(np.add.reduceat(whole_B, starts_S, dtype=np.float64)) / _UNIT
 
 
 @partial(jax.jit, static_argnames=("codec", "block"))
 def _square_lanes(codes: jax.Array, *, codec: Codec, block: int) -> jax.Array:
-    """Sums of squared codes; of both planes of int4 in one integer: int32 [blocks, lanes]."""
+    """Sums of squared codes of each block, int32 [B, lanes]."""
     if codec == "int8":
-        return reduce_to_lanes(jnp.square(codes.astype(jnp.int32)), jax.lax.add, block)
-    low_H, high_H = (plane.astype(jnp.int32) - 8 for plane in (codes & 15, codes >> 4))
-    # A block of at most 512 squares of codes -7..7 adds up to less than 2^15.
-    return reduce_to_lanes(jnp.square(low_H) + (jnp.square(high_H) << 16), jax.lax.add, block)
+        squares = jnp.square(codes.astype(jnp.int32))
+    else:
+        low_H, high_H = (half.astype(jnp.int32) - 8 for half in (codes & 15, codes >> 4))
+        squares = jnp.square(low_H) + jnp.square(high_H)
+    return reduce_to_lanes(squares.reshape(-1, code_count(codec, block)), jax.lax.add)
 
 
-@partial(jax.jit, static_argnames="codec")
-def _block_squares(rows: jax.Array, scales_B: jax.Array, *, codec: Codec) -> jax.Array:
+@jax.jit
+def _block_squares(rows: jax.Array, scales_B: jax.Array) -> jax.Array:
     """Sum of squares of each block times `_UNIT` squared, float32 [B]."""
-    sums = fold(rows, jax.lax.add)
-    if codec == "int4":
-        sums = jnp.stack([sums & 0xFFFF, sums >> 16]).reshape(-1)
-    return sums.astype(jnp.float32) * jnp.square(scales_B.astype(jnp.float32) * _UNIT)
+    sums_B = fold(rows, jax.lax.add).astype(jnp.float32)
+    return sums_B * jnp.square(scales_B.astype(jnp.float32) * _UNIT)
 
 
-def _vector_norms(grid: Grid, spans: Iterable[tuple[int, Vector]]) -> Norms:
-    """L2 norm of each segment of a float32 vector that is given in parts."""
-    ends_S = np.cumsum(grid.lengths) * grid.block
+def _norms(grid: Grid, parts: Iterable[tuple[int, Vector]], width: int) -> Norms:
+    """L2 norm of each segment of a float32 vector that is given in parts.
+
+    Args:
+        grid: the fragment's.
+        parts: first block of each part, and its values.
+        width: elements that a part has of each of its blocks.
+    """
+    ends_S = np.cumsum(grid.lengths)
     squares_S = np.zeros(len(ends_S))
-    for start, values in spans:
+    for first, values in parts:
         done = 0
         while done < values.size:
-            segment = int(np.searchsorted(ends_S, start + done, side="right"))
-            stop = min(done + CHUNK, values.size, int(ends_S[segment]) - start)
+            segment = int(np.searchsorted(ends_S, first + done // width, side="right"))
+            end = (int(ends_S[segment]) - first) * width
+            stop = min(done + CHUNK, values.size, end)
             squares_S[segment] += _square(values[done:stop])
             done = stop
     return np.sqrt(squares_S)
@@ -226,9 +237,10 @@ def _square(values: Vector) -> float:
 class Accumulator:
     """Sum of coefficient x update over the inputs of a round, added as they arrive.
 
-    It is held as the two halves of each shard's range, as the planes of int4 are, in buffers that
-    each addition donates and gets back: nothing is allocated after the first, and the memory is
-    that of one float32 vector whatever the number of inputs.
+    Of each shard's range it is held as the first halves of all blocks and the second halves, as
+    the low and the high nibbles of int4 are, in buffers that each addition donates and gets back:
+    nothing is allocated after the first, and the memory is that of one float32 vector whatever
+    the number of inputs.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -250,21 +262,17 @@ class Accumulator:
             coefficients_S: of `coefficients` or of the record, bfloat16 [S].
         """
         block = self._grid.block
-        coefficient_B = self._grid.per_block(coefficients_S)
+        whole_B = self._grid.per_block(coefficients_S)
         parts = zip(self._grid.ranges, shards, strict=True)
         for index, ((start, stop), (scales, codes)) in enumerate(parts):
-            middle = (start + stop) // 2
-            low_B = coefficient_B[start // block : middle // block]
-            high_B = coefficient_B[middle // block : stop // block]
-            if codec == "float32":
-                addends = _products(codes, coefficient_B[start // block : stop // block])
+            coefficient_B = whole_B[start // block : stop // block]
+            addends = _products(codes, coefficient_B) if codec == "float32" else codes
             self._halves[index] = _add(
                 *self._halves[index],
                 self.inputs > 0,
                 scales,
-                addends if codec == "float32" else codes,
-                low_B,
-                high_B,
+                addends,
+                coefficient_B,
                 codec=codec,
                 block=block,
             )
@@ -276,11 +284,25 @@ class Accumulator:
         """Empty the sum for another round; the buffers are kept."""
         self.inputs = 0
 
-    def spans(self) -> Iterator[tuple[int, Vector]]:
-        """The sum in contiguous parts: first element and read-only float32 values of each."""
-        for (start, stop), (low_H, high_H) in zip(self._grid.ranges, self._halves, strict=True):
-            yield start, np.asarray(low_H)
-            yield (start + stop) // 2, np.asarray(high_H)
+    def halves(self) -> Iterator[tuple[int, Vector]]:
+        """The sum as it is held: first block of each range and halves of its blocks, read-only."""
+        for (start, _), pair in zip(self._grid.ranges, self._halves, strict=True):
+            for half_H in pair:
+                yield start // self._grid.block, np.asarray(half_H)
+
+    def read(self, start: int, out: Vector) -> None:
+        """Put the sum of whole blocks from element `start` on into `out`, in vector order."""
+        # NumPy copies half a block that is one item at once, and faster than its elements.
+        item = np.dtype((np.void, out.itemsize * self._grid.block // 2))
+        length, done = self._grid.ranges[0][1], 0
+        while done < out.size:
+            index, offset = divmod(start + done, length)
+            count = min(out.size - done, length - offset)
+            pairs = out[done : done + count].view(item).reshape(-1, 2)
+            for half, half_H in enumerate(self._halves[index]):
+                part = np.asarray(half_H)[offset // 2 : (offset + count) // 2]
+                pairs[:, half] = part.view(item)
+            done += count
 
 
 @partial(jax.jit, static_argnames=("codec", "block"), donate_argnames=("low_H", "high_H"))
@@ -290,34 +312,29 @@ def _add(
     keep: jax.Array,
     scales_B: jax.Array,
     codes: jax.Array,
-    coefficient_low: jax.Array,
-    coefficient_high: jax.Array,
+    coefficient_B: jax.Array,
     *,
     codec: Codec,
     block: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Both halves of a range plus an input's; in place of them unless `keep`."""
-    half, blocks = low_H.shape[0], low_H.shape[0] // block
+    """Both halves of a range's blocks plus an input's; in place of them unless `keep`."""
+    half = block // 2
     if codec == "int4":
-        parts = ((codes & 15).astype(jnp.int32) - 8, (codes >> 4).astype(jnp.int32) - 8)
+        pair = ((codes & 15).astype(jnp.int32) - 8, (codes >> 4).astype(jnp.int32) - 8)
     else:
-        parts = (codes[:half], codes[half:])
+        codes_Bx2xh = codes.reshape(-1, 2, half)
+        pair = (codes_Bx2xh[:, 0], codes_Bx2xh[:, 1])
+    if codec in GREATEST_CODE:
+        coefficient_B = scales_B.astype(jnp.float32) * coefficient_B
 
-    def plus(
-        sum_H: jax.Array, codes_H: jax.Array, rows: slice, coefficient: jax.Array
-    ) -> jax.Array:
+    def plus(sum_H: jax.Array, codes: jax.Array) -> jax.Array:
         kept_H = jnp.where(keep, sum_H, np.float32(0))
-        if codec == "float32":
-            return kept_H + codes_H
-        if codec in GREATEST_CODE:
-            coefficient = scales_B[rows].astype(jnp.float32) * coefficient
-        values_Bxb = codes_H.astype(jnp.float32).reshape(-1, block) * coefficient[:, None]
-        return kept_H + values_Bxb.reshape(-1)
+        values_Bxh = codes.astype(jnp.float32).reshape(-1, half)
+        if codec != "float32":
+            values_Bxh *= coefficient_B[:, None]
+        return kept_H + values_Bxh.reshape(-1)
 
-    return (
-        plus(low_H, parts[0], slice(0, blocks), coefficient_low),
-        plus(high_H, parts[1], slice(blocks, 2 * blocks), coefficient_high),
-    )
+    return plus(low_H, pair[0]), plus(high_H, pair[1])
 
 
 @jax.jit

@@ -1,6 +1,6 @@
 """The outer step: pure functions of arrays, the same bits everywhere.
 
-Shapes: N elements of a fragment's vector, H = N / 2, B = N / block blocks.
+Shapes: N elements of a fragment's vector, B = N / block blocks.
 
 `close_round` takes what a round has summed (`merge.py`), forms the outer gradient as it goes,
 moves the master parameters by an outer optimizer, and the view after them by a quantized delta.
@@ -37,22 +37,21 @@ from common.quantize import (
 State = dict[str, npt.NDArray[Any]]
 OuterName = Literal["sgd", "momentum", "nesterov", "delayed_nesterov"]
 
-# Elements of each half that are quantized at a time.
-SLAB: Final = 1 << 19
+# Elements that are quantized at a time.
+SLAB: Final = 1 << 20
 WORKERS: Final = 2
 
 
 class Gradient(NamedTuple):
-    """A merged outer gradient that is formed as it is read: span x factor.
+    """A merged outer gradient that is formed as it is read: sum x factor.
 
     Attributes:
-        spans: first element and float32 values of contiguous parts that cover the vector; their
-            lengths are multiples of `block`.
+        read: puts the sum from an element on into a buffer; asked for whole blocks only.
         factors: float32 [B], or None for ones.
         block: elements that share a factor.
     """
 
-    spans: tuple[tuple[int, Vector], ...]
+    read: Callable[[int, Vector], None]
     factors: Vector | None = None
     block: int = 1
 
@@ -140,7 +139,8 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
                 carried=np.float32(applied * momentum),
             )
         vectors = {slot: state[slot] for slot in slots}
-        _share_out(partial(_step, rule, constants, theta_N, gradient, vectors), _chunks(gradient))
+        work = partial(_step, rule, constants, theta_N, gradient, vectors)
+        _share_out(work, range(0, theta_N.size, CHUNK))
 
     return OuterOptimizer(init, update)
 
@@ -199,14 +199,6 @@ _RULES: Final[dict[OuterName, tuple[tuple[str, ...], _Rule]]] = {
 }
 
 
-def _chunks(gradient: Gradient) -> list[tuple[int, Vector]]:
-    return [
-        (start + offset, values[offset : offset + CHUNK])
-        for start, values in gradient.spans
-        for offset in range(0, values.size, CHUNK)
-    ]
-
-
 def _share_out(work: Callable[[Sequence[Any]], None], items: Sequence[Any]) -> None:
     """Have `work` done on all items by a few threads, in parts of neighbours."""
     # Several parts for each thread, so that one that is held up does not hold up the end.
@@ -222,29 +214,29 @@ def _step(
     theta_N: Vector,
     gradient: Gradient,
     slots: dict[str, Vector],
-    chunks: Sequence[tuple[int, Vector]],
+    starts: Sequence[int],
 ) -> None:
     """One outer step of some chunks: each vector is read from memory once."""
     scratch = np.empty((2, CHUNK), np.float32)
-    for start, values in chunks:
-        here = slice(start, start + values.size)
-        g, spare = scratch[:, : values.size]
-        _scaled(values, start, gradient, out=g)
+    for start in starts:
+        here = slice(start, min(start + CHUNK, theta_N.size))
+        g, spare = scratch[:, : here.stop - start]
+        gradient.read(start, g)
+        _scale(g, here, gradient)
         rule(constants, theta_N[here], g, {name: slot[here] for name, slot in slots.items()}, spare)
 
 
-def _scaled(values: Vector, start: int, gradient: Gradient, *, out: Vector) -> None:
-    """Values times their blocks' factors."""
+def _scale(g: Vector, here: slice, gradient: Gradient) -> None:
+    """Multiply a part of the sum by its blocks' factors."""
     if gradient.factors is None:
-        out[:] = values
         return
     block = gradient.block
-    factors_B = gradient.factors[start // block : (start + values.size) // block]
+    factors_B = gradient.factors[here.start // block : here.stop // block]
     if (factors_B == factors_B[0]).all():
-        np.multiply(values, factors_B[0], out=out)
+        g *= factors_B[0]
     else:
-        rows = values.reshape(-1, block)
-        np.multiply(rows, factors_B[:, None], out=out.reshape(rows.shape))
+        rows = g.reshape(-1, block)
+        rows *= factors_B[:, None]
 
 
 def participation(learning_rate: float, momentum: float, share: float) -> tuple[float, float]:
@@ -289,7 +281,7 @@ def close_round(
         The version delta: what learners add to their view, one shard over the whole vector. What
         its quantization lost is still in theta - view, and goes out with later versions.
     """
-    gradient = Gradient(tuple(accumulator.spans()), grid.per_block(factors_S), grid.block)
+    gradient = Gradient(accumulator.read, grid.per_block(factors_S), grid.block)
     optimizer.update(theta_N, gradient, state, learning_rate=learning_rate, momentum=momentum)
     return advance_view(theta_N, view_N, delta_codec, grid.block)
 
@@ -297,16 +289,15 @@ def close_round(
 def advance_view(theta_N: Vector, view_N: Vector, codec: Codec, block: int) -> Encoded:
     """Quantize theta - view and add what that gives to the view, in place.
 
-    It is done in slabs of the two halves, which stay in cache and need one compiled shape.
+    It is done in slabs, which stay in cache and need one compiled shape.
     """
-    half = view_N.size // 2
     delta = Encoded(
         np.empty(scale_count(codec, view_N.size, block), ml_dtypes.bfloat16),
         np.empty(code_count(codec, view_N.size), code_dtype(codec)),
     )
-    slab = min(SLAB, half)
+    slab = min(SLAB, view_N.size)
     work = partial(_advance_slabs, theta_N, view_N, delta, codec, block, slab)
-    _share_out(work, range(0, half, slab))
+    _share_out(work, range(0, view_N.size, slab))
     return delta
 
 
@@ -319,43 +310,34 @@ def _advance_slabs(
     slab: int,
     starts: Sequence[int],
 ) -> None:
-    half = view_N.size // 2
-    theta_2xH, view_2xH = theta_N.reshape(2, half), view_N.reshape(2, half)
-    difference_2xs = aligned_zeros(2 * slab).reshape(2, slab)
+    difference = aligned_zeros(slab)
     for start in starts:
-        length = min(slab, half - start)
-        here = slice(start, start + length)
-        np.subtract(theta_2xH[:, here], view_2xH[:, here], out=difference_2xs[:, :length])
-        difference_2xs[:, length:] = 0
-        encoded = encode(codec, difference_2xs.reshape(-1), block)
-        step_2xs = np.asarray(decode(codec, encoded, block)).reshape(2, slab)
-        view_2xH[:, here] += step_2xs[:, :length]
-        for whole, part in zip(_part(delta, here, half, block), encoded, strict=True):
-            whole[:] = np.asarray(part).reshape(len(whole), -1)[:, : whole.shape[1]]
+        here = slice(start, min(start + slab, view_N.size))
+        length = here.stop - start
+        np.subtract(theta_N[here], view_N[here], out=difference[:length])
+        difference[length:] = 0
+        encoded = encode(codec, difference, block)
+        view_N[here] += np.asarray(decode(codec, encoded, block))[:length]
+        for whole, part in zip(_part(codec, delta, here, block), encoded, strict=True):
+            whole[:] = np.asarray(part)[: whole.size]
 
 
 def apply_delta(codec: Codec, view_N: Vector, delta: Encoded, block: int) -> None:
     """Add a version delta to a view in place, bit for bit as learners do (`learner/delta.py`)."""
     work = partial(_apply_slabs, view_N, delta, codec, block)
-    _share_out(work, range(0, view_N.size // 2, CHUNK))
+    _share_out(work, range(0, view_N.size, CHUNK))
 
 
 def _apply_slabs(
     view_N: Vector, delta: Encoded, codec: Codec, block: int, starts: Sequence[int]
 ) -> None:
-    half = view_N.size // 2
-    view_2xH = view_N.reshape(2, half)
     for start in starts:
-        here = slice(start, min(start + CHUNK, half))
-        part = Encoded(*(planes.reshape(-1) for planes in _part(delta, here, half, block)))
-        view_2xH[:, here] += decode_numpy(codec, part, block).reshape(2, -1)
+        here = slice(start, min(start + CHUNK, view_N.size))
+        view_N[here] += decode_numpy(codec, _part(codec, delta, here, block), block)
 
 
-def _part(delta: Encoded, here: slice, half: int, block: int) -> Encoded:
-    """Views of what a delta holds of the same elements of both halves.
-
-    Scales [2, part of the blocks]; codes [1, part of the half] for int4 and [2, ...] for others.
-    """
-    blocks = slice(here.start // block, here.stop // block)
-    scales, codes = np.asarray(delta.scales), np.asarray(delta.codes)
-    return Encoded(scales.reshape(2, -1)[:, blocks], codes.reshape(-1, half)[:, here])
+def _part(codec: Codec, delta: Encoded, here: slice, block: int) -> Encoded:
+    """Views of what a delta holds of some blocks."""
+    scales = slice(scale_count(codec, here.start, block), scale_count(codec, here.stop, block))
+    codes = slice(code_count(codec, here.start), code_count(codec, here.stop))
+    return Encoded(np.asarray(delta.scales)[scales], np.asarray(delta.codes)[codes])

@@ -6,9 +6,7 @@ digest travels with every message, so that programs that do not agree notice.
 
 A fragment is one float32 vector. It is the concatenation of *segments*; a segment is the unit
 over which a norm is taken (a tensor, or one layer of a layer-stacked tensor), is padded with
-zeros to a whole number of quantization blocks, and so never shares a block with another. The
-vector is padded to a whole number of block pairs, because 4-bit codes keep its two halves in the
-low and the high nibbles (`quantize.py`).
+zeros to a whole number of quantization blocks, and so never shares a block with another.
 
 Balanced tensor fragmentation: Decoupled DiLoCo (arXiv 2604.21428), App. C.
 """
@@ -101,7 +99,7 @@ class Fragment:
     """One fragment: its pieces in order, and the length of its vector in elements.
 
     Attributes:
-        size: length of the vector, a multiple of two blocks.
+        size: length of the vector, the sum of its pieces' strides; a multiple of a block.
         elements: parameters it holds; `size` less the padding.
     """
 
@@ -334,7 +332,7 @@ def _place(index: int, cuts: list[_Cut], block: int) -> Fragment:
     return Fragment(
         index=index,
         pieces=tuple(pieces),
-        size=_round_up(offset, 2 * block),
+        size=offset,
         elements=sum(cut.size for cut in cuts),
     )
 

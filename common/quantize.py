@@ -1,6 +1,6 @@
-"""Blockwise quantization: float32 vectors to codes and back, the same bits on every machine.
+"""Blockwise quantization: float32 arrays to codes and back, the same bits on every machine.
 
-Shapes: N elements, H = N / 2, B = N / block blocks.
+Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an array of blocks.
 
 A block of elements shares one bfloat16 scale within [2^-64, 2^40]; a value is code x scale. The
 product of a code (7 bits) and a scale (8 bits) is exact in float32, and stays exact when a
@@ -9,14 +9,19 @@ bits everywhere"). What is smaller than half the least scale is sent as zero by 
 that adding a decoded vector to a normal one never gives a denormal number, which some machines
 flush and others keep.
 
-    codec     codes                                           scale of a block
-    int4      uint8 [H]: code + 8 in -7..7, two a byte        absmax / 7
-    int8      int8 [N]: -127..127                             absmax / 127
-    bfloat16  bfloat16 [N]: the rounded values                none
-    float32   float32 [N]: the values                         none
+    codec     codes of a block of b elements                  its scale
+    int4      uint8 [b / 2]: code + 8 in -7..7, two a byte    absmax / 7
+    int8      int8 [b]: -127..127                             absmax / 127
+    bfloat16  bfloat16 [b]: the rounded values                none
+    float32   float32 [b]: the values                         none
 
-Two planes: byte j of int4 holds element j in its low nibble and element j + H in its high nibble,
-so that each half of the vector is contiguous for whoever adds to it.
+Byte j of a block's int4 codes holds its element j in the low and its element j + b / 2 in the high
+nibble. So a block stands by itself: codes of any blocks can be cut out, put in another order and
+put together by copying bytes; and what adds to a vector finds neighbours in neighbouring bytes.
+
+There are two forms of everything. Vectors are [N], their codes flat: what objects hold. Arrays of
+blocks are [*G, block] with scales [*G] and codes [*G, items], for arrays that are sharded over
+devices: no axis of G is ever merged or split, so each device encodes its own blocks in place.
 
 Scales are rounded to nearest. absmax / scale is then within 1 +- 2^-8 of 7 or 127, which rounds
 to 7 or 127: no code leaves its range, the error of a value is at most half a scale, and encoding
@@ -62,11 +67,11 @@ Combine = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Encoded(NamedTuple):
-    """A quantized vector, in JAX or NumPy arrays.
+    """A quantized vector or array of blocks, in JAX or NumPy arrays.
 
     Attributes:
-        scales: bfloat16 [B]; [0] for the float codecs.
-        codes: uint8 [H] (int4), int8 [N], bfloat16 [N] or float32 [N].
+        scales: bfloat16 [B], [0] for the float codecs; of blocks [*G], and [*G, 0].
+        codes: items of `code_dtype`, [`code_count`]; of blocks [*G, items of a block].
     """
 
     scales: Any
@@ -95,33 +100,53 @@ def encoded_bytes(codec: Codec, size: int, block: int) -> int:
 
 
 def encode(codec: Codec, values_N: Array, block: int) -> Encoded:
-    """Quantize a vector, in three compiled kernels that follow each other on the device.
+    """Quantize a vector, in a few compiled kernels that follow each other on the device.
 
     Args:
         codec: one of `CODECS`.
-        values_N: float32 [N], N a multiple of two blocks.
+        values_N: float32 [N], N a multiple of a block.
         block: elements that share one scale, a power of two of at least 16.
     """
-    return _encode(codec, values_N, None, block)
+    return _flat(_encode(codec, (values_N,), (None,), block)[0])
 
 
 def encode_difference(codec: Codec, new_N: Array, old_N: Array, block: int) -> Encoded:
     """Same as `encode(codec, new_N - old_N, block)`; the difference is never stored."""
-    return _encode(codec, new_N, old_N, block)
+    return _flat(_encode(codec, (new_N,), (old_N,), block)[0])
+
+
+def encode_blocks(
+    codec: Codec, new: tuple[Array, ...], old: tuple[Array, ...]
+) -> tuple[Encoded, ...]:
+    """Quantize the differences new - old of arrays of blocks, all in the same three kernels.
+
+    Bit for bit as vectors are; nothing is stored but what is returned.
+
+    Args:
+        codec: one of `CODECS`.
+        new: float32 [*G, block] each, G and even the block any of its own.
+        old: of the same shapes.
+    """
+    return _encode(codec, new, old, None)
 
 
 @partial(jax.jit, static_argnames=("codec", "block"))
 def decode(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
     """Values of `encoded`: the exact products of code and scale, float32 [N]."""
+    codes = jnp.asarray(encoded.codes).reshape(-1, code_count(codec, block))
+    return decode_blocks(codec, Encoded(encoded.scales, codes), block).reshape(-1)
+
+
+def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
+    """Values of an array of blocks, float32 [*G, block]; traced into the caller's kernel."""
     codes = jnp.asarray(encoded.codes)
     if codec not in GREATEST_CODE:
         return codes.astype(jnp.float32)
-    scales_B = jnp.asarray(encoded.scales).astype(jnp.float32)
-    if codec == "int8":
-        return (codes.reshape(-1, block) * scales_B[:, None]).reshape(-1)
-    planes_2xH = codes[None, :] >> jnp.asarray([[0], [4]], jnp.uint8)
-    codes_2xBxb = ((planes_2xH & 15).astype(jnp.int32) - 8).reshape(2, -1, block)
-    return (codes_2xBxb.astype(jnp.float32) * scales_B.reshape(2, -1, 1)).reshape(-1)
+    if codec == "int4":
+        # Padding and not concatenation, which XLA on CPU goes through element by element.
+        half = block // 2
+        codes = (_pad(codes & 15, 0, half) | _pad(codes >> 4, half, 0)).astype(jnp.int32) - 8
+    return codes.astype(jnp.float32) * jnp.asarray(encoded.scales).astype(jnp.float32)[..., None]
 
 
 def decode_numpy(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.float32]:
@@ -130,7 +155,9 @@ def decode_numpy(codec: Codec, encoded: Encoded, block: int) -> npt.NDArray[np.f
     if codec not in GREATEST_CODE:
         return codes.astype(np.float32)
     if codec == "int4":
-        codes = np.concatenate([codes & 15, codes >> 4]).astype(np.int8) - np.int8(8)
+        pairs_Bxh = codes.reshape(-1, block // 2)
+        codes = np.concatenate([pairs_Bxh & 15, pairs_Bxh >> 4], axis=1).astype(np.int8)
+        codes -= np.int8(8)
     values_Bxb = codes.reshape(-1, block).astype(np.float32)
     values_Bxb *= np.asarray(encoded.scales).astype(np.float32)[:, None]
     return values_Bxb.reshape(-1)
@@ -153,36 +180,55 @@ def lanes_of(block: int) -> int:
     return min(max(block // 8, 4), 16)
 
 
-def fold(rows_BxL: jax.Array, combine: Combine) -> jax.Array:
-    """Reduce the lanes of each block to one value, [B]; traced into the caller's kernel."""
-    lanes = rows_BxL.shape[1]
+def fold(rows: jax.Array, combine: Combine) -> jax.Array:
+    """Reduce the lanes of each block, [*G, lanes], to one value, [*G]; traced into a kernel."""
+    lanes = rows.shape[-1]
     while lanes > 1:
         lanes //= 2
-        rows_BxL = combine(rows_BxL[:, :lanes], rows_BxL[:, lanes:])
-    return rows_BxL.reshape(-1)
+        rows = combine(rows[..., :lanes], rows[..., lanes:])
+    return rows[..., 0]
 
 
-def reduce_to_lanes(values_N: jax.Array, combine: Combine, block: int) -> jax.Array:
-    """Reduce each block to a few lanes, [B, lanes]; traced into the caller's kernel.
+def reduce_to_lanes(values: jax.Array, combine: Combine) -> jax.Array:
+    """Reduce each block of [*G, block] to a few lanes, [*G, lanes]; traced into a kernel.
 
     `combine` is over integers and leaves zero as it is. XLA on CPU reduces a row of memory one
     element after the other, but several rows to one, and halves of rows, in vectors. The two must
     be kernels of their own: fused into one, or into what uses them, they are slow again.
     """
+    *groups, block = values.shape
     lanes = lanes_of(block)
-    rows_BxRxL = values_N.reshape(-1, block // lanes, lanes)
-    reduced: jax.Array = jax.lax.reduce(rows_BxRxL, np.zeros((), values_N.dtype), combine, (1,))
+    rows = values.reshape(*groups, block // lanes, lanes)
+    axis = (len(groups),)
+    reduced: jax.Array = jax.lax.reduce(rows, np.zeros((), values.dtype), combine, axis)
     return reduced
 
 
-def _encode(codec: Codec, values_N: Array, less_N: Array | None, block: int) -> Encoded:
+# What the kernels below take and give is one item for each array, so that a tuple of arrays costs
+# as many dispatches as one. Arrays are [*G, block], or vectors if the size of a block is given.
+
+
+def _encode(
+    codec: Codec, new: tuple[Array, ...], old: tuple[Array | None, ...], block: int | None
+) -> tuple[Encoded, ...]:
     if codec not in GREATEST_CODE:
-        codes_N = _float_codes(values_N, less_N, codec=codec)
-        return Encoded(jnp.zeros(0, jnp.bfloat16), codes_N)
-    rows_BxL = _magnitudes(values_N, less_N, block=block)
-    scales_B, inverse_B = _scales(rows_BxL, greatest=GREATEST_CODE[codec])
-    pack = _codes_int4 if codec == "int4" else _codes_int8
-    return Encoded(scales_B, pack(values_N, less_N, inverse_B, block=block))
+        found: tuple[Encoded, ...] = _float_codes(new, old, codec=codec)
+        return found
+    rows = _magnitudes(new, old, block=block)
+    scales, inverse = _scales(rows, greatest=GREATEST_CODE[codec])
+    codes = _codes(new, old, inverse, codec=codec, block=block)
+    return tuple(map(Encoded, scales, codes))
+
+
+def _flat(encoded: Encoded) -> Encoded:
+    """With flat codes; as part of the kernel that gives them, this would slow that down twofold."""
+    return encoded._replace(codes=encoded.codes.reshape(-1))
+
+
+def _pad(values: jax.Array, before: int, after: int) -> jax.Array:
+    """Zeros before and after the last axis."""
+    widths = [(0, 0, 0)] * (values.ndim - 1) + [(before, after, 0)]
+    return jax.lax.pad(values, np.zeros((), values.dtype), widths)
 
 
 def _bits_of(values: jax.Array) -> jax.Array:
@@ -193,69 +239,89 @@ def _float_of(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _minus(values_N: jax.Array, less_N: jax.Array | None) -> jax.Array:
-    return values_N if less_N is None else values_N - less_N
+def _differences(
+    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], block: int | None
+) -> list[jax.Array]:
+    """New less old: [*G, block], or vectors cut into blocks if their size is given."""
+    found = [a if b is None else a - b for a, b in zip(new, old, strict=True)]
+    return found if block is None else [values_N.reshape(-1, block) for values_N in found]
 
 
 @partial(jax.jit, static_argnames="codec")
-def _float_codes(values_N: jax.Array, less_N: jax.Array | None, *, codec: Codec) -> jax.Array:
+def _float_codes(
+    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], *, codec: Codec
+) -> tuple[Encoded, ...]:
     """Zero for what is too small, the greatest value for what is too large; NaN and inf stay."""
-    values_N = _minus(values_N, less_N)
     limit = np.float32(GREATEST_VALUE)
-    clipped_N = jnp.where(jnp.isinf(values_N), values_N, jnp.clip(values_N, -limit, limit))
-    small_N = jnp.abs(values_N) < np.float32(LEAST_SCALE)
-    return jnp.where(small_N, np.float32(0), clipped_N).astype(code_dtype(codec))
+    encoded = []
+    for values in _differences(new, old, None):
+        clipped = jnp.where(jnp.isinf(values), values, jnp.clip(values, -limit, limit))
+        small = jnp.abs(values) < np.float32(LEAST_SCALE)
+        codes = jnp.where(small, np.float32(0), clipped).astype(code_dtype(codec))
+        encoded.append(Encoded(jnp.zeros((*values.shape[:-1], 0), jnp.bfloat16), codes))
+    return tuple(encoded)
 
 
 @partial(jax.jit, static_argnames="block")
-def _magnitudes(values_N: jax.Array, less_N: jax.Array | None, *, block: int) -> jax.Array:
-    """Bits of the greatest absolute values in each block, int32 [B, lanes].
+def _magnitudes(
+    new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], *, block: int | None
+) -> tuple[jax.Array, ...]:
+    """Bits of the greatest absolute values in each block, int32 [*G, lanes].
 
     Bits of non-negative floats order as integers do, with infinity and NaN on top, so nothing
     depends on how a machine compares NaN or denormals.
     """
-    bits_N = _bits_of(_minus(values_N, less_N)) & _ABS
-    return reduce_to_lanes(bits_N, jax.lax.max, block)
+    return tuple(
+        reduce_to_lanes(_bits_of(values) & _ABS, jax.lax.max)
+        for values in _differences(new, old, block)
+    )
 
 
 @partial(jax.jit, static_argnames="greatest")
-def _scales(rows_BxL: jax.Array, *, greatest: int) -> tuple[jax.Array, jax.Array]:
-    """Scale of each block, bfloat16 [B], and its reciprocal, float32 [B].
-
-    Rounded in integers: XLA may drop a conversion to bfloat16 and back.
-    """
-    absmax_B = fold(rows_BxL, jax.lax.max)
-    wanted_B = _float_of(absmax_B) * np.float32(1 / greatest)
-    bits_B = _bits_of(jnp.clip(wanted_B, np.float32(LEAST_SCALE), np.float32(GREATEST_SCALE)))
-    bits_B = (bits_B + 0x7FFF + ((bits_B >> 16) & 1)) >> 16
-    bits_B = jnp.where(absmax_B >= _INFINITY, _NAN_SCALE, bits_B)
-    scales_B = jax.lax.bitcast_convert_type(bits_B.astype(jnp.uint16), jnp.bfloat16)
-    return scales_B, 1 / _float_of(bits_B << 16)
+def _scales(
+    rows: tuple[jax.Array, ...], *, greatest: int
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Scales of the blocks, bfloat16 [*G], and their reciprocals, float32 [*G]."""
+    pairs = [_scale(fold(each, jax.lax.max), greatest) for each in rows]
+    return tuple(scales for scales, _ in pairs), tuple(inverse for _, inverse in pairs)
 
 
-@partial(jax.jit, static_argnames="block")
-def _codes_int4(
-    values_N: jax.Array, less_N: jax.Array | None, inverse_B: jax.Array, *, block: int
-) -> jax.Array:
-    """Codes of both halves, low nibbles and high; uint8 [H]."""
-    values_N = _minus(values_N, less_N)
-    half, blocks = values_N.shape[0] // 2, inverse_B.shape[0] // 2
-
-    def rounded(values_H: jax.Array, inverse: jax.Array) -> jax.Array:
-        # The clip also stands between product and sum, so that no machine fuses them.
-        quotients = jnp.clip(values_H.reshape(-1, block) * inverse[:, None], -7, 7)
-        return _bits_of(quotients + _ROUND_INT4) & 15
-
-    low = rounded(values_N[:half], inverse_B[:blocks])
-    high = rounded(values_N[half:], inverse_B[blocks:])
-    return (low | (high << 4)).astype(jnp.uint8).reshape(-1)
+def _scale(absmax: jax.Array, greatest: int) -> tuple[jax.Array, jax.Array]:
+    """Rounded in integers: XLA may drop a conversion to bfloat16 and back."""
+    wanted = _float_of(absmax) * np.float32(1 / greatest)
+    bits = _bits_of(jnp.clip(wanted, np.float32(LEAST_SCALE), np.float32(GREATEST_SCALE)))
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    bits = jnp.where(absmax >= _INFINITY, _NAN_SCALE, bits)
+    scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
+    return scales, 1 / _float_of(bits << 16)
 
 
-@partial(jax.jit, static_argnames="block")
-def _codes_int8(
-    values_N: jax.Array, less_N: jax.Array | None, inverse_B: jax.Array, *, block: int
-) -> jax.Array:
-    """Codes, int8 [N]; 0 for NaN, whose block has no valid scale anyway."""
-    quotients = _minus(values_N, less_N).reshape(-1, block) * inverse_B[:, None]
+@partial(jax.jit, static_argnames=("codec", "block"))
+def _codes(
+    new: tuple[jax.Array, ...],
+    old: tuple[jax.Array | None, ...],
+    inverse: tuple[jax.Array, ...],
+    *,
+    codec: Codec,
+    block: int | None,
+) -> tuple[jax.Array, ...]:
+    """Codes of the integer codecs, [*G, items]."""
+    pack = _codes_int4 if codec == "int4" else _codes_int8
+    return tuple(
+        pack(values * each[..., None])
+        for values, each in zip(_differences(new, old, block), inverse, strict=True)
+    )
+
+
+def _codes_int4(quotients: jax.Array) -> jax.Array:
+    """Both halves of each block, in low nibbles and high; uint8 [*G, block / 2]."""
+    # The clip also stands between product and sum, so that no machine fuses them.
+    codes = _bits_of(jnp.clip(quotients, -7, 7) + _ROUND_INT4) & 15
+    half = quotients.shape[-1] // 2
+    return (codes[..., :half] | (codes[..., half:] << 4)).astype(jnp.uint8)
+
+
+def _codes_int8(quotients: jax.Array) -> jax.Array:
+    """Rounded, int8 [*G, block]; 0 for NaN, whose block has no valid scale anyway."""
     finite = jnp.where(jnp.isnan(quotients), np.float32(0), jnp.clip(quotients, -127, 127))
-    return jnp.rint(finite).astype(jnp.int8).reshape(-1)
+    return jnp.rint(finite).astype(jnp.int8)

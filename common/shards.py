@@ -1,12 +1,11 @@
 """The bytes of one object: part of a quantized vector, self-describing and checked when read.
 
-A shard covers the elements [start, stop) of a fragment's vector, both multiples of two blocks. It
-is encoded by itself: an int4 shard has its own two planes, elements [start, middle) in the low
-and [middle, stop) in the high nibbles, so no reader needs another shard. Cut the vector first
-and encode each part; that costs nothing, whereas cutting codes would move every nibble.
+A shard covers the elements [start, stop) of a fragment's vector, both multiples of a block. Blocks
+stand by themselves (`quantize.py`), so no reader needs another shard, and it is the same whether
+the vector is cut before it is encoded or its scales and codes after.
 
     offset  size  field (little endian)
-    0       4     magic "DLS1"
+    0       4     magic "DLS2"
     4       1     codec: 1 float32, 2 bfloat16, 3 int8, 4 int4
     5       1     zero
     6       2     block: elements that share a scale
@@ -41,7 +40,7 @@ from common.quantize import (
 )
 
 HEADER: Final = struct.Struct("<4sBBHQ")
-MAGIC: Final = b"DLS1"
+MAGIC: Final = b"DLS2"
 _CODEC_IDS: Final[dict[Codec, int]] = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 # Elements of a chunk that the checks look at, so that their temporaries stay in cache.
 _CHUNK: Final = 1 << 18
@@ -56,9 +55,9 @@ def shard_ranges(size: int, block: int, shard_elements: int) -> list[tuple[int, 
     """Cut a vector of `size` elements into [start, stop) ranges of at most `shard_elements`.
 
     All but the last are equally long, so that one compiled kernel serves them; a range is at
-    least two blocks.
+    least one block.
     """
-    length = max(shard_elements // (2 * block), 1) * 2 * block
+    length = max(shard_elements // block, 1) * block
     return [(start, min(start + length, size)) for start in range(0, size, length)]
 
 

@@ -102,7 +102,7 @@ async def lie_in_shards(mallory: Mallory, bus: Bus) -> None:
         "checksum-2": (swapped, False),
         "bad_code": (bytes(no_code), True),
         "bad_magic": (magic, True),
-        "codec_mismatch": (HEADER.pack(b"DLS1", 3, 0, block, 7) + good[HEADER.size :], True),
+        "codec_mismatch": (HEADER.pack(b"DLS2", 3, 0, block, 7) + good[HEADER.size :], True),
     }
     for number, (name, (data, own_checksum)) in enumerate(tricks.items()):
         learner = f"shards-{number}"

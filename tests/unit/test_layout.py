@@ -96,7 +96,7 @@ def test_segments_share_no_block(model, count, block, given_hints):
     if layout is None:
         return
     for fragment in layout.fragments:
-        assert fragment.size % (2 * block) == 0
+        assert fragment.size == sum(piece.stride for piece in fragment.pieces)
         segments = fragment.segment_of_block(block)
         assert segments.shape == (fragment.size // block,)
         starts = fragment.segment_blocks(block)
@@ -123,7 +123,7 @@ def test_a_segment_is_a_layer_where_the_task_says_so():
     (piece,) = layout.fragments[0].pieces
     assert (piece.groups, piece.group_size, piece.group_stride) == (3, 40, 48)
     assert layout.fragments[0].segment_rules() == ("average",) * 3
-    assert layout.fragments[0].size == 160  # 144 made a multiple of two blocks
+    assert layout.fragments[0].size == 3 * 48
 
 
 @settings(max_examples=150, deadline=None)
@@ -226,7 +226,7 @@ def test_the_digest_is_the_same_for_ever():
     assert make_layout(BASE, fragments=2, block=16).digest == DIGEST
 
 
-DIGEST = "4216c2687f31d5592f89f116f2369194"
+DIGEST = "9983741835d6c44e8e0e28211cf83947"
 
 
 @pytest.mark.parametrize(

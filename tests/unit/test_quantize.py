@@ -19,8 +19,10 @@ from common.quantize import (
     code_count,
     code_dtype,
     decode,
+    decode_blocks,
     decode_numpy,
     encode,
+    encode_blocks,
     encode_difference,
     encoded_bytes,
     scale_count,
@@ -63,12 +65,10 @@ def reference(codec: str, values: np.ndarray, block: int) -> Encoded:
     scales = scales.astype(ml_dtypes.bfloat16)
     inverse = np.float32(1) / scales.astype(np.float32)
     codes = np.rint(np.clip(rows * inverse[:, None], -greatest, greatest)).astype(np.int8)
-    codes = codes.reshape(-1)
     if codec == "int4":
         biased = (codes + 8).astype(np.uint8)
-        half = biased.size // 2
-        codes = biased[:half] | (biased[half:] << 4)
-    return Encoded(scales, codes)
+        codes = biased[:, : block // 2] | (biased[:, block // 2 :] << 4)
+    return Encoded(scales, codes.reshape(-1))
 
 
 def bits(encoded: Encoded) -> tuple[bytes, bytes]:
@@ -124,6 +124,40 @@ def test_the_difference_is_encoded_as_if_it_had_been_stored(data, codec, block):
     assert bits(encode_difference(codec, new, old, block)) == bits(encode(codec, new - old, block))
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.data(), codecs, st.sampled_from([(6,), (3, 2), (1, 6, 1), (2, 1, 3), (0,)]))
+def test_arrays_of_blocks_are_encoded_and_decoded_as_vectors_are(data, codec, groups):
+    """Two arrays at once, of blocks of different sizes."""
+    new, old = [], []
+    for block in (16, 64):
+        shape = (*groups, block)
+        new.append(data.draw(vectors(block))[: np.prod(shape)].reshape(shape))
+        old.append(data.draw(vectors(block))[: np.prod(shape)].reshape(shape))
+    decoder = jax.jit(decode_blocks, static_argnums=(0, 2))
+    encoded = encode_blocks(codec, tuple(new), tuple(old))
+    for block, one, a, b in zip((16, 64), encoded, new, old, strict=True):
+        expected = reference(codec, (a - b).reshape(-1), block)
+        assert bits(one) == bits(expected)
+        assert one.codes.shape == (*groups, code_count(codec, block))
+        assert one.scales.shape == ((*groups, 0) if codec not in INTEGER else groups)
+        values = decoder(codec, one, block)
+        assert values.shape == a.shape
+        assert np.asarray(values).tobytes() == decode_numpy(codec, expected, block).tobytes()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), codecs, blocks, st.permutations(range(6)), st.integers(1, 6))
+def test_blocks_are_cut_out_and_put_together_by_copying_bytes(data, codec, block, order, count):
+    values, chosen = data.draw(vectors(block)), list(order[:count])
+    whole = encode(codec, values, block)
+    codes = np.asarray(whole.codes).reshape(6, -1)[chosen]
+    scales = np.asarray(whole.scales).reshape(6, -1)[chosen]
+    assert bits(encode(codec, values.reshape(6, -1)[chosen].reshape(-1), block)) == (
+        scales.tobytes(),
+        codes.tobytes(),
+    )
+
+
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_sizes(codec, block):
@@ -137,12 +171,12 @@ def test_sizes(codec, block):
     assert encoded_bytes(codec, size, block) == scales.nbytes + codes.nbytes
 
 
-def test_int4_keeps_the_halves_of_a_vector_in_two_planes():
+def test_int4_keeps_the_halves_of_a_block_in_the_nibbles_of_its_bytes():
     values = np.zeros(64, np.float32)
-    values[3], values[32 + 3] = 7, -7
+    values[16 + 3], values[16 + 8 + 3] = 7, -7
     codes = np.asarray(encode("int4", values, 16).codes)
-    assert codes[3] == (7 + 8) | (-7 + 8) << 4
-    assert set(np.delete(codes, 3)) == {8 | 8 << 4}
+    assert codes[8 + 3] == (7 + 8) | (-7 + 8) << 4
+    assert set(np.delete(codes, 8 + 3)) == {8 | 8 << 4}
 
 
 @pytest.mark.parametrize("codec", CODECS)
