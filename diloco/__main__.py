@@ -563,6 +563,132 @@ def sample(
     asyncio.run(run_sample(run, prompt, length=length, temperature=temperature, seed=seed))
 
 
+@app.command()
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="TOML file of the run [default: options alone]"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="a key of the run, such as sync.interval_steps=48; may be repeated",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option(help="of the model, such as 5B [default: of the file's task, else 5B]"),
+    ] = None,
+    learners: Annotated[int, typer.Option(help="how many, one a site", min=1, max=4096)] = 8,
+    chips: Annotated[
+        str | None,
+        typer.Option(help="of all, or a list with one for each learner [default: one each]"),
+    ] = None,
+    step_s: Annotated[
+        str, typer.Option(help="seconds of an inner step; one, or a list as long as learners")
+    ] = "1",
+    step_tokens: Annotated[
+        str | None,
+        typer.Option(help="tokens of a learner's step; one, or a list [default: of the task]"),
+    ] = None,
+    gbit: Annotated[
+        str | None,
+        typer.Option(help="Gbit/s of a learner's link; one, or a list [default: no limit]"),
+    ] = None,
+    rtt_ms: Annotated[str, typer.Option(help="round trip of that link; one, or a list")] = "10",
+    aggregator_gbit: Annotated[
+        float, typer.Option(help="of the aggregator's link to the store", min=0.001)
+    ] = 10.0,
+    mtbi: Annotated[
+        str, typer.Option(help="mean time between two failures of a chip, or never")
+    ] = "1y",
+    slice_chips: Annotated[
+        int, typer.Option(help="chips that go when one of them fails", min=1)
+    ] = 128,
+    return_time: Annotated[
+        str, typer.Option("--return", help="mean time until a failed slice is back")
+    ] = "20m",
+    fixed_return: Annotated[
+        bool, typer.Option("--fixed-return", help="it is always that time, not a random one")
+    ] = False,
+    hold_s: Annotated[
+        float, typer.Option(help="a slice that is back waits so long for others", min=0)
+    ] = 30.0,
+    reconfigure_s: Annotated[
+        float, typer.Option(help="an elastic job stands so long when slices come or go", min=0)
+    ] = 15.0,
+    restart_s: Annotated[
+        float, typer.Option(help="a job that lost everything needs so long to start", min=0)
+    ] = 75.0,
+    checkpoint_every_s: Annotated[
+        float,
+        typer.Option(help="data-parallel's; 0: it loses the step under way alone", min=0),
+    ] = 0.0,
+    spares: Annotated[
+        bool, typer.Option(help="a spare slice is at hand for data-parallel without elasticity")
+    ] = True,
+    rigid: Annotated[
+        bool, typer.Option("--rigid", help="a learner stops whole when one of its slices fails")
+    ] = False,
+    gradient_bits: Annotated[
+        int, typer.Option(help="of an element of data-parallel's gradient", min=1, max=64)
+    ] = 16,
+    hidden: Annotated[
+        float,
+        typer.Option(help="share of a step that hides data-parallel's exchange", min=0, max=1),
+    ] = 2 / 3,
+    tokens: Annotated[
+        str | None, typer.Option(help="the budget, such as 1T [default: of the file]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the simulated failures", min=0)] = 0,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="picture over the number of learners", metavar="FILE")
+    ] = None,
+) -> None:
+    """Tell what to expect of a fleet: goodput, traffic, links, the aggregator's needs, time.
+
+    Data-parallel training on the same fleet stands beside it, with and without elasticity. Times
+    are given as 300s, 20m, 6h, 90d or 1y, numbers as 5000, 1.2M or 5B. docs/plan.md says what is
+    simulated and what the constants are.
+    """
+    log.configure("error")
+    from diloco.plan_command import PlanOptions, run_plan
+
+    run_plan(
+        PlanOptions(
+            config=config,
+            settings=tuple(settings or ()),
+            parameters=parameters,
+            learners=learners,
+            chips=chips,
+            step_s=step_s,
+            step_tokens=step_tokens,
+            gbit=gbit,
+            rtt_ms=rtt_ms,
+            aggregator_gbit=aggregator_gbit,
+            mtbi=mtbi,
+            slice_chips=slice_chips,
+            return_time=return_time,
+            fixed_return=fixed_return,
+            hold_s=hold_s,
+            reconfigure_s=reconfigure_s,
+            restart_s=restart_s,
+            checkpoint_every_s=checkpoint_every_s,
+            spares=spares,
+            rigid=rigid,
+            gradient_bits=gradient_bits,
+            hidden=hidden,
+            tokens=tokens,
+            seed=seed,
+            json=json,
+            plot=plot,
+        )
+    )
+
+
 def main() -> None:
     """Run the command; our own errors are shown as sentences, bugs keep their trace."""
     try:

@@ -1,0 +1,226 @@
+"""When a job of many slices trains and when it stands still: failures simulated, event by event.
+
+Pure: randomness comes in as a generator. The rules, after Decoupled DiLoCo (arXiv 2604.21428, its
+simulation of failures; docs/plan.md has the constants):
+
+- Each chip fails at random, once in `mtbi_s` on average, and takes its slice out. A slice that is
+  out comes back after a random time, `return_s` on average.
+- An *elastic* job goes on with the slices that it has. It stands still for `reconfigure_s` when
+  some leave or join; whatever fails or returns in this time is part of the same reconfiguration.
+  A slice that is back waits up to `hold_s` for others, so that they join at once.
+- A *rigid* job trains with all of its slices or not at all. It starts again from its checkpoint.
+- The step under way when a slice fails gives nothing.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outages:
+    """How machines fail and come back; all times in seconds.
+
+    Attributes:
+        mtbi_s: mean time between two interruptions of one chip.
+        slice_chips: chips that go when one of them fails.
+        return_s: mean time until a slice that failed is back.
+        hold_s: how long a slice that is back waits for others before an elastic job takes it in.
+        reconfigure_s: an elastic job stands still so long when slices leave or join.
+        restart_s: a job that has lost everything trains so long after its slices are there.
+        checkpoint_every_s: training time between two checkpoints of a rigid job; 0: a restart
+            loses nothing but the step under way.
+        spares: another slice stands in at once for one that failed in a rigid job.
+        random_return: a slice's return is exponentially distributed; else it takes `return_s`.
+    """
+
+    mtbi_s: float
+    slice_chips: int = 128
+    return_s: float = 1200.0
+    hold_s: float = 30.0
+    reconfigure_s: float = 15.0
+    restart_s: float = 75.0
+    checkpoint_every_s: float = 0.0
+    spares: bool = True
+    random_return: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a job did from 0 to `horizon_s`.
+
+    Attributes:
+        times_s: ascending, the first is 0; from each on the job trains at `shares` of its capacity,
+            0 when it stands still.
+        shares: in [0, 1], one for each time.
+        losses: (time, seconds of training whose work was lost then): restarts from a checkpoint.
+        deaths_s: when the job lost everything it held in memory.
+    """
+
+    horizon_s: float
+    times_s: Column
+    shares: Column
+    losses: tuple[tuple[float, float], ...]
+    deaths_s: tuple[float, ...]
+
+    @property
+    def _lengths_s(self) -> Column:
+        return np.diff(np.append(self.times_s, self.horizon_s))
+
+    @property
+    def uptime(self) -> float:
+        """Share of the time in which it trained."""
+        return float(self._lengths_s[self.shares > 0].sum() / self.horizon_s)
+
+    @property
+    def goodput(self) -> float:
+        """Work that was kept, as a share of what the whole job does without failures."""
+        lost_s = sum(seconds for _, seconds in self.losses)
+        return max(0.0, float(self._lengths_s @ self.shares - lost_s) / self.horizon_s)
+
+
+def always(horizon_s: float) -> Trace:
+    """A job that never fails."""
+    return Trace(horizon_s, np.zeros(1), np.ones(1), (), ())
+
+
+def anyone_up(traces: list[Trace]) -> float:
+    """Share of the time in which at least one of the jobs trains."""
+    times_s = np.concatenate([trace.times_s for trace in traces])
+    changes = np.concatenate(
+        [np.diff((trace.shares > 0).astype(int), prepend=0) for trace in traces]
+    )
+    order = np.argsort(times_s, kind="stable")
+    running = np.cumsum(changes[order])
+    lengths_s = np.diff(np.append(times_s[order], traces[0].horizon_s))
+    return float(lengths_s[running > 0].sum() / traces[0].horizon_s)
+
+
+class _Job(NamedTuple):
+    slices: int
+    failures_per_s: float  # Of one slice.
+    step_s: float
+    horizon_s: float
+
+
+class _Line:
+    """A trace being written."""
+
+    def __init__(self) -> None:
+        self.times_s = [0.0]
+        self.shares = [0.0]
+        self.losses: list[tuple[float, float]] = []
+        self.deaths_s: list[float] = []
+
+    def begin(self, at_s: float, share: float) -> None:
+        self.times_s.append(at_s)
+        self.shares.append(share)
+
+    def stop(self, at_s: float, step_s: float) -> None:
+        """Stand still; what was trained of the step under way is taken back."""
+        trained_s = at_s - self.times_s[-1]
+        self.begin(self.times_s[-1] + trained_s // step_s * step_s, 0.0)
+
+    def trace(self, horizon_s: float) -> Trace:
+        times_s, shares = np.asarray(self.times_s), np.asarray(self.shares)
+        here = times_s < horizon_s
+        losses = tuple(loss for loss in self.losses if loss[0] < horizon_s)
+        deaths_s = tuple(death for death in self.deaths_s if death < horizon_s)
+        return Trace(horizon_s, times_s[here], shares[here], losses, deaths_s)
+
+
+def simulate(
+    outages: Outages,
+    chips: int,
+    horizon_s: float,
+    rng: np.random.Generator,
+    *,
+    elastic: bool,
+    step_s: float = 1.0,
+) -> Trace:
+    """What a job of `chips` chips does until `horizon_s`; all slices are there at the beginning."""
+    slices = max(1, round(chips / outages.slice_chips))
+    job = _Job(slices, chips / slices / outages.mtbi_s, step_s, horizon_s)
+    return (_elastic if elastic else _rigid)(outages, job, rng).trace(horizon_s)
+
+
+def _return_at(outages: Outages, at_s: float, rng: np.random.Generator) -> float:
+    if not outages.random_return:
+        return at_s + outages.return_s
+    return at_s + rng.exponential(outages.return_s)
+
+
+def _elastic(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
+    line = _Line()
+    line.shares[0] = 1.0
+    now_s, up, back = 0.0, job.slices, 0
+    returns: list[float] = []
+    join_s = np.inf
+    while now_s < job.horizon_s:
+        # Training, until a slice fails or those that are back join.
+        fails_s = now_s + rng.exponential(1 / (up * job.failures_per_s))
+        while returns and returns[0] < min(fails_s, join_s):
+            back_s = heapq.heappop(returns)
+            back += 1
+            join_s = min(join_s, max(now_s, back_s) + outages.hold_s)
+        now_s = min(fails_s, join_s)
+        if fails_s <= join_s:
+            line.stop(now_s, job.step_s)
+            up -= 1
+            heapq.heappush(returns, _return_at(outages, now_s, rng))
+        else:
+            line.begin(now_s, 0.0)
+        if up + back == 0:
+            line.deaths_s.append(now_s)
+            ends_s = returns[0] + outages.restart_s
+        else:
+            ends_s = now_s + outages.reconfigure_s
+        up += back
+        # What fails meanwhile is left out of the mesh that is being made.
+        for _ in range(
+            min(up - 1, rng.poisson(up * job.failures_per_s * (ends_s - now_s))) if up else 0
+        ):
+            up -= 1
+            heapq.heappush(returns, _return_at(outages, rng.uniform(now_s, ends_s), rng))
+        while returns and returns[0] <= ends_s:
+            heapq.heappop(returns)
+            up += 1
+        now_s, back, join_s = ends_s, 0, np.inf
+        line.begin(now_s, up / job.slices)
+    return line
+
+
+def _rigid(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
+    line = _Line()
+    line.shares[0] = 1.0
+    now_s = 0.0
+    while now_s < job.horizon_s:
+        began_s = now_s
+        now_s += rng.exponential(1 / (job.slices * job.failures_per_s))
+        line.stop(now_s, job.step_s)
+        line.deaths_s.append(now_s)
+        if outages.checkpoint_every_s:
+            trained_s = line.times_s[-1] - began_s
+            line.losses.append((now_s, trained_s % outages.checkpoint_every_s))
+        now_s = _restarted_at(outages, job, now_s, rng)
+        line.begin(now_s, 1.0)
+    return line
+
+
+def _restarted_at(outages: Outages, job: _Job, failed_s: float, rng: np.random.Generator) -> float:
+    """When a rigid job trains again; without spares what fails before that delays it further."""
+    if outages.spares:
+        return failed_s + outages.restart_s
+    complete_s = _return_at(outages, failed_s, rng)
+    while complete_s < job.horizon_s:
+        again_s = failed_s + rng.exponential(1 / (job.slices * job.failures_per_s))
+        if again_s >= complete_s + outages.restart_s:
+            break
+        failed_s = again_s
+        complete_s = max(complete_s, _return_at(outages, again_s, rng))
+    return complete_s + outages.restart_s

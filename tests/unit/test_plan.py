@@ -1,0 +1,444 @@
+"""The planner: outages, rounds, traffic, and what the command says of them."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from common.config import parse_settings
+from common.errors import ConfigError
+from common.quantize import encoded_bytes
+from diloco import plan, plan_command, plan_outages, plan_rounds, plan_traffic
+from diloco.__main__ import app
+from diloco.plan_command import PlanOptions
+from diloco.plan_outages import Outages
+from diloco.plan_rounds import Worker
+
+YEAR_S = 365.25 * 86400
+
+
+def run_settings(**sections):
+    base = {"run": {"name": "plan", "steps": 1}, "sync": {"fragments": 8, "interval_steps": 24}}
+    merged = {name: {**base.get(name, {}), **keys} for name, keys in sections.items()}
+    return parse_settings(base | merged)
+
+
+# Outages
+
+
+def traced(outages, chips, horizon_s, *, elastic, seed=0, step_s=0.01):
+    rng = np.random.default_rng(seed)
+    return plan_outages.simulate(outages, chips, horizon_s, rng, elastic=elastic, step_s=step_s)
+
+
+def test_a_rigid_job_with_spares_trains_between_restarts():
+    """Renewals: up for MTBI / chips on average, then down for the restart."""
+    outages = Outages(mtbi_s=1e6, slice_chips=10, restart_s=50.0)
+    trace = traced(outages, 10_000, 400_000, elastic=False)
+    assert trace.uptime == pytest.approx(100 / 150, abs=0.02)
+    assert trace.goodput == pytest.approx(trace.uptime)
+
+
+def test_a_rigid_job_without_spares_waits_for_every_slice():
+    outages = Outages(
+        mtbi_s=1000.0, slice_chips=1, restart_s=10.0, return_s=40.0, spares=False,
+        random_return=False,
+    )  # fmt: skip
+    assert traced(outages, 1, 2e6, elastic=False).uptime == pytest.approx(1000 / 1050, abs=0.01)
+    # Four: up for 250 s. What fails while the job is down makes it wait longer.
+    assert 0.75 < traced(outages, 4, 2e6, elastic=False).uptime < 250 / 300
+
+
+def test_a_restart_loses_what_was_trained_since_the_checkpoint():
+    outages = Outages(mtbi_s=1e5, slice_chips=1, restart_s=0.0, checkpoint_every_s=100.0)
+    trace = traced(outages, 100, 2e6, elastic=False)
+    # Failures at random within an interval: half of it is lost, once in a thousand seconds.
+    assert trace.goodput == pytest.approx(1 - 50 / 1000, abs=0.005)
+
+
+def test_an_elastic_job_stands_for_failures_and_for_returns():
+    outages = Outages(mtbi_s=1e6, slice_chips=1, reconfigure_s=20.0, return_s=100.0, hold_s=0.0)
+    trace = traced(outages, 1000, 2e6, elastic=True)
+    assert trace.uptime == pytest.approx(1000 / 1040, abs=0.01)
+    assert trace.goodput == pytest.approx(trace.uptime * (1 - 1e-4), abs=0.002)
+    assert not trace.deaths_s
+
+
+def test_slices_that_wait_for_each_other_stop_the_job_less_often():
+    outages = Outages(mtbi_s=YEAR_S, slice_chips=128, hold_s=0.0)
+    alone = traced(outages, 1_200_000, 1e5, elastic=True).uptime
+    together = traced(replace(outages, hold_s=60.0), 1_200_000, 1e5, elastic=True).uptime
+    assert together > alone + 0.02
+
+
+def test_the_last_slice_takes_the_job_s_memory_with_it():
+    outages = Outages(mtbi_s=1000.0, slice_chips=1, return_s=100.0, restart_s=25.0)
+    trace = traced(outages, 1, 2e6, elastic=True)
+    assert trace.uptime == pytest.approx(1000 / 1125, abs=0.01)
+    assert len(trace.deaths_s) == pytest.approx(2e6 / 1125, rel=0.1)
+
+
+def test_the_step_under_way_gives_nothing():
+    outages = Outages(mtbi_s=1000.0, slice_chips=1, restart_s=0.0)
+    coarse = traced(outages, 100, 1e5, elastic=False, step_s=5.0)
+    # Up for 10 s on average; the mean of whole steps of 5 s in it is 5 / (e^0.5 - 1).
+    assert coarse.uptime == pytest.approx(5 / (math.exp(0.5) - 1) / 10, abs=0.02)
+
+
+def test_somebody_trains_while_not_all_stand():
+    one = plan_outages.Trace(10.0, np.asarray([0.0, 4.0, 6.0]), np.asarray([1.0, 0, 1]), (), ())
+    two = plan_outages.Trace(10.0, np.asarray([0.0, 5.0]), np.asarray([1.0, 0]), (), ())
+    assert plan_outages.anyone_up([one, two]) == pytest.approx(0.9)
+    assert plan_outages.anyone_up([two]) == pytest.approx(0.5)
+
+
+outages_strategy = st.builds(
+    Outages,
+    mtbi_s=st.floats(3e3, 1e7),
+    slice_chips=st.integers(1, 16),
+    return_s=st.floats(1, 3000),
+    hold_s=st.floats(0, 100),
+    reconfigure_s=st.floats(0, 100),
+    restart_s=st.floats(0, 200),
+    checkpoint_every_s=st.sampled_from([0.0, 30.0, 600.0]),
+    spares=st.booleans(),
+    random_return=st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(outages_strategy, st.integers(1, 100), st.booleans(), st.integers(0, 99))
+def test_traces_are_possible_and_repeat(outages, chips, elastic, seed):
+    trace = traced(outages, chips, 20_000.0, elastic=elastic, seed=seed, step_s=1.0)
+    again = traced(outages, chips, 20_000.0, elastic=elastic, seed=seed, step_s=1.0)
+    np.testing.assert_array_equal(trace.times_s, again.times_s)
+    np.testing.assert_array_equal(trace.shares, again.shares)
+    assert (np.diff(trace.times_s) >= 0).all()
+    assert trace.times_s[-1] < trace.horizon_s
+    assert ((trace.shares >= 0) & (trace.shares <= 1)).all()
+    assert 0 <= trace.goodput <= trace.uptime + 1e-9 <= 1 + 2e-9
+
+
+@settings(max_examples=25, deadline=None)
+@given(outages_strategy, st.integers(4, 100), st.booleans(), st.integers(0, 99))
+def test_a_fleet_that_fails_more_does_less(outages, chips, elastic, seed):
+    horizon_s = 200 * outages.mtbi_s / chips
+    often = traced(outages, chips, horizon_s, elastic=elastic, seed=seed)
+    seldom = traced(
+        replace(outages, mtbi_s=8 * outages.mtbi_s),
+        chips,
+        8 * horizon_s,
+        elastic=elastic,
+        seed=seed,
+    )
+    assert seldom.goodput >= often.goodput - 0.05
+
+
+# Rounds
+
+
+def rounds_of(workers, horizon_s=2000.0, close_s=0.05, fetch_s=0.01, seed=0, **sections):
+    return plan_rounds.simulate(
+        run_settings(**sections),
+        workers,
+        close_s=close_s,
+        fetch_s=fetch_s,
+        horizon_s=horizon_s,
+        rng=np.random.default_rng(seed),
+    )
+
+
+def worker(step_s=1.0, trace=None, upload_s=0.1, download_s=0.1, horizon_s=2000.0):
+    return Worker(
+        step_s=step_s,
+        step_tokens=100,
+        upload_s=upload_s,
+        download_s=download_s,
+        trace=trace or plan_outages.always(horizon_s),
+    )
+
+
+def test_equal_learners_make_complete_rounds_every_h_steps():
+    rounds = rounds_of([worker()] * 4)
+    assert rounds.interval_s == pytest.approx(24, rel=0.03)
+    assert rounds.participants == 4
+    assert (rounds.mean_staleness, rounds.late_share, rounds.kept) == (0, 0, 1)
+    assert rounds.reasons == {"complete": rounds.versions}
+    assert rounds.utilization == 1
+
+
+def test_the_fastest_learner_sets_the_pace():
+    rounds = rounds_of([worker(1.0), worker(1.5)])
+    assert rounds.interval_s == pytest.approx(24, rel=0.05)
+    # The slow one sends what it has when a round opens.
+    assert rounds.participants == 2
+    # One step of this one is longer than a round is open: it comes after H steps of its own.
+    slower = rounds_of([worker(1.0), worker(6.0)])
+    assert slower.interval_s == pytest.approx(24, rel=0.05)
+    assert 1.1 < slower.participants < 1.5
+    assert slower.kept == 1
+
+
+def test_without_grace_a_slower_learner_is_late():
+    """The quorum's constants are those of the run's own policy."""
+    late = rounds_of([worker(), worker(upload_s=1.0)], quorum={"grace_fraction": 0.0})
+    waited = rounds_of([worker(), worker(upload_s=1.0)])
+    assert late.late_share > 0.05
+    assert waited.late_share == 0
+    quorum = rounds_of(
+        [worker(), worker(upload_s=1.0)], quorum={"grace_fraction": 0.0, "min_learners": 2}
+    )
+    assert quorum.late_share == 0
+    assert quorum.participants == 2
+
+
+def test_pace_holds_the_rounds_apart():
+    paced = rounds_of([worker(), worker(1.3)])
+    raced = rounds_of([worker(), worker(1.3)], quorum={"pace": 0.0, "grace_fraction": 0.0})
+    assert raced.versions > 1.3 * paced.versions
+
+
+def test_a_learner_that_dies_loses_what_it_had_not_sent():
+    """Half of an interval on average."""
+    outages = Outages(
+        mtbi_s=240.0, slice_chips=1, return_s=20.0, restart_s=5.0, random_return=False
+    )
+    traces = [traced(outages, 1, 40_000.0, elastic=True, seed=seed, step_s=1.0) for seed in (1, 2)]
+    workers = [worker(trace=trace) for trace in traces]
+    rounds = rounds_of(workers, 40_000.0)
+    assert 1 - rounds.kept == pytest.approx(12 / 240, rel=0.25)
+    assert rounds.participants < 2
+
+
+def test_too_stale_updates_are_no_part_of_goodput():
+    slow = worker(1.0, upload_s=60.0)
+    assert rounds_of([worker(), slow], staleness={"maximum": 1}).kept < 0.8
+    assert rounds_of([worker(), slow]).kept == 1
+
+
+def test_overwriting_drops_the_steps_that_were_taken_meanwhile():
+    slow = worker(upload_s=3.0, download_s=2.0)
+    overwritten = rounds_of([slow, slow], sync={"adopt": "overwrite"})
+    # Six of thirty steps: the version comes back at the sixth boundary after the update was sent.
+    assert overwritten.kept == pytest.approx(24 / 30, abs=0.04)
+    assert rounds_of([slow, slow]).kept == 1
+
+
+def test_in_lockstep_learners_wait_for_each_version():
+    workers = [worker(upload_s=3.0, download_s=2.9)] * 2
+    rounds = rounds_of(workers, sync={"mode": "lockstep"}, quorum={"min_learners": 2})
+    assert rounds.utilization == pytest.approx(24 / 30.3, abs=0.03)
+    assert rounds.kept == 1
+
+
+def test_rounds_repeat_by_seed():
+    workers = [worker(), worker(upload_s=1.0)]
+    first, again, other = (
+        rounds_of(workers, seed=seed, quorum={"grace_fraction": 0.0}) for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert first != other
+
+
+# Traffic
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])
+def test_bytes_are_those_of_the_codec(codec):
+    run = run_settings(sync={"codec": codec, "delta_codec": "int4", "fragments": 4})
+    sized = plan_traffic.sizes(run, [1 << 20] * 4)
+    header = 16 * 4
+    assert sized.update_bytes == 4 * encoded_bytes(codec, 1 << 20, 64) + header
+    assert sized.delta_bytes == 4 * encoded_bytes("int4", 1 << 20, 64)
+    assert sized.update_objects == 4
+
+
+def test_large_fragments_are_several_objects():
+    run = run_settings(sync={"shard_elements": 1 << 20, "fragments": 2})
+    assert plan_traffic.sizes(run, [5 << 20, 1 << 20]).update_objects == 6
+
+
+def test_memory_follows_the_outer_optimizer():
+    plain = plan_traffic.sizes(run_settings(), [1 << 20] * 8)
+    heavy = plan_traffic.sizes(run_settings(outer={"optimizer": "delayed_nesterov"}), [1 << 20] * 8)
+    assert heavy.resident_bytes - plain.resident_bytes == 2 * 4 * (8 << 20)
+    assert heavy.snapshot_bytes - plain.snapshot_bytes == 2 * 4 * (8 << 20)
+
+
+def test_a_full_link_delays_every_fragment():
+    sized = plan_traffic.sizes(run_settings(), [1 << 20] * 8)
+    need = plan_traffic.steady_gbit(sized, 24.0)
+    up_s, down_s = plan_traffic.travel_s(sized, 24.0, 2 * need)
+    assert up_s == pytest.approx(24 / 8 / 2, rel=0.01)
+    assert down_s == pytest.approx(up_s, rel=0.01)
+    up_s, down_s = plan_traffic.travel_s(sized, 24.0, need / 3)
+    assert up_s + down_s == pytest.approx(72, rel=0.01)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(0.05, 50), st.floats(0, 0.3), st.floats(0, 1), st.floats(0.3, 0.99))
+def test_a_link_gives_the_utilization_that_it_was_chosen_for(step_s, rtt_s, hidden, utilization):
+    sent = plan_traffic.ring_bits(10**9, 16, 4)
+    gbit = plan_traffic.data_parallel_gbit(step_s, sent, rtt_s, hidden, utilization)
+    if math.isinf(gbit):
+        assert rtt_s >= (hidden + 1 / utilization - 1) * step_s - 1e-9
+    else:
+        took_s = plan_traffic.data_parallel_step_s(step_s, sent, gbit, rtt_s, hidden)
+        assert step_s / took_s == pytest.approx(utilization)
+
+
+def test_the_ring_moves_the_gradient_nearly_twice():
+    assert plan_traffic.ring_bits(10, 16, 1) == 0
+    assert plan_traffic.ring_bits(10, 16, 2) == 160
+    assert plan_traffic.ring_bits(10, 16, 4) == 240
+
+
+# The whole plan
+
+
+def small_plan(learners=4, mtbi_s=YEAR_S, seed=0, chips=100_000, **island):
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
+    fleet = plan.Fleet(
+        islands=(plan.Island(chips=chips, **island),) * learners, outages=Outages(mtbi_s=mtbi_s)
+    )
+    return plan.make_plan(run, fleet, 10**9, sized, tokens=10**6, seed=seed, updates=100)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 9), st.floats(0.05, 20), st.integers(0, 50))
+def test_plans_are_possible_and_repeat(learners, years, seed):
+    made = small_plan(learners, years * YEAR_S, seed)
+    assert made == small_plan(learners, years * YEAR_S, seed)
+    for system in made.systems:
+        assert 0 <= system.goodput <= system.uptime + 1e-9 <= 1 + 2e-9
+        assert 0 < system.utilization <= 1
+    assert 1 <= made.participants <= learners
+    assert 0 <= made.late_share <= 1
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 50))
+def test_fewer_failures_never_make_a_plan_worse(learners, seed):
+    plans = [small_plan(learners, years * YEAR_S, seed) for years in (0.1, 1.0, 10.0)]
+    for worse, better in itertools.pairwise(plans):
+        for bad, good in zip(worse.systems, better.systems, strict=True):
+            assert good.goodput > bad.goodput
+            assert good.days < bad.days
+
+
+def test_a_slow_link_costs_data_parallel_and_not_this_system():
+    """1B parameters over 200 Mbit/s and 50 ms."""
+    _, elastic, decoupled = small_plan(2, gbit=0.2, rtt_s=0.05).systems
+    assert elastic.utilization < 0.02
+    assert decoupled.utilization > 0.99
+    assert decoupled.tokens_per_s > 20 * elastic.tokens_per_s
+
+
+def test_the_slowest_learner_holds_data_parallel_up():
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
+    islands = tuple(plan.Island(step_s=step_s, step_tokens=100) for step_s in (1.0, 1.0, 4.0))
+    made = plan.make_plan(run, plan.Fleet(islands=islands), 10**9, sized, updates=100)
+    rigid, _, decoupled = made.systems
+    assert rigid.tokens_per_s == pytest.approx(75)
+    assert decoupled.tokens_per_s == pytest.approx(225, rel=0.01)
+
+
+def test_the_same_chips_in_more_islands():
+    fleet = plan.Fleet(islands=(plan.Island(chips=1000, step_tokens=600),) * 2)
+    assert plan.divided(fleet, 8).islands == (plan.Island(chips=250, step_tokens=150),) * 8
+
+
+# The command
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_plan_as_json():
+    found = json.loads(
+        invoke(
+            "--json", "--chips", "64k", "--learners", "4", "--parameters", "1B",
+            "--step-tokens", "1M", "--tokens", "1T", "--set", "sync.codec=int8",
+        )
+    )  # fmt: skip
+    assert (found["learners"], found["chips"], found["parameters"]) == (4, 64_000, 10**9)
+    names = [system["name"] for system in found["systems"]]
+    assert names == ["data-parallel", "elastic data-parallel", "this system"]
+    assert found["systems"][2]["days"] == pytest.approx(1e12 / 4e6 / 86400, rel=0.02)
+    assert found["sizes"]["update_bytes"] == pytest.approx(1e9 * (1 + 2 / 64), rel=1e-3)
+    assert {row["utilization"] for row in found["bandwidth"]} == {0.5, 0.75, 0.9, 0.95, 0.99}
+    assert found["cores"] >= 1
+    # What no link can do.
+    assert found["bandwidth"][-1]["lockstep"] is None
+
+
+def test_the_plan_as_tables():
+    text = invoke("--chips", "1.2M", "--learners", "2", "--mtbi", "1y", "--gbit", "10")
+    for word in ("1,200,000 chips", "goodput", "elastic", "Gbit/s", "staleness", "memory"):
+        assert word in text
+
+
+def test_a_plan_from_a_run_s_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[run]\nname = "planned"\nsteps = 500\n[store]\nurl = "nowhere"\n'
+        "[sync]\nfragments = 4\ninterval_steps = 12\n"
+    )
+    found = json.loads(invoke(str(file), "--json", "--learners", "3", "--mtbi", "never"))
+    assert found["sizes"]["fragments"] == 4
+    # The task's own model and batch.
+    assert found["parameters"] == 994_400
+    assert found["tokens"] % (500 * 3) == 0
+    assert found["tokens"] > 500 * 3
+    assert found["systems"][2]["goodput"] == 1
+
+
+def test_the_picture(tmp_path):
+    file = tmp_path / "plan.png"
+    invoke("--json", "--chips", "1000", "--learners", "2", "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"parameters": "many"}, "--parameters 'many'"),
+        ({"parameters": "0"}, "--parameters '0'"),
+        ({"tokens": "1X"}, "--tokens '1X'"),
+        ({"chips": "3"}, "fewer than the 8 learners"),
+        ({"chips": "1,2,3"}, "3 values for 8 learners"),
+        ({"step_s": "0"}, "--step-s '0'"),
+        ({"step_s": "nan"}, "--step-s 'nan'"),
+        ({"gbit": "1,2"}, "2 values for 8 learners"),
+        ({"rtt_ms": "-1"}, "--rtt-ms '-1'"),
+        ({"mtbi": "soon"}, "--mtbi 'soon'"),
+        ({"return_time": "10"}, "--return '10'"),
+        ({"settings": ("sync.codec=int2",)}, "sync.codec"),
+        ({"settings": ("sync",)}, "expected section.key=value"),
+    ],
+)
+def test_what_cannot_be_understood_is_said(options, said):
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        plan_command.run_plan(PlanOptions(**options))
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    options = PlanOptions(learners=1, plot=tmp_path / "nowhere" / "plan.png")
+    with pytest.raises(ConfigError, match="cannot write the picture"):
+        plan_command.run_plan(options)
+
+
+def test_the_times_that_people_write():
+    assert plan_command._time_s("--mtbi", "1.5h") == 5400
+    assert plan_command._count("--chips", "1.2M") == 1_200_000
