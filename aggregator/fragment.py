@@ -167,7 +167,7 @@ class FragmentArrays:
             factors=factors_S.tobytes(),
             learning_rate=learning_rate,
             momentum=momentum,
-            delta=shards.pack(self.settings.sync.delta_codec, delta, self.grid.block),
+            delta=shards.pack_delta(self.settings.sync.delta_codec, delta, self.grid.block),
             view_digest=shards.digest(self.view),
             outer_digest=self.outer_digest(),
         )

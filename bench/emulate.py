@@ -333,7 +333,9 @@ def _identity(manifest: wire.Manifest) -> tuple[str, int, int]:
 
 def _decoded(settings: RunSettings, delta: bytes, size: int) -> Delta:
     section = settings.sync
-    return Delta(shards.unpack(delta, codec=section.delta_codec, count=size, block=section.block))
+    return Delta(
+        shards.unpack_delta(delta, codec=section.delta_codec, count=size, block=section.block)
+    )
 
 
 def _manifest(world: _World, learner: _Learner, send: sync.Send) -> wire.Manifest:

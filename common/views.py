@@ -142,7 +142,9 @@ def _assemble_view(
     for delta in deltas:
         data = get_object(context.store, delta)
         read_bytes += len(data)
-        encoded = shards.unpack(data, codec=sync.delta_codec, count=view.size, block=sync.block)
+        encoded = shards.unpack_delta(
+            data, codec=sync.delta_codec, count=view.size, block=sync.block
+        )
         view += decode_numpy(sync.delta_codec, encoded, sync.block)
     if shards.digest(view) != record.view_digest:
         raise IntegrityError(

@@ -213,7 +213,7 @@ class Remaker:
         """The delta as stored, which learners apply, is the one that moved this view."""
         assert record.delta is not None
         codec = self._history.settings.sync.delta_codec
-        data = shards.pack(codec, delta, self._history.layout.block)
+        data = shards.pack_delta(codec, delta, self._history.layout.block)
         again = wire.ObjectRef(
             name=record.delta.name, size_bytes=len(data), crc32c=shards.crc32c(data)
         )

@@ -217,7 +217,7 @@ class Adopter:
     async def _read_delta(self, fragment: int, delta: wire.ObjectRef) -> Encoded:
         data = await self._get(delta)
         sync_section = self._context.settings.sync
-        return shards.unpack(
+        return shards.unpack_delta(
             data,
             codec=sync_section.delta_codec,
             count=self._context.layout.fragments[fragment].size,

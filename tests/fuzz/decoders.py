@@ -9,7 +9,7 @@ import string
 import struct
 import tomllib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,8 @@ from common.config import RunSettings, load_config, parse_settings, warnings
 from common.credentials import Credentials, load_credentials, render_credentials
 from common.errors import IntegrityError, WireError
 from common.layout import Tensor, layout_bytes, make_layout, parse_layout
-from common.quantize import CODECS, encode
+from common.quantize import CODECS, Encoded, code_dtype, encode
+from common.store import MemoryStore
 from common.tape import parse_changed
 from learner import checkpoint
 
@@ -146,6 +147,43 @@ def shard_decoders() -> dict[str, Decoder]:
         body = st.binary(min_size=len(right) - 16, max_size=len(right) - 16)
         draws = body.map(lambda codes, head=right[:16]: head + codes)
         found[f"shard {codec}"] = Decoder(draws, (right,), decode(codec))
+    return found
+
+
+def delta_decoders() -> dict[str, Decoder]:
+    """Of whole deltas, and of some blocks of them; most drawn have right checksums."""
+
+    def whole(codec: Any) -> Callable[[bytes], object]:
+        return lambda data: shards.unpack_delta(data, codec=codec, count=COUNT, block=BLOCK)
+
+    def parts(codec: Any) -> Callable[[bytes], object]:
+        def decode(data: bytes) -> object:
+            store = MemoryStore()
+            store.put("o", data)
+            return shards.read_blocks(
+                partial(store.get_range, "o"),
+                codec=codec,
+                count=COUNT,
+                block=BLOCK,
+                blocks=np.asarray([1, 5]),
+            )
+
+        return decode
+
+    def packed(codec: Any, body: bytes) -> bytes:
+        scales = len(body) - COUNT * code_dtype(codec).itemsize // (2 if codec == "int4" else 1)
+        codes = np.frombuffer(body, code_dtype(codec), offset=scales)
+        encoded = Encoded(np.frombuffer(body[:scales], np.uint16), codes)
+        return shards.pack_delta(codec, encoded, BLOCK)
+
+    found = {}
+    for codec in CODECS:
+        right = shard(codec)[16:]
+        body = st.binary(min_size=len(right), max_size=len(right))
+        draws = body.map(partial(packed, codec))
+        example = (packed(codec, right),)
+        found[f"delta {codec}"] = Decoder(draws, example, whole(codec))
+        found[f"delta {codec}, parts"] = Decoder(draws, example, parts(codec))
     return found
 
 
@@ -312,6 +350,7 @@ def decoders(folder: Path) -> dict[str, Decoder]:
     return {
         **message_decoders(),
         **shard_decoders(),
+        **delta_decoders(),
         "tape": Decoder(drawn_events(), tuple(events), decode_on_tape),
         "manifest's judgement": Decoder(
             manifests, (wire.encode(EXAMPLES[wire.Manifest]),), judge_manifest

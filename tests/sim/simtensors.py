@@ -203,6 +203,7 @@ def decoded_once() -> Iterator[None]:
         mock.patch("common.wire.decode", lru_cache(1 << 10)(wire.decode)),
         mock.patch("common.wire.decode_record", lru_cache(1 << 9)(wire.decode_record)),
         mock.patch("common.shards.unpack", lru_cache(1 << 10)(shards.unpack)),
+        mock.patch("common.shards.unpack_delta", lru_cache(1 << 10)(shards.unpack_delta)),
     ):
         yield
 
