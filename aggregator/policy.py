@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
-from common import names, wire
+from common import names, slices, wire
 from common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
+from common.errors import WireError
 from common.layout import Layout, offset_steps
 from common.quantize import Codec
 from common.shards import shard_bytes, shard_ranges
@@ -163,28 +163,22 @@ def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] 
     return _wrong_shards(rules, manifest)
 
 
-class _Cut(NamedTuple):
-    """One shard as the run cuts it: elements `start:stop`, and its object's size."""
-
-    start: int
-    stop: int
-    size_bytes: int
-
-
 @lru_cache
-def _cuts(size: int, block: int, shard_elements: int, codec: Codec) -> tuple[_Cut, ...]:
-    """The shards of every update of a fragment; kept, since each manifest is compared with it."""
-    return tuple(
-        _Cut(start, stop, shard_bytes(codec, stop - start, block))
-        for start, stop in shard_ranges(size, block, shard_elements)
-    )
+def _most_blocks(size: int, block: int, shard_elements: int) -> int:
+    """Of a shard, however its sender is sharded: what the run's own cut has."""
+    return max(stop - start for start, stop in shard_ranges(size, block, shard_elements)) // block
 
 
 def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
-    expected = _cuts(rules.size, rules.block, rules.shard_elements, rules.codec)
-    if [(s.start, s.stop) for s in manifest.shards] != [(cut.start, cut.stop) for cut in expected]:
-        return "shards", f"shards do not cut the {rules.size} elements as the run does"
-    for index, (shard, cut) in enumerate(zip(manifest.shards, expected, strict=True)):
+    try:
+        counts = slices.partition(
+            [shard.slices for shard in manifest.shards],
+            rules.size // rules.block,
+            _most_blocks(rules.size, rules.block, rules.shard_elements),
+        )
+    except WireError as error:
+        return error.reason, error.message
+    for index, (shard, count) in enumerate(zip(manifest.shards, counts, strict=True)):
         own = names.shard(
             rules.run,
             manifest.learner,
@@ -196,10 +190,11 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
         )
         if shard.name != own:
             return "name", f"object {shard.name!r} is not this update's {own!r}"
-        if shard.size_bytes != cut.size_bytes:
+        needed = shard_bytes(rules.codec, count * rules.block, rules.block)
+        if shard.size_bytes != needed:
             return (
                 "size",
-                f"shard {index} claims {shard.size_bytes} bytes, its codec needs {cut.size_bytes}",
+                f"shard {index} claims {shard.size_bytes} bytes, its codec needs {needed}",
             )
     return None
 

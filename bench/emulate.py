@@ -18,7 +18,7 @@ import numpy as np
 from aggregator import machine, merge, policy
 from aggregator.fragment import FragmentArrays, Payload
 from bench import loops
-from common import names, shards, wire
+from common import names, shards, slices, wire
 from common.config import RunSettings
 from common.layout import Layout
 from common.quantize import Encoded
@@ -350,8 +350,7 @@ def _manifest(world: _World, learner: _Learner, send: sync.Send) -> wire.Manifes
             ),
             size_bytes=shard_bytes(section.codec, stop - start, section.block),
             crc32c=0,
-            start=start,
-            stop=stop,
+            slices=slices.of_range(start, stop, section.block),
         )
         for index, (start, stop) in enumerate(ranges)
     )

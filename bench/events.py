@@ -11,7 +11,7 @@ import time
 from typing import NamedTuple
 
 from aggregator import machine, policy
-from common import names, shards, wire
+from common import names, shards, slices, wire
 from common.config import make_config
 from common.layout import Tensor, make_layout
 
@@ -66,8 +66,7 @@ def manifest(rules: policy.FragmentRules, learner: int, seq: int, base: int) -> 
                 name=names.shard(rules.run, name, rules.fragment, 0, incarnation, seq, index),
                 size_bytes=shards.shard_bytes("int4", stop - start, rules.block),
                 crc32c=0,
-                start=start,
-                stop=stop,
+                slices=slices.of_range(start, stop, rules.block),
             )
             for index, (start, stop) in enumerate(cuts)
         ),

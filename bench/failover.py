@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import tomli_w
 
-from common import bus_nats, log, names, shards, wire
+from common import bus_nats, log, names, shards, slices, wire
 from common.bus import Bus
 from common.config import Config, load_config
 from common.layout import Layout, Tensor, make_layout
@@ -190,8 +190,8 @@ def store_updates(config: Config, layout: Layout) -> list[tuple[wire.Shard, ...]
             store.put(name, data)
             entries.append(
                 wire.Shard(
-                    name=name, size_bytes=len(data), crc32c=shards.crc32c(data), start=start,
-                    stop=stop,
+                    name=name, size_bytes=len(data), crc32c=shards.crc32c(data),
+                    slices=slices.of_range(start, stop, block),
                 )
             )  # fmt: skip
         found.append(tuple(entries))

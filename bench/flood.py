@@ -27,7 +27,7 @@ from bench.failover import (
     prepare,
     store_updates,
 )
-from common import bus_nats, log, names, wire
+from common import bus_nats, log, names, slices, wire
 from common.bus import Bus
 from common.config import load_config
 from common.nats_server import NatsServer
@@ -80,7 +80,9 @@ async def _send(bus: Bus, run: str, incarnation: int, number: int) -> None:
     manifest = wire.Manifest(
         run=run, learner=NAME, epoch=0, incarnation=life, seq=1, fragment=fragment, base_version=0,
         base_digest="0" * 32, layout="0" * 32, codec="int4",
-        shards=(wire.Shard(name="x", size_bytes=1, crc32c=0, start=0, stop=1),), tokens=1, steps=1,
+        shards=(
+            wire.Shard(name="x", size_bytes=1, crc32c=0, slices=slices.of_range(0, 16, 16)),
+        ), tokens=1, steps=1,
         position=1, local_step=1, loss=0.0, step_time_s=1.0, encode_s=0.0, upload_s=0.0,
         attempt=number, final=False,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from common import names, shards, wire
+from common import names, shards, slices, wire
 from common.bus import Bus
 from common.tape import RunContext, last_record
 
@@ -62,8 +62,7 @@ class Forger:
             name=names.shard(self.context.run, learner, fragment, 0, life, seq, 0),
             size_bytes=shards.shard_bytes("int4", size, block),
             crc32c=0,
-            start=0,
-            stop=size,
+            slices=slices.of_range(0, size, block),
         )
         return wire.Manifest(
             run=self.context.run, learner=learner, epoch=0, incarnation=life, seq=seq,

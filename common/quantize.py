@@ -170,6 +170,13 @@ def aligned_zeros(size: int) -> npt.NDArray[np.float32]:
     return raw[start : start + size]
 
 
+def aligned_empty(size: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """As `aligned_zeros`, of any type and any content."""
+    raw = np.empty(size * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size * dtype.itemsize].view(dtype)
+
+
 def canonical(values_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """A copy with denormal numbers set to zero, as views must be: machines differ on them."""
     return np.where(np.abs(values_N) < np.finfo(np.float32).tiny, np.float32(0), values_N)

@@ -24,6 +24,9 @@ MESSAGE_BYTES = 1 << 20
 RECORD_BYTES = 256 << 10
 MAX_ITEMS = 1 << 16
 MAX_KEYS = 1 << 12
+# Of a shard; and axes of a slice.
+MAX_SLICES = 1 << 12
+MAX_AXES = 4
 GREATEST = (1 << 63) - 1
 # Longer than any run, and so small that sums and products of times stay finite.
 GREATEST_S = 1e12
@@ -99,14 +102,24 @@ class Leave(Body):
     fragments: Several[Count]
 
 
+class Slice(Part):
+    """Blocks start + sum of i_k x strides_k of a fragment, for all 0 <= i_k < shape_k.
+
+    In row-major order, which ascends; see `common/slices.py`.
+    """
+
+    start: Count
+    shape: Annotated[Several[Positive], Field(min_length=1, max_length=MAX_AXES)]
+    strides: Annotated[Several[Positive], Field(min_length=1, max_length=MAX_AXES)]
+
+
 class Shard(Part):
-    """One object of an update: elements `start:stop` of the fragment's vector."""
+    """One object of an update: whole blocks of the fragment's vector, in ascending order."""
 
     name: ObjectName
     size_bytes: Positive
     crc32c: Annotated[int, Field(ge=0, lt=1 << 32)]
-    start: Count
-    stop: Positive
+    slices: Annotated[Several[Slice], Field(min_length=1, max_length=MAX_SLICES)]
 
 
 class Manifest(Body):

@@ -11,13 +11,14 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from common import shards, wire
+from aggregator.fragment import cut_alike, read_parts
+from aggregator.merge import make_grid
+from common import wire
 from common.config import SyncSection
-from common.errors import IntegrityError, ObjectMissingError
+from common.errors import ObjectMissingError, WireError
 from common.layout import Layout
-from common.quantize import decode_numpy
+from common.quantize import decode_numpy, encoded_bytes
 from common.store import ObjectStore
-from common.tape import get_object
 
 Matrix = npt.NDArray[np.float64]
 
@@ -72,33 +73,21 @@ def pair_cosines(
     Raises:
         StoreUnavailableError: the store is away.
     """
-    size = layout.fragments[record.fragment].size
-    ranges = shards.shard_ranges(size, layout.block, sync.shard_elements)
-    fitting = MEMORY_BYTES // (4 * max(stop - start for start, stop in ranges))
-    taken = record.inputs[: min(max(fitting, 2), INPUTS)]
+    grid = make_grid(layout.fragments[record.fragment], layout.block, sync.shard_elements)
+    each_bytes = 4 * max(stop - start for start, stop in grid.ranges)
+    if not all(cut_alike(item.shards, grid) for item in record.inputs):
+        each_bytes += encoded_bytes(sync.codec, grid.size, grid.block)
+    taken = record.inputs[: min(max(MEMORY_BYTES // each_bytes, 2), INPUTS)]
     products = np.zeros((len(taken), len(taken)))
+    updates = [read_parts(store, item.codec, item.shards, grid) for item in taken]
     try:
-        for index, (start, stop) in enumerate(ranges):
-            part = np.stack(
-                [
-                    _values(store, item, item.shards[index], stop - start, layout.block)
-                    for item in taken
-                ]
-            )
-            products += part @ part.T
-    except (ObjectMissingError, IntegrityError):
+        for parts in zip(*updates, strict=True):
+            values = np.stack([decode_numpy(sync.codec, part, grid.block) for part in parts])
+            products += values @ values.T
+    except (ObjectMissingError, WireError):
         return None
     norms = np.sqrt(np.diag(products))
     return np.asarray(products / np.maximum(np.outer(norms, norms), np.finfo(float).tiny))
-
-
-def _values(
-    store: ObjectStore, taken: wire.Input, shard: wire.Shard, count: int, block: int
-) -> npt.NDArray[np.float32]:
-    ref = wire.ObjectRef(name=shard.name, size_bytes=shard.size_bytes, crc32c=shard.crc32c)
-    codec = taken.codec
-    encoded = shards.unpack(get_object(store, ref), codec=codec, count=count, block=block)  # type: ignore[arg-type]
-    return decode_numpy(codec, encoded, block)  # type: ignore[arg-type]
 
 
 class Pairs:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from common import metrics, names, shards, wire
+from common import metrics, names, shards, slices, wire
 from common.errors import DilocoError
 from common.health import Health
 from common.metrics import Metrics
@@ -195,7 +195,10 @@ class Publisher:
             context.layout.fragments[send.fragment].size, self._block, sync_section.shard_elements
         )[index]
         return wire.Shard(
-            name=name, size_bytes=len(data), crc32c=shards.crc32c(data), start=start, stop=stop
+            name=name,
+            size_bytes=len(data),
+            crc32c=shards.crc32c(data),
+            slices=slices.of_range(start, stop, self._block),
         )
 
     async def _announce(self, manifest: wire.Manifest) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from audit import Tape
 from harness import World
 
-from common import names, shards, wire
+from common import names, shards, slices, wire
 from common.bus import Bus
 from common.quantize import encode
 from common.shards import shard_ranges
@@ -84,8 +84,7 @@ class Mallory:
                     name=name,
                     size_bytes=len(data),
                     crc32c=shards.crc32c(data),
-                    start=start,
-                    stop=stop,
+                    slices=slices.of_range(start, stop, sync.block),
                 )
             )
         newest = self.tape.records[fragment][-1][1]

@@ -17,7 +17,7 @@ from harness import ENDLESS, World
 from mallory import TOKENS_PER_STEP, Mallory
 
 from aggregator.policy import NORM_LEAST
-from common import names, shards, wire
+from common import names, shards, slices, wire
 from common.bus import Bus
 from common.errors import WireError
 from common.shards import HEADER
@@ -26,7 +26,10 @@ from diloco.history import Sent, read_stream
 
 async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:
     """Manifests that show by themselves that they cannot be merged."""
-    digest = "0" * 32
+    digest, block = "0" * 32, mallory.tape.settings.sync.block
+
+    def box(shape: tuple[int, ...], strides: tuple[int, ...]) -> wire.Slice:
+        return wire.Slice(start=0, shape=shape, strides=strides)
 
     def first_shard(**changes: Any) -> Callable[[wire.Manifest], dict[str, Any]]:
         def change(own: wire.Manifest) -> dict[str, Any]:
@@ -45,7 +48,13 @@ async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:
         ("steps", lambda _: {"steps": 10**9, "tokens": 1}),
         ("shards", lambda own: {"shards": own.shards * 3}),
         ("shards", lambda own: {"shards": own.shards[:1]}),
-        ("shards", first_shard(stop=1)),
+        ("shards", first_shard(slices=slices.of_range(0, block, block))),
+        ("shards", first_shard(slices=slices.of_range(0, 1 << 62, block))),
+        ("shards", first_shard(slices=(box((1 << 62,) * 4, (1,) * 4),))),
+        ("shards", first_shard(slices=(box((2, 2), (1, 1)),))),
+        ("shards", first_shard(slices=(box((2, 2), (1,)),))),
+        ("shards", first_shard(slices=slices.of_range(0, block, block) * 4096)),
+        ("shards", lambda own: {"shards": (own.shards[0], *own.shards[:-1])}),
         ("name", first_shard(name=f"{mallory.world.name}/learner/honest/update/0/1-1.0")),
         ("name", first_shard(name="../../../etc/passwd")),
         ("name", lambda own: {"shards": swapped_names(own.shards)}),

@@ -6,7 +6,7 @@ can crash: `resume` from the last record and meet the tape again from its positi
 """
 
 from aggregator import machine, policy
-from common import names, shards, wire
+from common import names, shards, slices, wire
 from common.config import make_config
 from common.layout import Tensor, make_layout
 
@@ -55,8 +55,7 @@ def make_manifest(rules, learner, incarnation, seq, base=0, **changes) -> wire.M
                 name=names.shard(rules.run, learner, rules.fragment, 0, incarnation, seq, index),
                 size_bytes=shards.shard_bytes(rules.codec, stop - start, rules.block),
                 crc32c=0,
-                start=start,
-                stop=stop,
+                slices=slices.of_range(start, stop, rules.block),
             )
             for index, (start, stop) in enumerate(cuts)
         ),

@@ -25,7 +25,7 @@ import xxhash
 
 from aggregator import merge, outer
 from aggregator.merge import Contribution, Grid
-from common import shards, wire
+from common import shards, slices, wire
 from common.layout import Layout
 from common.quantize import Encoded, decode_numpy
 from common.store import ObjectStore
@@ -47,7 +47,10 @@ class Covers(NamedTuple):
 def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -> list[Encoded]:
     return [
         shards.unpack(
-            store.get(entry.name), codec="float32", count=entry.stop - entry.start, block=block
+            store.get(entry.name),
+            codec="float32",
+            count=block * slices.check(entry.slices, 1 << 62),
+            block=block,
         )
         for entry in entries
     ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from aggregator.context import Context
 from aggregator.daemon import aggregate
-from common import log, names, shards, wire
+from common import log, names, shards, slices, wire
 from common.bus import Bus, MemoryBus
 from common.config import BusSection, GcSection, RunSettings
 from common.layout import Tensor, make_layout
@@ -107,7 +107,10 @@ class Lab:
         name = names.shard(RUN, learner, fragment, 0, life[1], seq, 0)
         self.store.put(name, data)
         shard = wire.Shard(
-            name=name, size_bytes=len(data), crc32c=shards.crc32c(data), start=0, stop=vector.size
+            name=name,
+            size_bytes=len(data),
+            crc32c=shards.crc32c(data),
+            slices=slices.of_range(0, vector.size, BLOCK),
         )
         return wire.Manifest(
             run=RUN, learner=learner, epoch=0, incarnation=life[1], seq=seq, fragment=fragment,

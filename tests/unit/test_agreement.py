@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from aggregator import merge
-from common import shards, wire
+from common import shards, slices, wire
 from common.config import SyncSection
 from common.layout import Tensor, TensorHint, make_layout
 from common.quantize import decode_numpy, encode
@@ -60,7 +60,10 @@ def put(store, name, part, span):
     data = shards.pack(CODEC, part, BLOCK)
     store.put(name, data)
     return wire.Shard(
-        name=name, size_bytes=len(data), crc32c=shards.crc32c(data), start=span[0], stop=span[1]
+        name=name,
+        size_bytes=len(data),
+        crc32c=shards.crc32c(data),
+        slices=slices.of_range(*span, BLOCK),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from aggregator import machine
 from aggregator.fragment import FragmentArrays, read_payload
-from common import names, shards, wire
+from common import names, shards, slices, wire
 from common.config import RunSettings
 from common.layout import Tensor, layout_bytes, make_layout
 from common.quantize import decode_numpy, encode
@@ -67,7 +67,10 @@ def example() -> dict[str, str]:
         codec=CODEC,
         shards=(
             wire.Shard(
-                name=name, size_bytes=len(packed), crc32c=shards.crc32c(packed), start=0, stop=32
+                name=name,
+                size_bytes=len(packed),
+                crc32c=shards.crc32c(packed),
+                slices=slices.of_range(0, 32, BLOCK),
             ),
         ),
         tokens=2400,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregator import policy
-from common import names, shards, wire
+from common import names, shards, slices, wire
 from common.config import BoundsSection, QuorumSection, StalenessSection, make_config
 from common.layout import Tensor, make_layout
 
@@ -214,8 +214,7 @@ def make_shards(rules) -> tuple[wire.Shard, ...]:
             name=names.shard("rules", "a", 0, 0, 7, 3, index),
             size_bytes=shards.shard_bytes("int4", stop - start, rules.block),
             crc32c=1,
-            start=start,
-            stop=stop,
+            slices=slices.of_range(start, stop, rules.block),
         )
         for index, (start, stop) in enumerate(
             shards.shard_ranges(rules.size, rules.block, rules.shard_elements)
@@ -247,11 +246,10 @@ def spoil(index, **changes):
         ("layout", "f" * 32, {"layout": "f" * 32}),
         ("codec", "int8", {"codec": "int8"}),
         ("tokens", "241 tokens in 24 steps, at most 240", {"tokens": 241}),
-        ("shards", "3072", {"shards": lambda honest: honest[:2]}),
-        ("shards", "3072", {"shards": lambda honest: honest[::-1]}),
-        ("shards", "3072", {"shards": lambda honest: (*honest, honest[-1])}),
-        ("shards", "3072", {"shards": spoil(1, start=0)}),
-        ("shards", "3072", {"shards": spoil(2, stop=4096)}),
+        ("shards", "64 blocks, the fragment 96", {"shards": lambda honest: honest[:2]}),
+        ("name", "/7-3.0", {"shards": lambda honest: honest[::-1]}),
+        ("shards", "128 blocks", {"shards": lambda honest: (*honest, honest[-1])}),
+        ("shards", "two shards", {"shards": spoil(1, slices=slices.of_range(0, 1024, 32))}),
         ("name", "rules/learner/b", {"shards": spoil(1, name="rules/learner/b/update/0/7-3.1")}),
         ("name", "/7-3.0", {"shards": spoil(1, name="rules/learner/a/update/0/7-3.0")}),
         ("name", "/7-2.1", {"shards": spoil(1, name="rules/learner/a/update/0/7-2.1")}),
