@@ -178,18 +178,24 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
         )
     except WireError as error:
         return error.reason, error.message
+    prefix = names.shards_prefix(
+        rules.run,
+        manifest.learner,
+        rules.fragment,
+        rules.epoch,
+        manifest.incarnation,
+        manifest.seq,
+    )
+    known: set[str] = set()
     for index, (shard, count) in enumerate(zip(manifest.shards, counts, strict=True)):
-        own = names.shard(
-            rules.run,
-            manifest.learner,
-            rules.fragment,
-            rules.epoch,
-            manifest.incarnation,
-            manifest.seq,
-            index,
-        )
-        if shard.name != own:
-            return "name", f"object {shard.name!r} is not this update's {own!r}"
+        if not shard.name.startswith(prefix) or not names.is_index(shard.name[len(prefix) :]):
+            return (
+                "name",
+                f"object {shard.name!r} is not this update's {prefix!r} and a number",
+            )
+        if shard.name in known:
+            return "name", f"object {shard.name!r} is two shards"
+        known.add(shard.name)
         needed = shard_bytes(rules.codec, count * rules.block, rules.block)
         if shard.size_bytes != needed:
             return (

@@ -22,9 +22,11 @@ from typing import NamedTuple
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _VERSION_OBJECT = re.compile(r"([0-9]{8,19})-(delta|view|outer|record)-[0-9a-f]{32}")
+_INDEX = re.compile(r"[0-9]{1,19}")
 _SHARD = re.compile(
     rf"({NAME.pattern})/update/([0-9]{{1,19}})/"
-    r"([0-9]{1,19})-([0-9]{1,19})-([0-9]{1,19})\.[0-9]{1,19}"
+    r"([0-9]{1,19})-([0-9]{1,19})-([0-9]{1,19})"
+    rf"\.{_INDEX.pattern}"
 )
 
 
@@ -176,7 +178,19 @@ def shard(
     run: str, learner: str, fragment: int, epoch: int, incarnation: int, seq: int, index: int
 ) -> str:
     """Object of one shard of an update; incarnations count anew in each epoch."""
-    return f"{updates_prefix(run, learner, fragment)}{epoch}-{incarnation}-{seq}.{index}"
+    return f"{shards_prefix(run, learner, fragment, epoch, incarnation, seq)}{index}"
+
+
+def shards_prefix(
+    run: str, learner: str, fragment: int, epoch: int, incarnation: int, seq: int
+) -> str:
+    """Prefix of an update's shards."""
+    return f"{updates_prefix(run, learner, fragment)}{epoch}-{incarnation}-{seq}."
+
+
+def is_index(text: str) -> bool:
+    """Whether `text` may stand behind `shards_prefix`: any number, other in each shard."""
+    return _INDEX.fullmatch(text) is not None
 
 
 def learner_checkpoints(run: str, learner: str) -> str:

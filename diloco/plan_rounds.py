@@ -18,7 +18,7 @@ import numpy as np
 
 from aggregator import machine
 from aggregator.policy import FragmentRules, fragment_rules
-from common import names, wire
+from common import names, slices, wire
 from common.config import RunSettings
 from common.layout import Tensor, make_layout
 from common.shards import shard_bytes
@@ -399,8 +399,7 @@ def _manifest(rules: FragmentRules) -> wire.Manifest:
         name="update",
         size_bytes=shard_bytes(rules.codec, rules.size, rules.block),
         crc32c=0,
-        start=0,
-        stop=rules.size,
+        slices=slices.of_range(0, rules.size, rules.block),
     )
     return wire.Manifest(
         run=rules.run,

@@ -57,7 +57,7 @@ async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:
         ("shards", lambda own: {"shards": (own.shards[0], *own.shards[:-1])}),
         ("name", first_shard(name=f"{mallory.world.name}/learner/honest/update/0/1-1.0")),
         ("name", first_shard(name="../../../etc/passwd")),
-        ("name", lambda own: {"shards": swapped_names(own.shards)}),
+        ("name", lambda own: {"shards": one_name(own.shards)}),
         ("size", first_shard(size_bytes=1 << 40)),
         ("size", first_shard(size_bytes=1)),
     ]
@@ -68,14 +68,10 @@ async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:
         await mallory.refused_for(bus, reason, own.model_copy(update=changes(own)))
 
 
-def swapped_names(entries: tuple[wire.Shard, ...]) -> tuple[wire.Shard, ...]:
-    """The same objects, each for the other's part of the fragment."""
+def one_name(entries: tuple[wire.Shard, ...]) -> tuple[wire.Shard, ...]:
+    """One object for two parts of the fragment."""
     first, second, *more = entries
-    return (
-        first.model_copy(update={"name": second.name}),
-        second.model_copy(update={"name": first.name}),
-        *more,
-    )
+    return (first, second.model_copy(update={"name": first.name}), *more)
 
 
 async def lie_in_shards(mallory: Mallory, bus: Bus) -> None:

@@ -21,10 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machinelab import Lab, lab_rules, make_manifest
+from machinelab import BLOCK, Lab, lab_rules, make_manifest
 from scripts import check, files, split
 
 from aggregator import machine
+from common import slices
 
 FIELDS = {"step": "step_time_s"}
 
@@ -195,7 +196,7 @@ def _spoilt(honest: tuple, changes: dict) -> dict:
         change = {
             "name": {"name": "lab/learner/b/update/0/1-1.0"},
             "size": {"size_bytes": honest[0].size_bytes + 1},
-            "cut": {"stop": honest[0].stop - 32},
+            "cut": {"slices": slices.of_range(0, 1024 - BLOCK, BLOCK)},
         }[spoil]
         changes["shards"] = (honest[0].model_copy(update=change), *honest[1:])
     for key in ("base_digest", "layout"):

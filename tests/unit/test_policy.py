@@ -226,6 +226,8 @@ def test_an_honest_manifest_is_well_formed():
     rules = make_rules()
     assert len(make_shards(rules)) == 3
     assert policy.malformed(rules, make_manifest(rules)) is None
+    any_order = make_manifest(rules, shards=make_shards(rules)[::-1])
+    assert policy.malformed(rules, any_order) is None
     again = make_rules()
     assert policy.malformed(again, make_manifest(again)) is None
 
@@ -247,13 +249,13 @@ def spoil(index, **changes):
         ("codec", "int8", {"codec": "int8"}),
         ("tokens", "241 tokens in 24 steps, at most 240", {"tokens": 241}),
         ("shards", "64 blocks, the fragment 96", {"shards": lambda honest: honest[:2]}),
-        ("name", "/7-3.0", {"shards": lambda honest: honest[::-1]}),
         ("shards", "128 blocks", {"shards": lambda honest: (*honest, honest[-1])}),
         ("shards", "two shards", {"shards": spoil(1, slices=slices.of_range(0, 1024, 32))}),
         ("name", "rules/learner/b", {"shards": spoil(1, name="rules/learner/b/update/0/7-3.1")}),
-        ("name", "/7-3.0", {"shards": spoil(1, name="rules/learner/a/update/0/7-3.0")}),
+        ("name", "0-7-3.0", {"shards": spoil(1, name="rules/learner/a/update/0/0-7-3.0")}),
         ("name", "/7-2.1", {"shards": spoil(1, name="rules/learner/a/update/0/7-2.1")}),
-        ("name", "rules/learner/a/update/0/0-8-3.0", {"incarnation": 8}),
+        ("name", "rules/learner/a/update/0/0-8-3.", {"incarnation": 8}),
+        ("name", "0-7-3.x", {"shards": spoil(1, name="rules/learner/a/update/0/0-7-3.x")}),
         ("size", "shard 1", {"shards": spoil(1, size_bytes=1)}),
     ],
 )

@@ -146,8 +146,11 @@ def test_bounds_of_a_shard(name, value):
     assert reason_of(wire.Manifest, msgpack.packb(fields)) == "malformed"
 
 
+RUN_OF_ONE = {"start": 0, "shape": [1], "strides": [1]}
+
+
 def test_an_update_has_at_most_4096_shards():
-    shard = {"name": "n", "size_bytes": 1, "crc32c": 0, "start": 0, "stop": 1}
+    shard = {"name": "n", "size_bytes": 1, "crc32c": 0, "slices": [RUN_OF_ONE]}
     fields = fields_of(EXAMPLES[wire.Manifest])
     wire.decode(wire.Manifest, msgpack.packb(fields | {"shards": [shard] * 4096}))
     payload = msgpack.packb(fields | {"shards": [shard] * 4097})
