@@ -610,9 +610,9 @@ def plan(
     return_time: Annotated[
         str, typer.Option("--return", help="mean time until a failed slice is back")
     ] = "20m",
-    fixed_return: Annotated[
-        bool, typer.Option("--fixed-return", help="it is always that time, not a random one")
-    ] = False,
+    spread: Annotated[
+        str, typer.Option(help="of that time: exponential, uniform (half to one and a half), fixed")
+    ] = "exponential",
     hold_s: Annotated[
         float, typer.Option(help="a slice that is back waits so long for others", min=0)
     ] = 30.0,
@@ -622,6 +622,9 @@ def plan(
     restart_s: Annotated[
         float, typer.Option(help="a job that lost everything needs so long to start", min=0)
     ] = 75.0,
+    learner_restart_s: Annotated[
+        float | None, typer.Option(help="the same of a learner [default: the same]", min=0)
+    ] = None,
     checkpoint_every_s: Annotated[
         float,
         typer.Option(help="data-parallel's; 0: it loses the step under way alone", min=0),
@@ -672,10 +675,11 @@ def plan(
             mtbi=mtbi,
             slice_chips=slice_chips,
             return_time=return_time,
-            fixed_return=fixed_return,
+            spread=spread,
             hold_s=hold_s,
             reconfigure_s=reconfigure_s,
             restart_s=restart_s,
+            learner_restart_s=learner_restart_s,
             checkpoint_every_s=checkpoint_every_s,
             spares=spares,
             rigid=rigid,

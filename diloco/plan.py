@@ -50,6 +50,7 @@ class Fleet:
     Attributes:
         rigid: a learner too stands still as a whole while one of its slices is out.
         outages: None: nothing ever fails.
+        learner_restart_s: as `outages.restart_s`, of a learner; None: the same.
         aggregator_gbit: of its link to the store.
         gradient_bits: of one element of data-parallel's gradient.
         hidden: share of data-parallel's step under which its exchange may lie.
@@ -58,6 +59,7 @@ class Fleet:
     islands: tuple[Island, ...]
     outages: Outages | None = None
     rigid: bool = False
+    learner_restart_s: float | None = None
     aggregator_gbit: float = 10.0
     gradient_bits: int = 16
     hidden: float = 2 / 3
@@ -113,7 +115,17 @@ class Daily(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The answer."""
+    """The answer.
+
+    Attributes:
+        cores: of all aggregators, busy for half of the time; `memory_bytes` at least.
+        aggregator_gbit: what their links must carry, each way, for a version of every fragment in
+            H steps; snapshots included.
+        close_s: from a round's close to its record.
+        interval_s: time between two versions of a fragment; `participants` updates in one.
+        late_share: of updates that missed the round for which they were sent.
+        kept: share of the trained tokens that learners which died did not take with them.
+    """
 
     learners: int
     chips: int
@@ -123,6 +135,7 @@ class Plan:
     daily: Daily
     cores: int
     memory_bytes: int
+    aggregator_gbit: float
     close_s: float
     interval_s: float
     participants: float
@@ -168,7 +181,7 @@ def make_plan(
         settings,
         workers,
         close_s=in_lockstep * close_s,
-        fetch_s=in_lockstep * _fetch_s(fleet, sized),
+        fetch_s=in_lockstep * _fetch_s(fleet, sized, interval_s),
         horizon_s=rounds_s,
         rng=rng,
     )
@@ -183,6 +196,7 @@ def make_plan(
         daily=_daily(sized, rounds, len(fleet.islands)),
         cores=cores,
         memory_bytes=sized.resident_bytes,
+        aggregator_gbit=_aggregator_gbit(fleet, sized, interval_s),
         close_s=close_s,
         interval_s=rounds.interval_s,
         participants=rounds.participants,
@@ -234,7 +248,13 @@ def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[
     """When each learner trains. What it loses with its memory, its rounds show."""
     if fleet.outages is None:
         return [plan_outages.always(horizon_s) for _ in fleet.islands]
-    outages = replace(fleet.outages, checkpoint_every_s=0.0, spares=False)
+    restart_s = fleet.learner_restart_s
+    outages = replace(
+        fleet.outages,
+        checkpoint_every_s=0.0,
+        spares=False,
+        restart_s=fleet.outages.restart_s if restart_s is None else restart_s,
+    )
     return [
         plan_outages.simulate(
             outages,
@@ -262,10 +282,20 @@ def _worker(settings: RunSettings, island: Island, sized: Sizes, trace: Trace) -
     )
 
 
-def _fetch_s(fleet: Fleet, sized: Sizes) -> float:
-    """For the aggregator to read the update of one fragment from each learner."""
-    bits = 8 * sized.update_bytes / sized.fragments * len(fleet.islands)
-    return bits / (fleet.aggregator_gbit * 1e9) + MESSAGE_S
+def _fetch_s(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
+    """For the aggregator to read the update of one fragment from each learner.
+
+    When all fragments together take longer than an interval, each waits for all others.
+    """
+    all_s = 8 * sized.update_bytes * len(fleet.islands) / (fleet.aggregator_gbit * 1e9)
+    return (all_s if all_s > interval_s else all_s / sized.fragments) + MESSAGE_S
+
+
+def _aggregator_gbit(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
+    """The larger of what it reads and what it writes."""
+    read = len(fleet.islands) * sized.update_bytes
+    written = sized.delta_bytes + sized.snapshot_bytes / sized.snapshot_every
+    return 8 * max(read, written) / interval_s / 1e9
 
 
 def _close_s(fleet: Fleet, sized: Sizes, cores: int) -> float:

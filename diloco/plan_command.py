@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.layout import Layout
 from diloco import plan_traffic, style
 from diloco.plan import DAY_S, Fleet, Island, Plan, make_plan, over_learners
-from diloco.plan_outages import Outages
+from diloco.plan_outages import Outages, Spread
 from diloco.plan_traffic import Sizes
 from diloco.settings import assign, parse_assigned
 
@@ -48,10 +48,11 @@ class PlanOptions:
     mtbi: str = "1y"
     slice_chips: int = 128
     return_time: str = "20m"
-    fixed_return: bool = False
+    spread: str = "exponential"
     hold_s: float = 30.0
     reconfigure_s: float = 15.0
     restart_s: float = 75.0
+    learner_restart_s: float | None = None
     checkpoint_every_s: float = 0.0
     spares: bool = True
     rigid: bool = False
@@ -153,6 +154,7 @@ def _fleet(options: PlanOptions, step_tokens: int) -> Fleet:
         islands=islands,
         outages=_outages(options),
         rigid=options.rigid,
+        learner_restart_s=options.learner_restart_s,
         aggregator_gbit=options.aggregator_gbit,
         gradient_bits=options.gradient_bits,
         hidden=options.hidden,
@@ -166,13 +168,20 @@ def _outages(options: PlanOptions) -> Outages | None:
         mtbi_s=_time_s("--mtbi", options.mtbi),
         slice_chips=options.slice_chips,
         return_s=_time_s("--return", options.return_time),
-        random_return=not options.fixed_return,
+        spread=_spread(options.spread),
         hold_s=options.hold_s,
         reconfigure_s=options.reconfigure_s,
         restart_s=options.restart_s,
         checkpoint_every_s=options.checkpoint_every_s,
         spares=options.spares,
     )
+
+
+def _spread(text: str) -> Spread:
+    known: dict[str, Spread] = {name: name for name in get_args(Spread)}
+    if text not in known:
+        raise ConfigError(f"--spread {text!r}: expected {', '.join(known)}")
+    return known[text]
 
 
 def _tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet) -> int:
@@ -344,6 +353,7 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
         ("records on the tape a day", _short(daily.records)),
         ("aggregator's cores (half busy)", str(made.cores)),
         ("aggregator's memory, at least", _bytes(made.memory_bytes)),
+        ("aggregator's link", f"{made.aggregator_gbit:.3g} Gbit/s"),
         ("from a round's close to its record", f"{made.close_s:.3g} s"),
     ]
     for row in rows:

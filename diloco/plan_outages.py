@@ -13,13 +13,15 @@ simulation of failures; docs/plan.md has the constants):
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Column = npt.NDArray[np.float64]
+Spread = Literal["exponential", "uniform", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,8 @@ class Outages:
         checkpoint_every_s: training time between two checkpoints of a rigid job; 0: a restart
             loses nothing but the step under way.
         spares: another slice stands in at once for one that failed in a rigid job.
-        random_return: a slice's return is exponentially distributed; else it takes `return_s`.
+        spread: of a slice's return about its mean: exponential, uniform from half to one and a
+            half of it, or fixed.
     """
 
     mtbi_s: float
@@ -47,7 +50,7 @@ class Outages:
     restart_s: float = 75.0
     checkpoint_every_s: float = 0.0
     spares: bool = True
-    random_return: bool = True
+    spread: Spread = "exponential"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,24 @@ def anyone_up(traces: list[Trace]) -> float:
     return float(lengths_s[running > 0].sum() / traces[0].horizon_s)
 
 
+def scheduled(
+    outages: Outages, absences: Sequence[tuple[float, float]], horizon_s: float, *, step_s: float
+) -> Trace:
+    """A rigid job whose slices are away at given times, (from, until) in seconds."""
+    line = _Line()
+    line.shares[0] = 1.0
+    ends_s = 0.0
+    for from_s, until_s in sorted(absences):
+        if from_s >= ends_s:
+            if ends_s:
+                line.begin(ends_s, 1.0)
+            _fail(line, outages, from_s, step_s)
+        ends_s = max(ends_s, until_s + outages.restart_s)
+    if ends_s:
+        line.begin(ends_s, 1.0)
+    return line.trace(horizon_s)
+
+
 class _Job(NamedTuple):
     slices: int
     failures_per_s: float  # Of one slice.
@@ -150,9 +171,13 @@ def simulate(
 
 
 def _return_at(outages: Outages, at_s: float, rng: np.random.Generator) -> float:
-    if not outages.random_return:
-        return at_s + outages.return_s
-    return at_s + rng.exponential(outages.return_s)
+    match outages.spread:
+        case "exponential":
+            return at_s + rng.exponential(outages.return_s)
+        case "uniform":
+            return at_s + outages.return_s * rng.uniform(0.5, 1.5)
+        case "fixed":
+            return at_s + outages.return_s
 
 
 def _elastic(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
@@ -200,27 +225,36 @@ def _rigid(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
     line.shares[0] = 1.0
     now_s = 0.0
     while now_s < job.horizon_s:
-        began_s = now_s
         now_s += rng.exponential(1 / (job.slices * job.failures_per_s))
-        line.stop(now_s, job.step_s)
-        line.deaths_s.append(now_s)
-        if outages.checkpoint_every_s:
-            trained_s = line.times_s[-1] - began_s
-            line.losses.append((now_s, trained_s % outages.checkpoint_every_s))
+        _fail(line, outages, now_s, job.step_s)
         now_s = _restarted_at(outages, job, now_s, rng)
         line.begin(now_s, 1.0)
     return line
+
+
+def _fail(line: _Line, outages: Outages, at_s: float, step_s: float) -> None:
+    """A rigid job stops, and loses what it has trained since its checkpoint."""
+    began_s = line.times_s[-1]
+    line.stop(at_s, step_s)
+    line.deaths_s.append(at_s)
+    if outages.checkpoint_every_s:
+        trained_s = line.times_s[-1] - began_s
+        line.losses.append((at_s, trained_s % outages.checkpoint_every_s))
 
 
 def _restarted_at(outages: Outages, job: _Job, failed_s: float, rng: np.random.Generator) -> float:
     """When a rigid job trains again; without spares what fails before that delays it further."""
     if outages.spares:
         return failed_s + outages.restart_s
-    complete_s = _return_at(outages, failed_s, rng)
-    while complete_s < job.horizon_s:
-        again_s = failed_s + rng.exponential(1 / (job.slices * job.failures_per_s))
-        if again_s >= complete_s + outages.restart_s:
-            break
-        failed_s = again_s
-        complete_s = max(complete_s, _return_at(outages, again_s, rng))
-    return complete_s + outages.restart_s
+    now_s, returns = failed_s, [_return_at(outages, failed_s, rng)]
+    while True:
+        there = job.slices - len(returns)
+        fails_s = now_s + rng.exponential(1 / (there * job.failures_per_s)) if there else np.inf
+        next_s = returns[0] if returns else now_s + outages.restart_s
+        if fails_s < next_s < job.horizon_s:
+            now_s = fails_s
+            heapq.heappush(returns, _return_at(outages, now_s, rng))
+        elif returns:
+            now_s = heapq.heappop(returns)
+        else:
+            return next_s

@@ -58,25 +58,30 @@ class Rounds:
     """What came of the rounds.
 
     Attributes:
-        interval_s: mean time between two versions of a fragment.
-        participants: mean number of updates in a version.
+        committed_s: when each version was.
         staleness: of each merged update, in versions.
         reasons: how often rounds closed for which reason.
         kept: share of the trained tokens that were merged, or on their way at the end.
         utilization: share of the time in which learners could train that they did not wait.
     """
 
-    horizon_s: float
-    versions: int = 0
+    committed_s: list[float] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
     kept: float = 1.0
     utilization: float = 1.0
 
     @property
+    def versions(self) -> int:
+        """How many were made."""
+        return len(self.committed_s)
+
+    @property
     def interval_s(self) -> float:
         """Mean time between two versions of the fragment."""
-        return self.horizon_s / self.versions if self.versions else NEVER_S
+        if self.versions < 2:
+            return NEVER_S
+        return (self.committed_s[-1] - self.committed_s[0]) / (self.versions - 1)
 
     @property
     def participants(self) -> float:
@@ -205,7 +210,7 @@ class _Line:
             for n, worker in enumerate(workers)
         }
         self._trained = self._sent = 0.0
-        self._rounds = Rounds(horizon_s=horizon_s)
+        self._rounds = Rounds()
 
     def run(self) -> None:
         for learner in self._learners.values():
@@ -371,7 +376,7 @@ class _Line:
     def _committed(self, commit: machine.Commit) -> None:
         closed = commit.state
         if closed.admitted:
-            self._rounds.versions += 1
+            self._rounds.committed_s.append(self._now_s)
             self._rounds.staleness += [taken.staleness for taken in closed.admitted]
             self._rounds.reasons[commit.reason] = self._rounds.reasons.get(commit.reason, 0) + 1
         self._sent -= sum(refused.manifest.tokens for refused in closed.rejected)

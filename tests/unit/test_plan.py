@@ -48,11 +48,34 @@ def test_a_rigid_job_with_spares_trains_between_restarts():
 def test_a_rigid_job_without_spares_waits_for_every_slice():
     outages = Outages(
         mtbi_s=1000.0, slice_chips=1, restart_s=10.0, return_s=40.0, spares=False,
-        random_return=False,
+        spread="fixed",
     )  # fmt: skip
     assert traced(outages, 1, 2e6, elastic=False).uptime == pytest.approx(1000 / 1050, abs=0.01)
     # Four: up for 250 s. What fails while the job is down makes it wait longer.
-    assert 0.75 < traced(outages, 4, 2e6, elastic=False).uptime < 250 / 300
+    assert 0.79 < traced(outages, 4, 2e6, elastic=False).uptime < 250 / 300
+    # Two, each there for a third of the time.
+    often = replace(outages, mtbi_s=20.0, restart_s=0.0, spread="exponential")
+    assert traced(often, 2, 2e5, elastic=False).uptime == pytest.approx((20 / 60) ** 2, abs=0.01)
+
+
+@pytest.mark.parametrize("spread", ["exponential", "uniform", "fixed"])
+def test_a_slice_is_away_for_its_mean_time(spread):
+    outages = Outages(
+        mtbi_s=100.0, slice_chips=1, restart_s=0.0, return_s=50.0, spares=False, spread=spread
+    )
+    assert traced(outages, 1, 2e5, elastic=False).uptime == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_a_job_under_given_absences():
+    outages = Outages(mtbi_s=1.0, restart_s=5.0, checkpoint_every_s=8.0)
+    absences = [(60.0, 63.0), (10.0, 20.0), (15.0, 18.0), (24.0, 30.0)]
+    trace = plan_outages.scheduled(outages, absences, 100.0, step_s=1.0)
+    # Down from 10 to 35, the restart at 20 in vain, and from 60 to 68.
+    assert trace.uptime == pytest.approx(0.67)
+    assert trace.deaths_s == (10.0, 60.0)
+    # 10 and 25 seconds after the beginning and the restart.
+    assert trace.losses == ((10.0, 2.0), (60.0, 1.0))
+    assert plan_outages.scheduled(outages, [], 100.0, step_s=1.0).uptime == 1
 
 
 def test_a_restart_loses_what_was_trained_since_the_checkpoint():
@@ -108,11 +131,11 @@ outages_strategy = st.builds(
     restart_s=st.floats(0, 200),
     checkpoint_every_s=st.sampled_from([0.0, 30.0, 600.0]),
     spares=st.booleans(),
-    random_return=st.booleans(),
+    spread=st.sampled_from(["exponential", "uniform", "fixed"]),
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(outages_strategy, st.integers(1, 100), st.booleans(), st.integers(0, 99))
 def test_traces_are_possible_and_repeat(outages, chips, elastic, seed):
     trace = traced(outages, chips, 20_000.0, elastic=elastic, seed=seed, step_s=1.0)
@@ -125,7 +148,7 @@ def test_traces_are_possible_and_repeat(outages, chips, elastic, seed):
     assert 0 <= trace.goodput <= trace.uptime + 1e-9 <= 1 + 2e-9
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(outages_strategy, st.integers(4, 100), st.booleans(), st.integers(0, 99))
 def test_a_fleet_that_fails_more_does_less(outages, chips, elastic, seed):
     horizon_s = 200 * outages.mtbi_s / chips
@@ -206,14 +229,22 @@ def test_pace_holds_the_rounds_apart():
 
 def test_a_learner_that_dies_loses_what_it_had_not_sent():
     """Half of an interval on average."""
-    outages = Outages(
-        mtbi_s=240.0, slice_chips=1, return_s=20.0, restart_s=5.0, random_return=False
-    )
-    traces = [traced(outages, 1, 40_000.0, elastic=True, seed=seed, step_s=1.0) for seed in (1, 2)]
+    outages = Outages(mtbi_s=240.0, slice_chips=1, return_s=20.0, restart_s=5.0, spread="fixed")
+    traces = [traced(outages, 1, 20_000.0, elastic=True, seed=seed, step_s=1.0) for seed in (1, 2)]
     workers = [worker(trace=trace) for trace in traces]
-    rounds = rounds_of(workers, 40_000.0)
+    rounds = rounds_of(workers, 20_000.0)
     assert 1 - rounds.kept == pytest.approx(12 / 240, rel=0.25)
     assert rounds.participants < 2
+
+
+def test_nobody_waits_long_for_a_learner_that_is_silent():
+    """Of two one falls silent for a while; after `live_s` a quorum of two is one."""
+    still = plan_outages.Trace(
+        2000.0, np.asarray([0.0, 200.0, 1800.0]), np.asarray([1.0, 0.0, 1.0]), (), ()
+    )
+    rounds = rounds_of([worker(), worker(trace=still)], quorum={"min_learners": 2})
+    assert rounds.reasons.get("deadline", 0) <= 1
+    assert rounds.interval_s == pytest.approx(24, rel=0.05)
 
 
 def test_too_stale_updates_are_no_part_of_goodput():
@@ -311,7 +342,7 @@ def small_plan(learners=4, mtbi_s=YEAR_S, seed=0, chips=100_000, **island):
     return plan.make_plan(run, fleet, 10**9, sized, tokens=10**6, seed=seed, updates=100)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(1, 9), st.floats(0.05, 20), st.integers(0, 50))
 def test_plans_are_possible_and_repeat(learners, years, seed):
     made = small_plan(learners, years * YEAR_S, seed)
@@ -323,7 +354,7 @@ def test_plans_are_possible_and_repeat(learners, years, seed):
     assert 0 <= made.late_share <= 1
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 50))
 def test_fewer_failures_never_make_a_plan_worse(learners, seed):
     plans = [small_plan(learners, years * YEAR_S, seed) for years in (0.1, 1.0, 10.0)]
@@ -339,6 +370,36 @@ def test_a_slow_link_costs_data_parallel_and_not_this_system():
     assert elastic.utilization < 0.02
     assert decoupled.utilization > 0.99
     assert decoupled.tokens_per_s > 20 * elastic.tokens_per_s
+
+
+def test_rigid_learners_stop_whole():
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
+    outages = Outages(mtbi_s=YEAR_S, spread="fixed", return_s=600.0)
+    fleet = plan.Fleet(islands=(plan.Island(chips=4096),) * 4, outages=outages)
+    elastic, rigid, quick = (
+        plan.make_plan(run, one, 10**9, sized, updates=100).systems[2].goodput
+        for one in (
+            fleet,
+            replace(fleet, rigid=True),
+            replace(fleet, rigid=True, learner_restart_s=0.0),
+        )
+    )
+    # One failure of a learner in 7700 s, and 675 s for each, or 600.
+    assert rigid == pytest.approx(1 - 675 / (7704 + 675), abs=0.01)
+    assert quick == pytest.approx(1 - 600 / (7704 + 600), abs=0.01)
+    assert elastic > 0.98
+
+
+def test_an_aggregator_s_link_that_is_full_makes_versions_late():
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
+    fleet = plan.Fleet(islands=(plan.Island(),) * 4)
+    made = plan.make_plan(run, fleet, 10**9, sized, updates=100)
+    enough = replace(fleet, aggregator_gbit=2 * made.aggregator_gbit)
+    full = replace(fleet, aggregator_gbit=made.aggregator_gbit / 4)
+    assert plan.make_plan(run, enough, 10**9, sized, updates=100).interval_s < 24.1
+    assert plan.make_plan(run, full, 10**9, sized, updates=100).interval_s > 80
 
 
 def test_the_slowest_learner_holds_data_parallel_up():
@@ -422,6 +483,7 @@ def test_the_picture(tmp_path):
         ({"step_s": "nan"}, "--step-s 'nan'"),
         ({"gbit": "1,2"}, "2 values for 8 learners"),
         ({"rtt_ms": "-1"}, "--rtt-ms '-1'"),
+        ({"spread": "wide"}, "--spread 'wide'"),
         ({"mtbi": "soon"}, "--mtbi 'soon'"),
         ({"return_time": "10"}, "--return '10'"),
         ({"settings": ("sync.codec=int2",)}, "sync.codec"),
