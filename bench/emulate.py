@@ -4,10 +4,15 @@ Learners run `learner.sync` over a `Replica`, fragments `aggregator.machine` ove
 `FragmentArrays`, as the daemons do; only bus, store and clock are replaced, by a queue of calls
 ordered by virtual time. A full-speed step takes a second. So the outer settings can be swept in
 a fraction of the time that processes would need, with speeds and latencies as chosen.
+
+Learners may be killed, come back and join late (`Life`). Who is killed loses what is unsent, and
+begins its next life as a daemon does: with the newest views, the data behind its last manifest,
+and the inner optimizer of its last checkpoint, if it has one.
 """
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +21,7 @@ import jax
 import numpy as np
 
 from aggregator import machine, merge, policy
+from aggregator.conductor import Newest, stop_reason
 from aggregator.fragment import FragmentArrays, Payload
 from bench import loops
 from common import names, shards, slices, wire
@@ -25,27 +31,66 @@ from common.quantize import Encoded
 from common.shards import shard_bytes, shard_ranges
 from learner import sync, tree
 from learner.adopt import Delta
+from learner.checkpoint import copied
 from learner.delta import make_kernels
 from learner.replica import Replica
 from learner.task import Batch, Params, Task
 
 
+class Life(NamedTuple):
+    """A learner lives from one virtual time to another; the end is a SIGKILL."""
+
+    from_s: float = 0.0
+    until_s: float = math.inf
+
+
+ALWAYS = (Life(),)
+# Virtual time at which a run begins: to the machine, a time of 0 means never.
+BEGAN_S = 1.0
+
+
 class Weather(NamedTuple):
-    """What a run meets: learners' speeds, steps that a message travels, jitter of a step's time."""
+    """What a run meets.
+
+    Attributes:
+        speeds: shares of full speed, by learner.
+        latency_steps: steps that a message travels.
+        jitter: of a step's time.
+        lives: of each learner, in order and apart; empty: all live always.
+        checkpoint_steps: own steps between two checkpoints of the inner optimizer; 0 for none.
+        stop_steps: the run is stopped once so many inner steps were taken that are not lost, by
+            all learners together; 0: its settings say when.
+    """
 
     speeds: tuple[float, ...]
     latency_steps: float = 0.5
     jitter: float = 0.05
+    lives: tuple[tuple[Life, ...], ...] = ()
+    checkpoint_steps: int = 60
+    stop_steps: int = 0
 
 
 class Outcome(NamedTuple):
-    """What a run came to; `steps` are inner steps a learner, `inputs` updates a version."""
+    """What a run came to.
+
+    Attributes:
+        loss: of the last versions, on held-out data.
+        steps: inner steps a learner, also those that were lost.
+        lost: share of all inner steps that died with a learner, in a mean fragment.
+        tokens: merged, in a mean fragment.
+        versions: of all fragments.
+        inputs: updates a version; `staleness`: their mean.
+        took_s: virtual time until the run's stop.
+    """
 
     loss: float
     steps: float
+    lost: float
+    tokens: float
     versions: int
     inputs: float
     staleness: float
+    took_s: float
 
 
 class Start(NamedTuple):
@@ -75,6 +120,7 @@ class _Owner:
     arrays: FragmentArrays
     state: machine.State
     payloads: dict[machine.UpdateId, Payload] = field(default_factory=dict)
+    tokens: int = 0
     inputs: list[int] = field(default_factory=list)
 
     def take(self, event: machine.Event) -> None:
@@ -115,12 +161,13 @@ class _Owner:
             part = machine.share(state) if world.settings.outer.participation else 1.0
             made = self.arrays.close_round(state.admitted, part)
             self.inputs += [taken.staleness for taken in state.admitted]
+            self.tokens += sum(taken.manifest.tokens for taken in state.admitted)
             digest, version = made.view_digest, version + 1
             clock = machine.global_step_after(rules, state)
             payload = _decoded(world.settings, made.delta, self.arrays.grid.size)
         record_seq = world.next_seq()
         marks = {(m.learner, m.incarnation): m.seq for m in machine.policy_after(state).marks}
-        for learner in world.learners:
+        for learner in world.learners.values():
             mark = marks.get((learner.name, learner.incarnation), 0)
             ready = sync.Ready(rules.fragment, record_seq, version, digest, clock, mark)
             world.tell(learner, ready, payload)
@@ -130,7 +177,7 @@ class _Owner:
 
 @dataclass
 class _Learner:
-    """One learner: `learner.train.Trainer` with virtual time for its clock."""
+    """One life of a learner: `learner.train.Trainer` with virtual time for its clock."""
 
     world: "_World"
     name: str
@@ -141,22 +188,32 @@ class _Learner:
     batches: Iterator[Batch]
     state: sync.State
     position: int = 0
+    steps: int = 0
+    dead: bool = False
     waiting: bool = False
     payloads: dict[tuple[int, int], Delta | None] = field(default_factory=dict)
 
     def step(self) -> None:
         world, task = self.world, self.world.start.task
-        if self.state.stopping:
+        if self.state.stopping or self.dead:
             return
         clock = np.int32(sync.clock(world.sync_rules, self.state))
         self.replica.trained, self.optimizer_state, _ = world.start.params.inner_step(
             self.replica.trained, self.optimizer_state, next(self.batches), clock
         )
         self.position += 1
+        world.steps += 1
+        self.steps += 1
+        every = world.weather.checkpoint_steps
+        if every and self.steps % every == 0:
+            world.checkpoints[self.name] = copied(self.optimizer_state)
         self._exchange(task.tokens_per_batch, 1)
+        world.watch()
         self._go_on()
 
     def hear(self, event: sync.Event, payload: Delta | None) -> None:
+        if self.dead:
+            return
         if isinstance(event, sync.Ready):
             self.payloads[event.fragment, event.record_seq] = payload
         self.state, _ = sync.step(self.world.sync_rules, self.state, event)
@@ -164,6 +221,16 @@ class _Learner:
             self._exchange(0, 0)
         if self.waiting:
             self._go_on()
+
+    def die(self) -> None:
+        """SIGKILL: what is not announced is lost; after `live_s` of silence all know."""
+        world = self.world
+        if world.stopped:
+            return
+        self.dead = True
+        world.lost += sum(sync.unsent(self.state).values()) / len(self.state.fragments)
+        silent_s = world.settings.quorum.live_s
+        world.after(silent_s, lambda: world.silent(self))
 
     def _go_on(self) -> None:
         self.waiting = sync.must_wait(self.world.sync_rules, self.state)
@@ -192,6 +259,9 @@ class _Learner:
         owner.payloads[machine.UpdateId(*_identity(manifest))] = payload
 
         def arrive() -> None:
+            if self.dead:
+                return
+            world.positions[self.name] = manifest.position
             published = sync.Published(world.now_s, send.fragment, send.seq)
             self.state, _ = sync.step(world.sync_rules, self.state, published)
             owner.take(machine.Announced(world.now_s, world.next_seq(), manifest))
@@ -204,7 +274,7 @@ class _World:
 
     def __init__(self, settings: RunSettings, start: Start, weather: Weather) -> None:
         self.settings, self.start, self.weather = settings, start, weather
-        self.now_s = 1.0
+        self.now_s = BEGAN_S
         self.sync_rules = sync.sync_rules(settings.sync)
         self.stopped = False
         self._seq = itertools.count(1)
@@ -212,11 +282,15 @@ class _World:
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._chance = np.random.default_rng(settings.run.seed)
         self.owners = [self._owner(f.index) for f in start.layout.fragments]
-        self.learners = [self._learner(i, s) for i, s in enumerate(weather.speeds)]
+        self.learners: dict[str, _Learner] = {}
+        self.checkpoints: dict[str, Any] = {}
+        self.positions: dict[str, int] = {}
+        self.steps = 0
+        self.lost = 0.0
+        self.stopped_at_s = 0.0
 
     def run(self) -> Outcome:
-        for index, learner in enumerate(self.learners):
-            self.after(index / len(self.learners), learner.step)
+        self._schedule_lives()
         while not all(owner.state.final for owner in self.owners):
             self.now_s, _, call = heapq.heappop(self._calls)
             call()
@@ -224,10 +298,13 @@ class _World:
         staleness = [s for owner in self.owners for s in owner.inputs]
         return Outcome(
             loss=self.start.task.evaluate(self._view()),
-            steps=float(np.mean([learner.position for learner in self.learners])),
+            steps=self.steps / len(self.weather.speeds),
+            lost=self.lost / self.steps,
+            tokens=float(np.mean([owner.tokens for owner in self.owners])),
             versions=versions,
             inputs=len(staleness) / versions,
             staleness=float(np.mean(staleness)),
+            took_s=self.stopped_at_s - BEGAN_S,
         )
 
     def next_seq(self) -> int:
@@ -249,7 +326,7 @@ class _World:
         self.later(lambda: learner.hear(event, payload))
 
     def tell_all(self, event: sync.Event) -> None:
-        for learner in self.learners:
+        for learner in self.learners.values():
             self.tell(learner, event)
 
     def finished(self, learner: _Learner, fragments: tuple[int, ...]) -> None:
@@ -263,10 +340,11 @@ class _World:
         self.later(arrive)
 
     def watch(self) -> None:
-        """Stop the run once every fragment has all its versions, as the conductor does."""
-        if self.stopped or any(machine.has_next(o.rules, o.state) for o in self.owners):
+        """Stop the run when the conductor would, or after the steps that were asked for."""
+        if self.stopped or not (self._has_its_steps() or self._stops()):
             return
         self.stopped = True
+        self.stopped_at_s = self.now_s
         seq = self.next_seq()
         for owner in self.owners:
             self.later(lambda owner=owner: owner.take(machine.Stopped(self.now_s, seq)))  # type: ignore[misc]
@@ -297,22 +375,57 @@ class _World:
             self, rules, FragmentArrays.from_view(settings, layout, fragment, view), state
         )
 
-    def _learner(self, index: int, speed: float) -> _Learner:
+    def _has_its_steps(self) -> bool:
+        stop_steps = self.weather.stop_steps
+        return bool(stop_steps) and self.steps - self.lost >= stop_steps
+
+    def _stops(self) -> bool:
+        newest = {owner.rules.fragment: _newest(owner) for owner in self.owners}
+        return stop_reason(self.settings, newest) is not None
+
+    def silent(self, learner: _Learner) -> None:
+        """Tell the aggregators that a life is over; who has begun another is not meant."""
+        for owner in self.owners:
+            owner.take(machine.Liveness(self.now_s, learner.name, learner.incarnation, False))
+
+    def _schedule_lives(self) -> None:
+        speeds = self.weather.speeds
+        for index, speed in enumerate(speeds):
+            for life in self.weather.lives[index] if self.weather.lives else ALWAYS:
+                first_s = BEGAN_S + life.from_s + index / len(speeds)
+                self.at(first_s, lambda i=index, v=speed, u=life.until_s: self._live(i, v, u))  # type: ignore[misc]
+
+    def _live(self, index: int, speed: float, until_s: float) -> None:
+        """Begin a life; none begins once the run stops."""
+        if self.stopped:
+            return
+        learner = self._learner(f"learner-{index}", speed)
+        self.learners[learner.name] = learner
+        learner.step()
+        if until_s < math.inf:
+            self.at(BEGAN_S + until_s, learner.die)
+
+    def _learner(self, name: str, speed: float) -> _Learner:
         settings, start = self.settings, self.start
-        name, incarnation = f"learner-{index}", self.next_seq()
+        incarnation, position = self.next_seq(), self.positions.get(name, 0)
         for owner in self.owners:
             owner.take(machine.Joined(self.now_s, incarnation, name))
         replica = self._replica()
-        starts = [sync.Start(0, o.state.view_digest, o.state.record_seq, 0) for o in self.owners]
+        starts = [_start(owner) for owner in self.owners]
+        checkpoint = self.checkpoints.get(name)
+        fresh = checkpoint is None
         return _Learner(
             world=self,
             name=name,
             incarnation=incarnation,
             speed=speed,
             replica=replica,
-            optimizer_state=start.task.optimizer.init(replica.trained),
-            batches=start.task.batches(name, 0),
+            optimizer_state=start.task.optimizer.init(replica.trained)
+            if fresh
+            else copied(checkpoint),
+            batches=start.task.batches(name, position),
             state=sync.begin(sync.sync_rules(settings.sync), tuple(starts)),
+            position=position,
         )
 
     def _replica(self) -> Replica:
@@ -325,6 +438,22 @@ class _World:
 
     def _view(self) -> Params:
         return tree.join(self._replica().trained, self.start.params.constants)
+
+
+def _newest(owner: _Owner) -> Newest:
+    state = owner.state
+    return Newest(
+        version=state.version,
+        record_seq=state.record_seq,
+        global_step=state.global_step,
+        tokens=owner.tokens,
+        final=state.final,
+    )
+
+
+def _start(owner: _Owner) -> sync.Start:
+    state = owner.state
+    return sync.Start(state.version, state.view_digest, state.record_seq, state.global_step)
 
 
 def _identity(manifest: wire.Manifest) -> tuple[str, int, int]:

@@ -1,0 +1,251 @@
+"""The matrix of the quality sweep: which runs are compared, at which budgets, with which seeds.
+
+A case is a plain record; `bench/sweep.py` runs it. A budget is in inner steps of one learner of
+`LEARNERS` equal ones: every case of a budget trains over the same tokens. A fleet that is slower
+gets a longer run for it, and its learning rate follows that run.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from bench.emulate import Life, Weather
+
+LEARNERS = 4
+BUDGETS = (360, 1080, 3240)
+MIDDLE = BUDGETS[1]
+SEEDS = (0, 1, 2)
+UNEQUAL = (1.0, 1.0, 0.5, 0.25)
+# Of the kills: a learner lives for so many steps on average, and is away for so many.
+LIFE_STEPS, AWAY_STEPS = 200.0, 20.0
+# Steps that die with a learner, on average over fragments: half an interval, and what travels.
+LOST_STEPS = 13.0
+EXTRA = (0.25, 0.5, 1.0, 3.0)
+
+Fleet = Literal["equal", "unequal", "kills", "scavenging"]
+Settings = dict[str, Any]
+
+SYNCHRONOUS: Settings = {
+    "sync.mode": "lockstep",
+    "sync.fragments": 1,
+    "sync.overlap_steps": 0,
+    "sync.codec": "float32",
+    "sync.delta_codec": "float32",
+    "quorum.min_learners": LEARNERS,
+}
+FLOAT32: Settings = {"sync.codec": "float32", "sync.delta_codec": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run.
+
+    Attributes:
+        group: the table it belongs to; `name`: its row.
+        budget: inner steps of each of `LEARNERS` equal learners.
+        data_parallel: no system: one learner with all batches in one.
+        settings: "section.key" -> value, on top of the defaults.
+        latency_steps: that a message travels.
+        extra: of scavenging: learners that join at half of the tokens, as a share of the others.
+        learning_rate: of the inner optimizer; None for the model's.
+    """
+
+    group: str
+    name: str
+    budget: int
+    seed: int
+    data_parallel: bool = False
+    settings: Settings = field(default_factory=dict)
+    fleet: Fleet = "equal"
+    latency_steps: float = 0.5
+    extra: float = 0.0
+    checkpoint_steps: int = 60
+    learning_rate: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Names the case in a file of results."""
+        return f"{self.group}/{self.name}/{self.budget}/{self.seed}"
+
+    def weather(self) -> Weather:
+        """What its learners meet."""
+        latency = 0.0 if self.settings.get("sync.mode") == "lockstep" else self.latency_steps
+        return Weather(
+            self._speeds(),
+            latency_steps=latency,
+            lives=self._lives(),
+            checkpoint_steps=self.checkpoint_steps,
+            stop_steps=self.budget * LEARNERS,
+        )
+
+    def steps(self) -> int:
+        """Length of its run on the global clock, so that the fleet trains over its tokens."""
+        if self.fleet == "scavenging":
+            return round(self.budget * expected_time(self.extra))
+        if self.fleet == "kills":
+            return _steps_until(self.budget * LEARNERS, self._lives())
+        return round(self.budget * LEARNERS / sum(self._speeds()))
+
+    def _speeds(self) -> tuple[float, ...]:
+        if self.fleet == "unequal":
+            return UNEQUAL
+        return (1.0,) * round(LEARNERS * (1 + self.extra))
+
+    def _lives(self) -> tuple[tuple[Life, ...], ...]:
+        always = ((Life(),),) * LEARNERS
+        if self.fleet == "kills":
+            chance = np.random.default_rng([self.seed, self.budget])
+            return tuple(_lives(chance, 2.0 * self.budget) for _ in range(LEARNERS))
+        if self.fleet == "scavenging":
+            joined = (Life(self.budget / 2),)
+            return always + (joined,) * round(LEARNERS * self.extra)
+        return ()
+
+
+def expected_time(extra: float) -> float:
+    """Time of a run, as a share, whose fleet grows by `extra` at half of its tokens."""
+    return 0.5 + 0.5 / (1 + extra)
+
+
+def _lives(chance: np.random.Generator, until_s: float) -> tuple[Life, ...]:
+    """A learner's lives, from a Poisson process of kills and exponential times away."""
+    lives, now_s = [], 0.0
+    while now_s < until_s:
+        ends_s = now_s + chance.exponential(LIFE_STEPS)
+        lives.append(Life(now_s, ends_s))
+        now_s = ends_s + chance.exponential(AWAY_STEPS)
+    return tuple(lives)
+
+
+def _steps_until(wanted: float, lives: tuple[tuple[Life, ...], ...]) -> int:
+    """Virtual time by which learners at full speed have taken so many steps that count."""
+    done, step = 0.0, 0
+    ends = sorted(life.until_s for learner in lives for life in learner)
+    while done < wanted:
+        alive = sum(life.from_s <= step < life.until_s for learner in lives for life in learner)
+        killed = sum(step <= end < step + 1 for end in ends)
+        done += alive - LOST_STEPS * killed
+        step += 1
+    return step
+
+
+def main_cases(budget: int, seed: int) -> list[Case]:
+    """The five systems that are compared at every budget."""
+
+    def case(name: str, **fields: Any) -> Case:
+        return Case(group="main", name=name, budget=budget, seed=seed, **fields)
+
+    return [
+        case("data-parallel", data_parallel=True),
+        case("synchronous", settings=SYNCHRONOUS),
+        case("uniform"),
+        case("unequal", fleet="unequal"),
+        case("kills", fleet="kills"),
+    ]
+
+
+def outer_cases(seed: int) -> list[Case]:
+    """Outer optimizers and merges, of this system and of synchronous DiLoCo."""
+    choices: dict[str, Settings] = {
+        f"{merge} {text}": {"outer.merge": merge, **outer(text)}
+        for merge, texts in {
+            "rda": (
+                "sgd 0.7",
+                "sgd 0.9",
+                "sgd 1.1",
+                "nesterov 0.4/0.5",
+                "nesterov 0.6/0.3",
+                "nesterov 0.3/0.8",
+                "nesterov 0.7/0.9",
+            ),
+            "average": ("sgd 1.0", "sgd 1.3", "nesterov 0.9/0.3", "nesterov 0.7/0.5"),
+        }.items()
+        for text in texts
+    }
+    cases = [
+        Case(group="outer", name=name, budget=MIDDLE, seed=seed, settings=settings)
+        for name, settings in choices.items()
+    ]
+    lockstep = ("average sgd 1.0", "average nesterov 0.9/0.3", "average nesterov 0.7/0.9")
+    choices["average nesterov 0.7/0.9"] = {"outer.merge": "average", **outer("nesterov 0.7/0.9")}
+    return cases + [
+        Case(
+            group="outer",
+            name=f"synchronous, {name}",
+            budget=MIDDLE,
+            seed=seed,
+            settings=SYNCHRONOUS | choices[name],
+        )
+        for name in lockstep
+    ]
+
+
+def outer(text: str) -> Settings:
+    """Settings of "nesterov rate/momentum" or "sgd rate"."""
+    optimizer, _, numbers = text.partition(" ")
+    rate, _, momentum = numbers.partition("/")
+    settings: Settings = {"outer.optimizer": optimizer, "outer.learning_rate": float(rate)}
+    return settings | ({"outer.momentum": float(momentum)} if momentum else {})
+
+
+def ablations(seed: int) -> list[Case]:
+    """One thing changed at a time, at the middle budget; the rows that are not changed are main's.
+
+    A latency of 2 steps is one of a step for a version's way back and forth; 23 is nearly H.
+    """
+
+    def case(group: str, name: str, settings: Settings, **fields: Any) -> Case:
+        return Case(
+            group=group, name=name, budget=MIDDLE, seed=seed, settings=settings, **fields
+        )
+
+    overwrite: Settings = {"sync.adopt": "overwrite"}
+    # An update travels, is fetched and its version travels back: three messages.
+    short, whole = 2 / 3, 23 / 3
+    late: Settings = {"sync.overlap_steps": 24}
+    share: Settings = {"outer.participation": True}
+    return [
+        case("codec", "float32 both ways", FLOAT32),
+        case("codec", "int8 both ways", {"sync.codec": "int8", "sync.delta_codec": "int8"}),
+        case("codec", "int4 up, float32 down", {"sync.delta_codec": "float32"}),
+        case("overlap", "rebase, 2 steps", {}, latency_steps=short),
+        case("overlap", "overwrite, 2 steps", overwrite, latency_steps=short),
+        case("overlap", "rebase, H steps", late, latency_steps=whole),
+        case("overlap", "overwrite, H steps", overwrite | late, latency_steps=whole),
+        case("merge", "average", {"outer.merge": "average"}),
+        case("participation", "unequal", share, fleet="unequal"),
+        case("participation", "kills", share, fleet="kills"),
+        case("interval", "H = 6", {"sync.interval_steps": 6, "sync.fragments": 6}),
+        case("interval", "H = 12", {"sync.interval_steps": 12}),
+        case("interval", "H = 48", {"sync.interval_steps": 48}),
+        case("recovery", "kills, no checkpoints", {}, fleet="kills", checkpoint_steps=0),
+        case("staleness", "unequal, constant", {"staleness.rule": "constant"}, fleet="unequal"),
+    ]
+
+
+def scavenging(seed: int) -> list[Case]:
+    """Learners that join at half of the tokens."""
+    return [
+        Case(
+            group="scavenging",
+            name=f"+{extra:.0%}",
+            budget=MIDDLE,
+            seed=seed,
+            fleet="scavenging",
+            extra=extra,
+        )
+        for extra in (0.0, *EXTRA)
+    ]
+
+
+def matrix() -> list[Case]:
+    """All cases, the most telling first."""
+    cases = outer_cases(0)
+    for budget in BUDGETS:
+        for seed in SEEDS:
+            cases += main_cases(budget, seed)
+    for seed in SEEDS:
+        cases += scavenging(seed) + ablations(seed)
+        cases += outer_cases(seed) if seed else []
+    return cases

@@ -1,0 +1,95 @@
+"""The quality sweep: every case of `bench/cases.py` in virtual time, one line of JSON for each.
+
+    .venv/bin/python -m bench.sweep --results FILE [--only GROUP,...] [--list]
+
+Cases that FILE has are not run again, so a sweep that was stopped goes on where it was.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import cases, emulate, loops, tasks
+from bench.cases import Case
+from common.config import RunSettings, make_config
+from learner.task import Task
+
+# 41,000 parameters: a core takes 2.6 ms for a step over 256 bytes.
+SIZE = {"preset": "sweep", "batch": 4, "length": 64, "eval_batches": 256}
+
+
+def task_of(case: Case) -> Task:
+    """The case's task; its schedule spans the case's run."""
+    steps = case.budget if case.data_parallel else case.steps()
+    options = {} if case.learning_rate is None else {"learning_rate": case.learning_rate}
+    return tasks.build(steps=steps, seed=case.seed, **SIZE, **options)
+
+
+def settings_of(case: Case) -> RunSettings:
+    """The case's settings, checked as those of any run."""
+    document: dict[str, Any] = {
+        # Never at its end by its clock, which runs ahead of the steps of most learners.
+        "run": {"name": "sweep", "steps": 2 * case.steps(), "seed": case.seed},
+        "store": {"url": "/nowhere"},
+    }
+    for key, value in case.settings.items():
+        section, _, name = key.partition(".")
+        document.setdefault(section, {})[name] = value
+    return make_config(document, source=case.key).settings()
+
+
+def run(case: Case) -> dict[str, Any]:
+    """What a case came to: its loss, and for the system what `emulate.Outcome` says."""
+    task = task_of(case)
+    if case.data_parallel:
+        loss = loops.data_parallel(
+            task, steps=case.budget, seed=case.seed, learners=cases.LEARNERS
+        )
+        return {"loss": loss, "share_of_tokens": 1.0}
+    settings = settings_of(case)
+    outcome = emulate.emulate(settings, emulate.begin(settings, task), case.weather())
+    tokens = case.budget * cases.LEARNERS * task.tokens_per_batch
+    return outcome._asdict() | {"share_of_tokens": outcome.tokens / tokens}
+
+
+def known(path: Path) -> dict[str, dict[str, Any]]:
+    """Results by key; a line that a kill cut off is no result."""
+    found = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            result = json.loads(line)
+        except ValueError:
+            continue
+        found[result["key"]] = result
+    return found
+
+
+def main() -> None:
+    """Run what is not yet there."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True, help="file of JSON lines")
+    parser.add_argument("--only", default="", help="groups, joined by commas")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    options = parser.parse_args()
+    wanted = [c for c in cases.matrix() if not options.only or c.group in options.only.split(",")]
+    there = known(options.results)
+    missing = [case for case in wanted if case.key not in there]
+    print(f"{len(wanted)} cases, {len(missing)} to run", flush=True)
+    for case in missing:
+        if options.list:
+            print(case.key)
+            continue
+        began_s = time.perf_counter()
+        result = run(case)
+        line = {"key": case.key, **dataclasses.asdict(case), **result}
+        line["cpu_s"] = round(time.perf_counter() - began_s, 1)
+        with options.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(f"{line['cpu_s']:6.1f} s  {result['loss']:.4f}  {case.key}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
