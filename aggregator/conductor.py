@@ -11,7 +11,7 @@ from common import names, wire
 from common.bus import Message
 from common.config import RunSettings
 from common.errors import ObjectMissingError, SwapLostError, WireError
-from common.layout import next_step, offset_steps
+from common.layout import next_step
 from common.tape import last_record, parse_changed, read_record
 
 
@@ -31,10 +31,7 @@ def stop_reason(settings: RunSettings, newest: dict[int, Newest]) -> str | None:
     run, sync = settings.run, settings.sync
     if run.tokens and min(n.tokens for n in newest.values()) >= run.tokens:
         return "tokens"
-    offsets = {f: offset_steps(f, sync.fragments, sync.interval_steps) for f in newest}
-    following = [
-        next_step(n.global_step, offsets[f], sync.interval_steps) for f, n in newest.items()
-    ]
+    following = [next_step(sync.rhythm(f), n.global_step) for f, n in newest.items()]
     return "steps" if min(following) > run.steps else None
 
 

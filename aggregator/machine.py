@@ -823,13 +823,14 @@ def _may_open(rules: FragmentRules, state: State) -> bool:
 
 
 def _next_step(rules: FragmentRules, state: State) -> int:
-    return next_step(state.global_step, rules.offset_steps, rules.interval_steps)
+    return next_step(rules.rhythm, state.global_step)
 
 
 def _opens_at_s(rules: FragmentRules, state: State) -> float:
     if state.stopping_at_s or not state.closed_at_s:
         return 0.0
-    return state.closed_at_s + policy.pace_s(rules, _step_times(state))
+    interval_steps = _next_step(rules, state) - state.global_step
+    return state.closed_at_s + policy.pace_s(rules, _step_times(state), interval_steps)
 
 
 def _grace_ends_s(rules: FragmentRules, state: State) -> float:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from common import names, slices, wire
 from common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
 from common.errors import WireError
-from common.layout import Layout, offset_steps
+from common.layout import Layout, Rhythm
 from common.quantize import Codec
 from common.shards import shard_bytes, shard_ranges
 
@@ -47,8 +47,7 @@ class FragmentRules:
     codec: Codec
     block: int
     shard_elements: int
-    interval_steps: int
-    offset_steps: int
+    rhythm: Rhythm
     overlap_steps: int
     staleness: StalenessSection
     quorum: QuorumSection
@@ -71,8 +70,7 @@ def fragment_rules(
         codec=sync.codec,
         block=sync.block,
         shard_elements=sync.shard_elements,
-        interval_steps=sync.interval_steps,
-        offset_steps=offset_steps(fragment, sync.fragments, sync.interval_steps),
+        rhythm=sync.rhythm(fragment),
         overlap_steps=sync.overlap_steps,
         staleness=settings.staleness,
         quorum=settings.quorum,
@@ -112,13 +110,19 @@ def effective_quorum(quorum: QuorumSection, live: int) -> int:
     return max(1, min(quorum.min_learners, live))
 
 
-def pace_s(rules: FragmentRules, step_times_s: Sequence[float]) -> float:
-    """Shortest time between two rounds of a fragment: about H steps of the fastest learner."""
+def pace_s(
+    rules: FragmentRules, step_times_s: Sequence[float], interval_steps: int | None = None
+) -> float:
+    """Shortest time between two rounds of a fragment: about H steps of the fastest learner.
+
+    `interval_steps`: between these two, where it is not H.
+    """
     known = [step for step in step_times_s if step > 0]
     if rules.lockstep or not known:
         return 0.0
     median = sorted(known)[len(known) // 2]
-    return rules.quorum.pace * rules.interval_steps * max(min(known), median / FASTEST)
+    steps = interval_steps or rules.rhythm.interval_steps
+    return rules.quorum.pace * steps * max(min(known), median / FASTEST)
 
 
 def grace_s(

@@ -196,9 +196,7 @@ def ablations(seed: int) -> list[Case]:
     """
 
     def case(group: str, name: str, settings: Settings, **fields: Any) -> Case:
-        return Case(
-            group=group, name=name, budget=MIDDLE, seed=seed, settings=settings, **fields
-        )
+        return Case(group=group, name=name, budget=MIDDLE, seed=seed, settings=settings, **fields)
 
     overwrite: Settings = {"sync.adopt": "overwrite"}
     # An update travels, is fetched and its version travels back: three messages.
@@ -224,6 +222,25 @@ def ablations(seed: int) -> list[Case]:
     ]
 
 
+def probes(seed: int) -> list[Case]:
+    def case(name: str, settings: Settings, **fields: Any) -> Case:
+        return Case(
+            group="probe", name=name, budget=MIDDLE, seed=seed, settings=settings, **fields
+        )
+    warm = {"sync.warmup_steps": 108}
+    return [
+        case("sync rda .9", SYNCHRONOUS),
+        case("sync P=8 rda .9", SYNCHRONOUS | {"sync.fragments": 8}),
+        case("P=1", {"sync.fragments": 1}),
+        case("tau 4", {"sync.overlap_steps": 4}),
+        case("warmup 10%", {"sync.warmup_steps": 108}),
+        case("warmup 25%", {"sync.warmup_steps": 270}),
+        case("H=12", {"sync.interval_steps": 12}),
+        case("average sgd 1.0 tau 4", {"sync.overlap_steps": 4, "outer.merge": "average", **outer("sgd 1.0")}),
+        case("rda sgd 1.0 tau 4", {"sync.overlap_steps": 4, **outer("sgd 1.0")}),
+    ]
+
+
 def scavenging(seed: int) -> list[Case]:
     """Learners that join at half of the tokens."""
     return [
@@ -241,7 +258,7 @@ def scavenging(seed: int) -> list[Case]:
 
 def matrix() -> list[Case]:
     """All cases, the most telling first."""
-    cases = outer_cases(0)
+    cases = outer_cases(0) + probes(0)
     for budget in BUDGETS:
         for seed in SEEDS:
             cases += main_cases(budget, seed)

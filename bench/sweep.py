@@ -18,14 +18,14 @@ from common.config import RunSettings, make_config
 from learner.task import Task
 
 # 41,000 parameters: a core takes 2.6 ms for a step over 256 bytes.
-SIZE = {"preset": "sweep", "batch": 4, "length": 64, "eval_batches": 256}
+SIZE: dict[str, Any] = {"preset": "sweep", "batch": 4, "length": 64, "eval_batches": 256}
 
 
 def task_of(case: Case) -> Task:
     """The case's task; its schedule spans the case's run."""
     steps = case.budget if case.data_parallel else case.steps()
-    options = {} if case.learning_rate is None else {"learning_rate": case.learning_rate}
-    return tasks.build(steps=steps, seed=case.seed, **SIZE, **options)
+    options = SIZE if case.learning_rate is None else SIZE | {"learning_rate": case.learning_rate}
+    return tasks.build(steps=steps, seed=case.seed, **options)
 
 
 def settings_of(case: Case) -> RunSettings:
@@ -45,9 +45,7 @@ def run(case: Case) -> dict[str, Any]:
     """What a case came to: its loss, and for the system what `emulate.Outcome` says."""
     task = task_of(case)
     if case.data_parallel:
-        loss = loops.data_parallel(
-            task, steps=case.budget, seed=case.seed, learners=cases.LEARNERS
-        )
+        loss = loops.data_parallel(task, steps=case.budget, seed=case.seed, learners=cases.LEARNERS)
         return {"loss": loss, "share_of_tokens": 1.0}
     settings = settings_of(case)
     outcome = emulate.emulate(settings, emulate.begin(settings, task), case.weather())

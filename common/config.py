@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.errors import ConfigError, RunMismatchError
+from common.layout import Rhythm
 from common.names import NAME
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -56,6 +57,7 @@ class SyncSection(Section):
 
     Attributes:
         interval_steps: H, inner steps between two updates of a fragment.
+        warmup_steps: until the run's clock has come so far, `warmup_interval_steps` is H.
         fragments: P.
         codec: of updates; `delta_codec` of version deltas.
         block: elements that share one quantization scale.
@@ -70,6 +72,8 @@ class SyncSection(Section):
     """
 
     interval_steps: Steps = 24
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_interval_steps: Steps = 6
     fragments: Annotated[int, Field(ge=1, le=4096)] = 8
     codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
     delta_codec: Literal["float32", "bfloat16", "int8", "int4"] = "int4"
@@ -89,6 +93,11 @@ class SyncSection(Section):
             raise ValueError(
                 f"min_steps ({self.min_steps}) is more than interval_steps ({self.interval_steps})"
             )
+        if self.warmup_steps and self.min_steps > self.warmup_interval_steps:
+            raise ValueError(
+                f"min_steps ({self.min_steps}) is more than warmup_interval_steps "
+                f"({self.warmup_interval_steps})"
+            )
         if self.fragments > self.interval_steps:
             raise ValueError(
                 f"fragments ({self.fragments}) is more than interval_steps "
@@ -97,6 +106,16 @@ class SyncSection(Section):
         if self.alpha and self.adopt != "overwrite":
             raise ValueError("alpha mixes only with adopt = 'overwrite'")
         return self
+
+    def rhythm(self, fragment: int) -> Rhythm:
+        """How often a fragment is due."""
+        return Rhythm(
+            fragment,
+            self.fragments,
+            self.interval_steps,
+            self.warmup_steps,
+            self.warmup_interval_steps,
+        )
 
 
 class OuterSection(Section):

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgpack
 import numpy as np
@@ -346,9 +346,29 @@ def offset_steps(fragment: int, fragments: int, interval_steps: int) -> int:
     return max(1, (fragment + 1) * interval_steps // fragments)
 
 
-def next_step(step: int, offset: int, interval_steps: int) -> int:
+class Rhythm(NamedTuple):
+    """How often a fragment is due: every `interval_steps`, H.
+
+    In a run's first `warmup_steps` it is due every `warmup_interval_steps`: early on parameters
+    move fast, and learners that go apart for long lose most.
+    """
+
+    fragment: int
+    fragments: int
+    interval_steps: int
+    warmup_steps: int = 0
+    warmup_interval_steps: int = 0
+
+
+def next_step(rhythm: Rhythm, step: int) -> int:
     """The run's clock at the version after one at `step`, in inner steps; `step` 0 is version 0's.
 
-    It is H x (version - 1) + offset while H does not change.
+    It is H x (version - 1) + offset while H does not change. After the warm-up the fragments,
+    which were close together, are spread over an interval.
     """
-    return step + interval_steps if step else offset
+    fragment, fragments, interval, warmup, short = rhythm
+    if step < warmup:
+        following = step + short if step else offset_steps(fragment, fragments, short)
+        spread = warmup + offset_steps(fragment, fragments, interval)
+        return following if following < warmup else spread
+    return step + interval if step else offset_steps(fragment, fragments, interval)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common import wire
-from common.layout import next_step, offset_steps
+from common.layout import next_step
 from diloco.history import Announced, Chain, History, Sent, answered, identity, resolves, settled
 
 
@@ -160,9 +160,7 @@ def _follows_clock(history: History, before: wire.Record, record: wire.Record) -
     settings = history.settings_of(record)
     if record.what == "verdict" or settings is None:
         return record.global_step >= before.global_step
-    sync = settings.sync
-    offset = offset_steps(record.fragment, sync.fragments, sync.interval_steps)
-    following = next_step(before.global_step, offset, sync.interval_steps)
+    following = next_step(settings.sync.rhythm(record.fragment), before.global_step)
     return record.global_step == min(settings.run.steps, following)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from common.config import SyncSection
-from common.layout import offset_steps
+from common.layout import Rhythm, next_step, offset_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,8 @@ class SyncRules:
     """What the core must know of the run."""
 
     interval_steps: int
+    warmup_steps: int
+    warmup_interval_steps: int
     min_steps: int
     announce_again_s: float
     lockstep: bool
@@ -32,6 +34,8 @@ def sync_rules(sync: SyncSection) -> SyncRules:
     """The rules of a run's learners."""
     return SyncRules(
         interval_steps=sync.interval_steps,
+        warmup_steps=sync.warmup_steps,
+        warmup_interval_steps=sync.warmup_interval_steps,
         min_steps=sync.min_steps,
         announce_again_s=sync.announce_again_s,
         lockstep=sync.mode == "lockstep",
@@ -218,16 +222,19 @@ class Start(NamedTuple):
 def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
     """The state of a learner that has just loaded these versions."""
     count = len(starts)
+    clock_step = max(start.global_step for start in starts)
+    warm = clock_step < rules.warmup_steps
+    interval_steps = rules.warmup_interval_steps if warm else rules.interval_steps
     fragments = tuple(
         FragmentState(
             version=start.version,
             view_digest=start.view_digest,
             record_seq=start.record_seq,
-            due_steps=offset_steps(index, count, rules.interval_steps),
+            due_steps=offset_steps(index, count, interval_steps),
         )
         for index, start in enumerate(starts)
     )
-    return State(fragments=fragments, clock_step=max(start.global_step for start in starts))
+    return State(fragments=fragments, clock_step=clock_step)
 
 
 def step(rules: SyncRules, state: State, event: Event) -> Result:
@@ -368,11 +375,26 @@ def _send(
     )
     return fragment._replace(
         sent=state.done,
-        due_steps=rules.interval_steps,
+        due_steps=_next_due(rules, state, index),
         next_seq=fragment.next_seq + 1,
         in_flight=InFlight(fragment.next_seq, work.steps),
         final=ending,
     )
+
+
+def _next_due(rules: SyncRules, state: State, index: int) -> int:
+    """Steps from a fragment's update to its next."""
+    step = clock(rules, state)
+    if step >= rules.warmup_steps:
+        return rules.interval_steps
+    rhythm = Rhythm(
+        index,
+        len(state.fragments),
+        rules.interval_steps,
+        rules.warmup_steps,
+        rules.warmup_interval_steps,
+    )
+    return next_step(rhythm, step) - step
 
 
 def _on_ready(_rules: SyncRules, state: State, event: Ready) -> Result:

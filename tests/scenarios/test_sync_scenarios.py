@@ -19,7 +19,7 @@ import pytest
 from scripts import check, files, split
 
 from common.config import SyncSection
-from common.layout import offset_steps
+from common.layout import Rhythm, next_step
 from learner import sync
 
 TOKENS = 10
@@ -85,9 +85,13 @@ class Player:
     def _ready(self, fragment: int, values: dict[str, str]) -> sync.Ready:
         self.record_seq = int(values.get("seq", self.record_seq + 1))
         version = self.versions.get(fragment, 0)
-        interval, count = self.rules.interval_steps, len(self.state.fragments)
-        offset = offset_steps(fragment, count, interval)
-        step = interval * (version - 1) + offset if version else 0
+        rules, step = self.rules, 0
+        count = len(self.state.fragments)
+        rhythm = Rhythm(
+            fragment, count, rules.interval_steps, rules.warmup_steps, rules.warmup_interval_steps
+        )
+        for _ in range(version):
+            step = next_step(rhythm, step)
         resolved = int(values.get("resolves", 0))
         return sync.Ready(fragment, self.record_seq, version, digest_of(version), step, resolved)
 

@@ -13,6 +13,7 @@ from common.layout import (
     OVERSIZE,
     Fragment,
     Layout,
+    Rhythm,
     Tensor,
     TensorHint,
     layout_bytes,
@@ -326,8 +327,41 @@ def test_offsets_are_distinct_and_spread_over_the_interval(schedule):
 @given(schedules, st.integers(1, 50), st.data())
 def test_the_clock_goes_from_the_offset_on_in_intervals(schedule, versions, data):
     interval, count = schedule
-    offset = offset_steps(data.draw(st.integers(0, count - 1)), count, interval)
+    fragment = data.draw(st.integers(0, count - 1))
     step = 0
     for version in range(1, versions + 1):
-        step = next_step(step, offset, interval)
-        assert step == interval * (version - 1) + offset
+        step = next_step(Rhythm(fragment, count, interval), step)
+        assert step == interval * (version - 1) + offset_steps(fragment, count, interval)
+
+
+def clocks(rhythm, until):
+    """The run's clock at each version of a fragment up to `until`."""
+    step = 0
+    while step <= until:
+        step = next_step(rhythm, step)
+        yield step
+
+
+def test_in_the_warm_up_fragments_are_due_more_often_and_after_it_they_are_spread_again():
+    rhythms = [Rhythm(fragment, 4, 24, 48, 8) for fragment in range(4)]
+    early = [[step for step in clocks(rhythm, 200) if step < 48] for rhythm in rhythms]
+    assert early[:2] == [[2, 10, 18, 26, 34, 42], [4, 12, 20, 28, 36, 44]]
+    assert early[3] == [8, 16, 24, 32, 40]
+    later = [[step for step in clocks(rhythm, 130) if step >= 48] for rhythm in rhythms]
+    assert [steps[:3] for steps in later] == [
+        [48 + 6, 48 + 30, 48 + 54],
+        [48 + 12, 48 + 36, 48 + 60],
+        [48 + 18, 48 + 42, 48 + 66],
+        [48 + 24, 48 + 48, 48 + 72],
+    ]
+
+
+@given(schedules, st.integers(1, 64), st.integers(0, 300), st.data())
+def test_with_any_warm_up_the_clock_goes_on_and_no_interval_is_longer_than_both(
+    schedule, short, warmup, data
+):
+    interval, count = schedule
+    rhythm = Rhythm(data.draw(st.integers(0, count - 1)), count, interval, warmup, short)
+    gaps = np.diff([0, *clocks(rhythm, 400)])
+    assert (gaps >= 1).all()
+    assert (gaps <= interval + short).all()

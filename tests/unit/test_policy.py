@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from aggregator import policy
 from common import names, shards, slices, wire
 from common.config import BoundsSection, QuorumSection, StalenessSection, make_config
-from common.layout import Tensor, make_layout
+from common.layout import Rhythm, Tensor, make_layout
 
 LAYOUT = make_layout([Tensor(name="w", shape=(48, 64), dtype="float32")], fragments=1, block=32)
 
@@ -29,7 +29,8 @@ def test_rules_of_a_fragment_come_from_settings_and_layout():
     rules = make_rules(sync={"mode": "lockstep"})
     assert (rules.run, rules.fragment, rules.size) == ("rules", 0, 3072)
     assert (rules.layout, rules.codec, rules.block) == (LAYOUT.digest, "int4", 32)
-    assert (rules.offset_steps, rules.steps, rules.lockstep) == (24, 480, True)
+    assert rules.rhythm == Rhythm(0, 1, 24, 0, 6)
+    assert (rules.steps, rules.lockstep) == (480, True)
 
 
 # Weight and discounts
@@ -96,6 +97,7 @@ def test_the_effective_quorum_is_what_the_live_can_reach(least, live, expected):
 def test_the_fastest_sets_the_pace():
     rules = make_rules(quorum={"pace": 0.5})
     assert policy.pace_s(rules, [2.0, 1.0, 4.0]) == 12.0
+    assert policy.pace_s(rules, [2.0, 1.0, 4.0], 6) == 3.0
     # One that has not said how fast it is does not count; nobody has: no pace.
     assert policy.pace_s(rules, [0.0, 2.0]) == 24.0
     assert policy.pace_s(rules, [0.0]) == 0.0
