@@ -224,10 +224,8 @@ def ablations(seed: int) -> list[Case]:
 
 def probes(seed: int) -> list[Case]:
     def case(name: str, settings: Settings, **fields: Any) -> Case:
-        return Case(
-            group="probe", name=name, budget=MIDDLE, seed=seed, settings=settings, **fields
-        )
-    warm = {"sync.warmup_steps": 108}
+        return Case(group="probe", name=name, budget=MIDDLE, seed=seed, settings=settings, **fields)
+
     return [
         case("sync rda .9", SYNCHRONOUS),
         case("sync P=8 rda .9", SYNCHRONOUS | {"sync.fragments": 8}),
@@ -236,7 +234,7 @@ def probes(seed: int) -> list[Case]:
         case("warmup 10%", {"sync.warmup_steps": 108}),
         case("warmup 25%", {"sync.warmup_steps": 270}),
         case("H=12", {"sync.interval_steps": 12}),
-        case("average sgd 1.0 tau 4", {"sync.overlap_steps": 4, "outer.merge": "average", **outer("sgd 1.0")}),
+        case("average tau 4", {"sync.overlap_steps": 4, "outer.merge": "average"}),
         case("rda sgd 1.0 tau 4", {"sync.overlap_steps": 4, **outer("sgd 1.0")}),
     ]
 
