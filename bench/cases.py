@@ -231,11 +231,7 @@ def probes(seed: int) -> list[Case]:
         case("sync P=8 rda .9", SYNCHRONOUS | {"sync.fragments": 8}),
         case("P=1", {"sync.fragments": 1}),
         case("tau 4", {"sync.overlap_steps": 4}),
-        case("warmup 10%", {"sync.warmup_steps": 108}),
         case("warmup 25%", {"sync.warmup_steps": 270}),
-        case("H=12", {"sync.interval_steps": 12}),
-        case("average tau 4", {"sync.overlap_steps": 4, "outer.merge": "average"}),
-        case("rda sgd 1.0 tau 4", {"sync.overlap_steps": 4, **outer("sgd 1.0")}),
     ]
 
 
@@ -257,10 +253,12 @@ def scavenging(seed: int) -> list[Case]:
 def matrix() -> list[Case]:
     """All cases, the most telling first."""
     cases = outer_cases(0) + probes(0)
-    for budget in BUDGETS:
+    for budget in BUDGETS[:2]:
         for seed in SEEDS:
             cases += main_cases(budget, seed)
+    cases += scavenging(0) + ablations(0)
     for seed in SEEDS:
-        cases += scavenging(seed) + ablations(seed)
-        cases += outer_cases(seed) if seed else []
+        cases += main_cases(BUDGETS[2], seed)
+    for seed in SEEDS[1:]:
+        cases += scavenging(seed) + ablations(seed) + outer_cases(seed)
     return cases

@@ -76,6 +76,21 @@ def test_unequal_learners_contribute_what_they_have():
     assert sum(inputs) / len(inputs) > 2.5
 
 
+def test_in_the_warm_up_versions_are_made_more_often():
+    world = make_world(sync={"warmup_steps": 24, "warmup_interval_steps": 4})
+    learners = [SimLearner(world, index) for index in range(4)]
+    world.run(lambda: run_fleet(world, learners))
+    fates = finished(world)
+    assert fates["rejected"] == 0
+    assert fates["steps"] == 2 * sum(learner.steps for learner in learners)
+    clocks = [[record.global_step for _, record in world.records(f)] for f in (0, 1)]
+    assert clocks[0][1:11] == [2, 6, 10, 14, 18, 22, 28, 36, 44, 52]
+    assert clocks[1][1:11] == [4, 8, 12, 16, 20, 32, 40, 48, 56, 60]
+    # A round covers what was trained since the one before: few steps early, more later.
+    steps = [max((taken.steps for taken in r.inputs), default=0) for _, r in world.records(0)]
+    assert max(steps[2:6]) < min(steps[8:10])
+
+
 def test_the_same_seed_gives_the_same_run():
     def trace(seed):
         world = make_world(
