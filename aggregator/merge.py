@@ -1,7 +1,6 @@
 """The merge: sums of updates, radial-directional or plain, the same bits everywhere.
 
-Shapes: N elements of a fragment's vector, B = N / block blocks, S segments; in a range of the
-vector, H half of its elements.
+Shapes: N elements of a fragment's vector, b of a block, h = b / 2, B = N / b blocks, S segments.
 
 A round in this order: of each update its `segment_norms`, its `coefficients` and
 `Accumulator.add`; at the end `factors`, and the outer step (`outer.py`). To merge again what a
@@ -35,6 +34,7 @@ from common.quantize import (
     Encoded,
     code_count,
     fold,
+    lanes_of,
     reduce_to_lanes,
 )
 from common.shards import shard_ranges
@@ -122,15 +122,12 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
     """
     if codec in GREATEST_CODE:
         return _code_norms(grid, codec, shards)
-    parts = (
-        (
-            (start + offset) // grid.block,
-            np.asarray(encoded.codes[offset : offset + CHUNK]).astype(np.float32),
-        )
+    spans = (
+        (start + offset, np.asarray(encoded.codes[offset : offset + CHUNK]).astype(np.float32))
         for (start, stop), encoded in zip(grid.ranges, shards, strict=True)
         for offset in range(0, stop - start, CHUNK)
     )
-    return _norms(grid, parts, grid.block)
+    return _vector_norms(grid, spans)
 
 
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
@@ -167,7 +164,7 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
         share = update.weight * update.discount
         magnitude_S += share * update.clip / weight * update.norms
         reach_S += share * (update.norms > 0)
-    length_S = _norms(grid, accumulator.halves(), grid.block // 2)
+    length_S = _vector_norms(grid, accumulator.spans())
     cancels_S = length_S <= CANCELLING * reach_S
     turned_S = np.where(cancels_S, 0.0, magnitude_S / np.where(cancels_S, 1.0, length_S))
     return np.where(grid.radial, turned_S, average).astype(np.float32)
@@ -185,13 +182,15 @@ def _code_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
 
 @partial(jax.jit, static_argnames=("codec", "block"))
 def _square_lanes(codes: jax.Array, *, codec: Codec, block: int) -> jax.Array:
-    """Sums of squared codes of each block, int32 [B, lanes]."""
+    """Sums of squared codes of each block; int32 [B, lanes], int16 for int4."""
     if codec == "int8":
         squares = jnp.square(codes.astype(jnp.int32))
     else:
-        low_H, high_H = (half.astype(jnp.int32) - 8 for half in (codes & 15, codes >> 4))
+        # At most 512 squares of codes -7..7 add up to less than 2^15.
+        low_H, high_H = (half.astype(jnp.int16) - 8 for half in (codes & 15, codes >> 4))
         squares = jnp.square(low_H) + jnp.square(high_H)
-    return reduce_to_lanes(squares.reshape(-1, code_count(codec, block)), jax.lax.add)
+    rows = squares.reshape(-1, code_count(codec, block))
+    return reduce_to_lanes(rows, jax.lax.add, lanes_of(block))
 
 
 @jax.jit
@@ -201,22 +200,15 @@ def _block_squares(rows: jax.Array, scales_B: jax.Array) -> jax.Array:
     return sums_B * jnp.square(scales_B.astype(jnp.float32) * _UNIT)
 
 
-def _norms(grid: Grid, parts: Iterable[tuple[int, Vector]], width: int) -> Norms:
-    """L2 norm of each segment of a float32 vector that is given in parts.
-
-    Args:
-        grid: the fragment's.
-        parts: first block of each part, and its values.
-        width: elements that a part has of each of its blocks.
-    """
-    ends_S = np.cumsum(grid.lengths)
+def _vector_norms(grid: Grid, spans: Iterable[tuple[int, Vector]]) -> Norms:
+    """L2 norm of each segment of a float32 vector that is given in parts."""
+    ends_S = np.cumsum(grid.lengths) * grid.block
     squares_S = np.zeros(len(ends_S))
-    for first, values in parts:
+    for start, values in spans:
         done = 0
         while done < values.size:
-            segment = int(np.searchsorted(ends_S, first + done // width, side="right"))
-            end = (int(ends_S[segment]) - first) * width
-            stop = min(done + CHUNK, values.size, end)
+            segment = int(np.searchsorted(ends_S, start + done, side="right"))
+            stop = min(done + CHUNK, values.size, int(ends_S[segment]) - start)
             squares_S[segment] += _square(values[done:stop])
             done = stop
     return np.sqrt(squares_S)
@@ -237,16 +229,15 @@ def _square(values: Vector) -> float:
 class Accumulator:
     """Sum of coefficient x update over the inputs of a round, added as they arrive.
 
-    Of each shard's range it is held as the first halves of all blocks and the second halves, as
-    the low and the high nibbles of int4 are, in buffers that each addition donates and gets back:
-    nothing is allocated after the first, and the memory is that of one float32 vector whatever
-    the number of inputs.
+    It is held as the halves of the blocks of each shard's range, [B, 2, h], as int4's nibbles are,
+    in buffers that each addition donates and gets back: nothing is allocated after the first, and
+    the memory is that of one float32 vector whatever the number of inputs.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._halves = [
-            (jnp.zeros((stop - start) // 2), jnp.zeros((stop - start) // 2))
+        self._sums = [
+            jnp.zeros(((stop - start) // grid.block, 2, grid.block // 2))
             for start, stop in grid.ranges
         ]
         self.inputs = 0
@@ -267,74 +258,50 @@ class Accumulator:
         for index, ((start, stop), (scales, codes)) in enumerate(parts):
             coefficient_B = whole_B[start // block : stop // block]
             addends = _products(codes, coefficient_B) if codec == "float32" else codes
-            self._halves[index] = _add(
-                *self._halves[index],
-                self.inputs > 0,
-                scales,
-                addends,
-                coefficient_B,
-                codec=codec,
-                block=block,
+            self._sums[index] = _add(
+                self._sums[index], self.inputs > 0, scales, addends, coefficient_B, codec=codec
             )
         # Not before the codes have been read may the caller let go of the update, or fetch more.
-        jax.block_until_ready(self._halves)
+        jax.block_until_ready(self._sums)
         self.inputs += 1
 
     def reset(self) -> None:
         """Empty the sum for another round; the buffers are kept."""
         self.inputs = 0
 
-    def halves(self) -> Iterator[tuple[int, Vector]]:
-        """The sum as it is held: first block of each range and halves of its blocks, read-only."""
-        for (start, _), pair in zip(self._grid.ranges, self._halves, strict=True):
-            for half_H in pair:
-                yield start // self._grid.block, np.asarray(half_H)
-
-    def read(self, start: int, out: Vector) -> None:
-        """Put the sum of whole blocks from element `start` on into `out`, in vector order."""
-        # NumPy copies half a block that is one item at once, and faster than its elements.
-        item = np.dtype((np.void, out.itemsize * self._grid.block // 2))
-        length, done = self._grid.ranges[0][1], 0
-        while done < out.size:
-            index, offset = divmod(start + done, length)
-            count = min(out.size - done, length - offset)
-            pairs = out[done : done + count].view(item).reshape(-1, 2)
-            for half, half_H in enumerate(self._halves[index]):
-                part = np.asarray(half_H)[offset // 2 : (offset + count) // 2]
-                pairs[:, half] = part.view(item)
-            done += count
+    def spans(self) -> Iterator[tuple[int, Vector]]:
+        """The sum in contiguous parts: first element and read-only float32 values of each."""
+        for (start, _), sum_Bx2xh in zip(self._grid.ranges, self._sums, strict=True):
+            yield start, np.asarray(sum_Bx2xh).reshape(-1)
 
 
-@partial(jax.jit, static_argnames=("codec", "block"), donate_argnames=("low_H", "high_H"))
+@partial(jax.jit, static_argnames="codec", donate_argnames="sum_Bx2xh")
 def _add(
-    low_H: jax.Array,
-    high_H: jax.Array,
+    sum_Bx2xh: jax.Array,
     keep: jax.Array,
     scales_B: jax.Array,
     codes: jax.Array,
     coefficient_B: jax.Array,
     *,
     codec: Codec,
-    block: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Both halves of a range's blocks plus an input's; in place of them unless `keep`."""
-    half = block // 2
+) -> jax.Array:
+    """The sum of a range plus an input's; in place of it unless `keep`.
+
+    An axis of its own for the halves makes what is done in the innermost loop the same for all
+    its elements, so that every processor's vectors are used.
+    """
+    kept = jnp.where(keep, sum_Bx2xh, np.float32(0))
+    if codec == "float32":
+        return kept + codes.reshape(kept.shape)
     if codec == "int4":
-        pair = ((codes & 15).astype(jnp.int32) - 8, (codes >> 4).astype(jnp.int32) - 8)
+        pairs_Bx1xh = codes.reshape(kept.shape[0], 1, -1).astype(jnp.int32)
+        shifts = 4 * jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
+        values = (((pairs_Bx1xh >> shifts) & 15) - 8).astype(jnp.float32)
     else:
-        codes_Bx2xh = codes.reshape(-1, 2, half)
-        pair = (codes_Bx2xh[:, 0], codes_Bx2xh[:, 1])
+        values = codes.reshape(kept.shape).astype(jnp.float32)
     if codec in GREATEST_CODE:
         coefficient_B = scales_B.astype(jnp.float32) * coefficient_B
-
-    def plus(sum_H: jax.Array, codes: jax.Array) -> jax.Array:
-        kept_H = jnp.where(keep, sum_H, np.float32(0))
-        values_Bxh = codes.astype(jnp.float32).reshape(-1, half)
-        if codec != "float32":
-            values_Bxh *= coefficient_B[:, None]
-        return kept_H + values_Bxh.reshape(-1)
-
-    return plus(low_H, pair[0]), plus(high_H, pair[1])
+    return kept + values * coefficient_B[:, None, None]
 
 
 @jax.jit

@@ -28,9 +28,9 @@ from common.quantize import (
     aligned_zeros,
     code_count,
     code_dtype,
-    decode,
+    decode_blocks,
     decode_numpy,
-    encode,
+    encode_blocks,
     scale_count,
 )
 
@@ -43,15 +43,16 @@ WORKERS: Final = 2
 
 
 class Gradient(NamedTuple):
-    """A merged outer gradient that is formed as it is read: sum x factor.
+    """A merged outer gradient that is formed as it is read: span x factor.
 
     Attributes:
-        read: puts the sum from an element on into a buffer; asked for whole blocks only.
+        spans: first element and float32 values of contiguous parts that cover the vector; their
+            lengths are multiples of `block`.
         factors: float32 [B], or None for ones.
         block: elements that share a factor.
     """
 
-    read: Callable[[int, Vector], None]
+    spans: tuple[tuple[int, Vector], ...]
     factors: Vector | None = None
     block: int = 1
 
@@ -139,8 +140,7 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
                 carried=np.float32(applied * momentum),
             )
         vectors = {slot: state[slot] for slot in slots}
-        work = partial(_step, rule, constants, theta_N, gradient, vectors)
-        _share_out(work, range(0, theta_N.size, CHUNK))
+        _share_out(partial(_step, rule, constants, theta_N, gradient, vectors), _chunks(gradient))
 
     return OuterOptimizer(init, update)
 
@@ -199,6 +199,14 @@ _RULES: Final[dict[OuterName, tuple[tuple[str, ...], _Rule]]] = {
 }
 
 
+def _chunks(gradient: Gradient) -> list[tuple[int, Vector]]:
+    return [
+        (start + offset, values[offset : offset + CHUNK])
+        for start, values in gradient.spans
+        for offset in range(0, values.size, CHUNK)
+    ]
+
+
 def _share_out(work: Callable[[Sequence[Any]], None], items: Sequence[Any]) -> None:
     """Have `work` done on all items by a few threads, in parts of neighbours."""
     # Several parts for each thread, so that one that is held up does not hold up the end.
@@ -214,29 +222,29 @@ def _step(
     theta_N: Vector,
     gradient: Gradient,
     slots: dict[str, Vector],
-    starts: Sequence[int],
+    chunks: Sequence[tuple[int, Vector]],
 ) -> None:
     """One outer step of some chunks: each vector is read from memory once."""
     scratch = np.empty((2, CHUNK), np.float32)
-    for start in starts:
-        here = slice(start, min(start + CHUNK, theta_N.size))
-        g, spare = scratch[:, : here.stop - start]
-        gradient.read(start, g)
-        _scale(g, here, gradient)
+    for start, values in chunks:
+        here = slice(start, start + values.size)
+        g, spare = scratch[:, : values.size]
+        _scaled(values, start, gradient, out=g)
         rule(constants, theta_N[here], g, {name: slot[here] for name, slot in slots.items()}, spare)
 
 
-def _scale(g: Vector, here: slice, gradient: Gradient) -> None:
-    """Multiply a part of the sum by its blocks' factors."""
+def _scaled(values: Vector, start: int, gradient: Gradient, *, out: Vector) -> None:
+    """Values times their blocks' factors."""
     if gradient.factors is None:
+        out[:] = values
         return
     block = gradient.block
-    factors_B = gradient.factors[here.start // block : here.stop // block]
+    factors_B = gradient.factors[start // block : (start + values.size) // block]
     if (factors_B == factors_B[0]).all():
-        g *= factors_B[0]
+        np.multiply(values, factors_B[0], out=out)
     else:
-        rows = g.reshape(-1, block)
-        rows *= factors_B[:, None]
+        rows = values.reshape(-1, block)
+        np.multiply(rows, factors_B[:, None], out=out.reshape(rows.shape))
 
 
 def participation(learning_rate: float, momentum: float, share: float) -> tuple[float, float]:
@@ -281,7 +289,7 @@ def close_round(
         The version delta: what learners add to their view, one shard over the whole vector. What
         its quantization lost is still in theta - view, and goes out with later versions.
     """
-    gradient = Gradient(accumulator.read, grid.per_block(factors_S), grid.block)
+    gradient = Gradient(tuple(accumulator.spans()), grid.per_block(factors_S), grid.block)
     optimizer.update(theta_N, gradient, state, learning_rate=learning_rate, momentum=momentum)
     return advance_view(theta_N, view_N, delta_codec, grid.block)
 
@@ -316,10 +324,11 @@ def _advance_slabs(
         length = here.stop - start
         np.subtract(theta_N[here], view_N[here], out=difference[:length])
         difference[length:] = 0
-        encoded = encode(codec, difference, block)
-        view_N[here] += np.asarray(decode(codec, encoded, block))[:length]
+        (encoded,) = encode_blocks(codec, (difference.reshape(-1, block),))
+        step = np.asarray(decode_blocks(codec, encoded, block))
+        view_N[here] += step.reshape(-1)[:length]
         for whole, part in zip(_part(codec, delta, here, block), encoded, strict=True):
-            whole[:] = np.asarray(part)[: whole.size]
+            whole[:] = np.asarray(part).reshape(-1)[: whole.size]
 
 
 def apply_delta(codec: Codec, view_N: Vector, delta: Encoded, block: int) -> None:

@@ -129,7 +129,7 @@ class _Round:
 
     def _outer(self) -> None:
         factors_B = self._grid.per_block(self._factors_S)
-        gradient = Gradient(self._sum.read, factors_B, BLOCK)
+        gradient = Gradient(tuple(self._sum.spans()), factors_B, BLOCK)
         self._optimizer.update(self._theta, gradient, self._state, learning_rate=0.7, momentum=0.9)
 
 

@@ -116,29 +116,30 @@ def encode_difference(codec: Codec, new_N: Array, old_N: Array, block: int) -> E
 
 
 def encode_blocks(
-    codec: Codec, new: tuple[Array, ...], old: tuple[Array, ...]
+    codec: Codec, new: tuple[Array, ...], old: tuple[Array, ...] | None = None
 ) -> tuple[Encoded, ...]:
-    """Quantize the differences new - old of arrays of blocks, all in the same three kernels.
+    """Quantize arrays of blocks, or their differences, all in the same three kernels.
 
     Bit for bit as vectors are; nothing is stored but what is returned.
 
     Args:
         codec: one of `CODECS`.
         new: float32 [*G, block] each, G and even the block any of its own.
-        old: of the same shapes.
+        old: what is subtracted, of the same shapes.
     """
-    return _encode(codec, new, old, None)
+    return _encode(codec, new, old or (None,) * len(new), None)
 
 
-@partial(jax.jit, static_argnames=("codec", "block"))
 def decode(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
     """Values of `encoded`: the exact products of code and scale, float32 [N]."""
     codes = jnp.asarray(encoded.codes).reshape(-1, code_count(codec, block))
-    return decode_blocks(codec, Encoded(encoded.scales, codes), block).reshape(-1)
+    values: jax.Array = decode_blocks(codec, Encoded(encoded.scales, codes), block)
+    return values.reshape(-1)
 
 
+@partial(jax.jit, static_argnames=("codec", "block"))
 def decode_blocks(codec: Codec, encoded: Encoded, block: int) -> jax.Array:
-    """Values of an array of blocks, float32 [*G, block]; traced into the caller's kernel."""
+    """Same as `decode`, of an array of blocks; float32 [*G, block]."""
     codes = jnp.asarray(encoded.codes)
     if codec not in GREATEST_CODE:
         return codes.astype(jnp.float32)
@@ -196,7 +197,7 @@ def fold(rows: jax.Array, combine: Combine) -> jax.Array:
     return rows[..., 0]
 
 
-def reduce_to_lanes(values: jax.Array, combine: Combine) -> jax.Array:
+def reduce_to_lanes(values: jax.Array, combine: Combine, lanes: int) -> jax.Array:
     """Reduce each block of [*G, block] to a few lanes, [*G, lanes]; traced into a kernel.
 
     `combine` is over integers and leaves zero as it is. XLA on CPU reduces a row of memory one
@@ -204,7 +205,6 @@ def reduce_to_lanes(values: jax.Array, combine: Combine) -> jax.Array:
     be kernels of their own: fused into one, or into what uses them, they are slow again.
     """
     *groups, block = values.shape
-    lanes = lanes_of(block)
     rows = values.reshape(*groups, block // lanes, lanes)
     axis = (len(groups),)
     reduced: jax.Array = jax.lax.reduce(rows, np.zeros((), values.dtype), combine, axis)
@@ -279,7 +279,7 @@ def _magnitudes(
     depends on how a machine compares NaN or denormals.
     """
     return tuple(
-        reduce_to_lanes(_bits_of(values) & _ABS, jax.lax.max)
+        reduce_to_lanes(_bits_of(values) & _ABS, jax.lax.max, lanes_of(values.shape[-1]))
         for values in _differences(new, old, block)
     )
 

@@ -3,8 +3,6 @@
 Each test names its section of PAPER.md.
 """
 
-from functools import partial
-
 import numpy as np
 import pytest
 
@@ -46,8 +44,7 @@ def merged(
         contribution = Contribution(segment_norms(grid, codec, shards), **{"weight": 1.0, **terms})
         accumulator.add(codec, shards, coefficients(grid, contribution))
         contributions.append(contribution)
-    total = np.empty(grid.size, np.float32)
-    accumulator.read(0, total)
+    total = np.concatenate([values for _, values in accumulator.spans()])
     return total * grid.per_block(factors(grid, accumulator, contributions)).repeat(BLOCK)
 
 
@@ -150,14 +147,11 @@ def trajectory(
     optimizer = make_outer(name, **options)
     state, path = optimizer.init(theta.size), []
     for gradient in gradients:
-        read = partial(read_vector, gradient)
-        optimizer.update(theta, Gradient(read), state, learning_rate=rate, momentum=momentum)
+        optimizer.update(
+            theta, Gradient(((0, gradient),)), state, learning_rate=rate, momentum=momentum
+        )
         path.append(theta.copy())
     return path
-
-
-def read_vector(vector: np.ndarray, start: int, out: np.ndarray) -> None:
-    out[:] = vector[start : start + out.size]
 
 
 def random_gradients(count: int) -> list[np.ndarray]:
