@@ -169,19 +169,28 @@ def make_plan(
     fastest_s = min(island.step_s for island in fleet.islands)
     interval_s = settings.sync.interval_steps * fastest_s
     cores = plan_traffic.cores(sized, len(fleet.islands), interval_s)
+    in_lockstep = sized.fragments if settings.sync.mode == "lockstep" else 1
     close_s = _close_s(fleet, sized, cores)
-    rounds_s = interval_s * _rounds(len(fleet.islands), updates)
+    fetch_s = _fetch_s(fleet, sized, interval_s)
+    travels_s = [_travels_s(settings, island, sized) for island in fleet.islands]
+    cycle_s = max(up_s + down_s for up_s, down_s in travels_s) + in_lockstep * (close_s + fetch_s)
+    rounds_s = max(interval_s, cycle_s) * _rounds(len(fleet.islands), updates)
     traces = _learners(fleet, _horizon_s(fleet, rounds_s), rng)
     workers = [
-        _worker(settings, island, sized, trace)
-        for island, trace in zip(fleet.islands, traces, strict=True)
+        Worker(
+            step_s=island.step_s,
+            step_tokens=island.step_tokens,
+            upload_s=up_s,
+            download_s=down_s,
+            trace=trace,
+        )
+        for island, (up_s, down_s), trace in zip(fleet.islands, travels_s, traces, strict=True)
     ]
-    in_lockstep = sized.fragments if settings.sync.mode == "lockstep" else 1
     rounds = plan_rounds.simulate(
         settings,
         workers,
         close_s=in_lockstep * close_s,
-        fetch_s=in_lockstep * _fetch_s(fleet, sized, interval_s),
+        fetch_s=in_lockstep * fetch_s,
         horizon_s=rounds_s,
         rng=rng,
     )
@@ -192,7 +201,7 @@ def make_plan(
         chips=fleet.chips,
         sizes=sized,
         systems=tuple(_until(system, tokens) for system in systems),
-        bandwidth=_bandwidth(fleet, parameters, sized, interval_s, close_s),
+        bandwidth=_bandwidth(fleet, parameters, sized, interval_s, fetch_s + close_s),
         daily=_daily(sized, rounds, len(fleet.islands)),
         cores=cores,
         memory_bytes=sized.resident_bytes,
@@ -268,18 +277,14 @@ def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[
     ]
 
 
-def _worker(settings: RunSettings, island: Island, sized: Sizes, trace: Trace) -> Worker:
+def _travels_s(settings: RunSettings, island: Island, sized: Sizes) -> tuple[float, float]:
+    """From sending to announcement, and from a record to its delta."""
     interval_s = settings.sync.interval_steps * island.step_s
     up_s, down_s = plan_traffic.travel_s(sized, interval_s, island.gbit)
     # In lockstep a learner waits for each fragment in turn: one stands for all.
     turns = sized.fragments if settings.sync.mode == "lockstep" else 1
-    return Worker(
-        step_s=island.step_s,
-        step_tokens=island.step_tokens,
-        upload_s=turns * (up_s + island.rtt_s + MESSAGE_S),
-        download_s=turns * (down_s + island.rtt_s + MESSAGE_S),
-        trace=trace,
-    )
+    message_s = island.rtt_s + MESSAGE_S
+    return turns * (up_s + message_s), turns * (down_s + message_s)
 
 
 def _fetch_s(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
@@ -353,7 +358,7 @@ def _until(system: System, tokens: int) -> System:
 
 
 def _bandwidth(
-    fleet: Fleet, parameters: int, sized: Sizes, interval_s: float, close_s: float
+    fleet: Fleet, parameters: int, sized: Sizes, interval_s: float, round_s: float
 ) -> tuple[Bandwidth, ...]:
     step_s = max(island.step_s for island in fleet.islands)
     rtt_s = max(island.rtt_s for island in fleet.islands)
@@ -363,7 +368,7 @@ def _bandwidth(
         Bandwidth(
             share,
             plan_traffic.data_parallel_gbit(step_s, sent, rtt_s, fleet.hidden, share),
-            plan_traffic.lockstep_gbit(sized, interval_s, close_s, rtt_s, share),
+            plan_traffic.lockstep_gbit(sized, interval_s, round_s, rtt_s, share),
             steady,
         )
         for share in UTILIZATIONS

@@ -337,12 +337,13 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
     sized, daily = made.sizes, made.daily
     table = _table("Rounds, traffic and the aggregator", "", "")
     objects = f"{_short(daily.objects_written)} / {_short(daily.objects_read)}"
+    apart = _time(made.interval_s / DAY_S, style.time_unit(made.interval_s))
     rounds = f"{run.interval_steps}, {run.fragments}, {run.codec} / {run.delta_codec}"
     rows = [
         ("H, P, codecs up / down", rounds),
         ("up, each learner, a round of all fragments", _bytes(sized.update_bytes)),
         ("down, each learner, a round of all fragments", _bytes(sized.delta_bytes)),
-        ("time between versions of a fragment", f"{made.interval_s:.3g} s"),
+        ("time between versions of a fragment", apart),
         ("updates in a version", f"{made.participants:.1f} of {made.learners}"),
         ("mean staleness", f"{made.staleness:.2f} versions"),
         ("late updates", f"{100 * made.late_share:.1f} %"),

@@ -123,18 +123,18 @@ def data_parallel_gbit(
 
 
 def lockstep_gbit(
-    sized: Sizes, interval_s: float, close_s: float, rtt_s: float, utilization: float
+    sized: Sizes, interval_s: float, round_s: float, rtt_s: float, utilization: float
 ) -> float:
     """Gbit/s each site needs in lockstep mode, where learners wait for each version.
 
     Args:
         sized: bytes of the run.
         interval_s: H steps.
-        close_s: that the aggregator takes for a version.
+        round_s: that the aggregator takes for a version: reading updates, merging, storing.
         rtt_s: round trip; a version takes two: an update and its manifest, a record and its delta.
         utilization: share of the time in which learners train.
     """
-    wait_s = interval_s * (1 / utilization - 1) / sized.fragments - close_s - 2 * rtt_s
+    wait_s = interval_s * (1 / utilization - 1) / sized.fragments - round_s - 2 * rtt_s
     bits = 8 * (sized.update_bytes + sized.delta_bytes) / sized.fragments
     return bits / wait_s / 1e9 if wait_s > 0 else math.inf
 

@@ -372,6 +372,15 @@ def test_a_slow_link_costs_data_parallel_and_not_this_system():
     assert decoupled.tokens_per_s > 20 * elastic.tokens_per_s
 
 
+def test_what_a_dead_learner_had_not_sent_is_no_goodput():
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**6))
+    outages = Outages(mtbi_s=240.0, slice_chips=1, return_s=50.0, spread="fixed", restart_s=0.0)
+    fleet = plan.Fleet(islands=(plan.Island(),) * 4, outages=outages)
+    ours = plan.make_plan(run, fleet, 10**6, sized).systems[2]
+    assert ours.goodput == pytest.approx(240 / 290 * (1 - 12 / 240), abs=0.02)
+
+
 def test_rigid_learners_stop_whole():
     run = run_settings()
     sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**9))
@@ -400,6 +409,18 @@ def test_an_aggregator_s_link_that_is_full_makes_versions_late():
     full = replace(fleet, aggregator_gbit=made.aggregator_gbit / 4)
     assert plan.make_plan(run, enough, 10**9, sized, updates=100).interval_s < 24.1
     assert plan.make_plan(run, full, 10**9, sized, updates=100).interval_s > 80
+
+
+def test_versions_over_a_link_that_is_too_slow_come_later():
+    run = run_settings()
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**12))
+    fleet = plan.Fleet(islands=(plan.Island(gbit=0.5),) * 4)
+    made = plan.make_plan(run, fleet, 10**12, sized, updates=100)
+    took_s = 8 * made.sizes.update_bytes / 0.5e9
+    # Of one learner; they are not in step with each other.
+    interval_s = made.interval_s * made.learners / made.participants
+    assert took_s < interval_s < 1.3 * took_s
+    assert made.systems[2].goodput == 1
 
 
 def test_the_slowest_learner_holds_data_parallel_up():
