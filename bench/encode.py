@@ -1,6 +1,6 @@
 """Encoding on the device: `python -m bench.encode`.
 
-A float32 vector that lies on the device, as a learner's fragment does, to codes on the device.
+Float32 blocks that lie on the device, as a learner's tensors do, to codes on the device.
 Bytes are those of the input; the ratio is to this machine's streaming bandwidth, which counts
 reading and writing, so reading alone at full speed would show as 100 %.
 """
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from bench.streaming import Stream, median, seconds, table
-from common.quantize import CODECS, encode, encode_difference
+from common.quantize import CODECS, encode_blocks
 
 Work = Callable[[], Any]
 REPEATS = 11
@@ -25,18 +25,15 @@ FLOOR_BYTES_PER_S = 4e9
 def main() -> None:
     """Print the table; with --check, fail below the floor."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--size", type=int, default=1 << 24, help="elements of the vector")
+    parser.add_argument("--size", type=int, default=1 << 24, help="elements")
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--check", action="store_true", help="fail below the floor")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
-    new_N, old_N = (
-        jax.device_put(rng.standard_normal(options.size, dtype=np.float32)) for _ in range(2)
-    )
-    works: dict[str, Work] = {
-        codec: partial(encode, codec, new_N, options.block) for codec in CODECS
-    }
-    works["int4 of a difference"] = lambda: encode_difference("int4", new_N, old_N, options.block)
+    shape = (options.size // options.block, options.block)
+    new, old = ((jax.device_put(rng.standard_normal(shape, dtype=np.float32)),) for _ in range(2))
+    works: dict[str, Work] = {codec: partial(encode_blocks, codec, new) for codec in CODECS}
+    works["int4 of a difference"] = partial(encode_blocks, "int4", new, old)
     speeds, bandwidths = _measure(works, options.size)
     rows = [["codec", "ms", "GB/s of input", "of streaming"]]
     for name, each in speeds.items():

@@ -2,6 +2,7 @@
 
 import itertools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -157,3 +158,18 @@ def test_checksums():
     values = np.arange(6, dtype=np.float32)
     assert digest(values) == digest(values.tobytes()) == digest(values.reshape(2, 3))
     assert digest(values) != digest(values[::-1])
+
+
+def test_the_bytes_of_a_shard_are_made_element_by_element():
+    """`docs/protocol.md`, "The bytes of a shard", word for word and without the encoder's code."""
+    values = np.random.default_rng(7).standard_normal(COUNT).astype(np.float32)
+    scales, codes = b"", b""
+    for start in range(0, COUNT, BLOCK):
+        block = values[start : start + BLOCK]
+        scale = (np.abs(block).max() * np.float32(1 / 7)).astype(ml_dtypes.bfloat16)
+        scales += scale.tobytes()
+        nearest = [round(float(value) / float(scale)) + 8 for value in block]
+        for low, high in zip(nearest[: BLOCK // 2], nearest[BLOCK // 2 :], strict=True):
+            codes += bytes([low + 16 * high])
+    header = b"DLS2" + bytes([4, 0]) + BLOCK.to_bytes(2, "little") + COUNT.to_bytes(8, "little")
+    assert pack("int4", encode("int4", values, BLOCK), BLOCK) == header + scales + codes
