@@ -1,6 +1,6 @@
 """The bytes of one object: part of a quantized vector, self-describing and checked when read.
 
-A shard covers the elements [start, stop) of a fragment's vector, both multiples of a block. Blocks
+A shard holds whole blocks of a fragment's vector; which, its manifest says (`slices.py`). Blocks
 stand by themselves (`quantize.py`), so no reader needs another shard, and it is the same whether
 the vector is cut before it is encoded or its scales and codes after.
 

@@ -153,9 +153,9 @@ def partition(shards: Sequence[Sequence[Slice]], blocks: int, most: int) -> list
         raise WireError("shards", f"a shard holds {wrong} blocks, the run has at most {most}")
     if sum(counts) != blocks:
         raise WireError("shards", f"the shards hold {sum(counts)} blocks, the fragment {blocks}")
-    held_Bx1 = np.zeros((blocks, 1), np.bool_)
+    held_B = np.zeros(blocks, np.bool_)
     for box in (box for each in shards for box in each):
-        view = _view(held_Bx1, box)
+        view = _view(held_B, box)
         if view.any():
             raise WireError("shards", f"a block of the slice from {box.start} is in two shards")
         view[...] = True
@@ -172,22 +172,26 @@ def scatter(
         slices: of the shard, which `check` or `partition` has passed for B.
         rows_nxW: of the shard.
     """
+    rows_B, rows_n = _items(rows_BxW), _items(rows_nxW)
     done = 0
     for box in slices:
-        view = _view(rows_BxW, box)
+        view = _view(rows_B, box)
         count = math.prod(box.shape)
-        view[...] = rows_nxW[done : done + count].reshape(view.shape)
+        view[...] = rows_n[done : done + count].reshape(view.shape)
         done += count
 
 
-def _view(rows_BxW: npt.NDArray[Any], box: Slice) -> npt.NDArray[Any]:
-    """The rows of a checked slice, without a copy and without indices: [*shape, W]."""
-    row, item = rows_BxW.strides
-    return np.lib.stride_tricks.as_strided(
-        rows_BxW[box.start :],
-        (*box.shape, rows_BxW.shape[1]),
-        (*(stride * row for _, stride in _axes(box)), item),
-    )
+def _items(rows_BxW: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Each row as one item of raw bytes, which NumPy copies two to four times as fast."""
+    row_bytes = rows_BxW.shape[1] * rows_BxW.itemsize
+    kind = np.dtype(f"u{row_bytes}") if row_bytes in (1, 2, 4, 8) else np.dtype(f"V{row_bytes}")
+    return rows_BxW.view(np.uint8).view(kind).reshape(-1)
+
+
+def _view(rows_B: npt.NDArray[Any], box: Slice) -> npt.NDArray[Any]:
+    """The rows of a checked slice, without a copy and without indices: [*shape]."""
+    strides = [stride * rows_B.itemsize for _, stride in _axes(box)]
+    return np.lib.stride_tricks.as_strided(rows_B[box.start :], box.shape, strides)
 
 
 def _axes(box: Slice) -> list[tuple[int, int]]:

@@ -67,6 +67,7 @@ class Lab:
         )
         self.chance = np.random.default_rng(0)
         self.lives: dict[str, int] = {}
+        self.scattered: set[str] = set()
         self.sent: dict[tuple[str, int, int], int] = {}
 
     async def create(self) -> None:
@@ -101,24 +102,36 @@ class Lab:
         life = (learner, self.lives[learner], fragment)
         seq = self.sent[life] = self.sent.get(life, 0) + 1
         vector = self.chance.normal(size=self.context.layout.fragments[fragment].size)
-        data = shards.pack(
-            "float32", encode("float32", jnp.asarray(vector, jnp.float32) / 100, BLOCK), BLOCK
-        )
-        name = names.shard(RUN, learner, fragment, 0, life[1], seq, 0)
-        self.store.put(name, data)
-        shard = wire.Shard(
-            name=name,
-            size_bytes=len(data),
-            crc32c=shards.crc32c(data),
-            slices=slices.of_range(0, vector.size, BLOCK),
+        rows = (vector / 100).astype(np.float32).reshape(-1, BLOCK)
+        entries = tuple(
+            self._shard(names.shard(RUN, learner, fragment, 0, life[1], seq, index), rows, blocks)
+            for index, blocks in enumerate(self._blocks(learner, len(rows)))
         )
         return wire.Manifest(
             run=RUN, learner=learner, epoch=0, incarnation=life[1], seq=seq, fragment=fragment,
             base_version=0, base_digest="0" * 32, layout=self.context.layout.digest,
-            codec="float32", shards=(shard,), tokens=80, steps=8, position=8 * seq,
+            codec="float32", shards=entries, tokens=80, steps=8, position=8 * seq,
             local_step=8 * seq, loss=1.0, step_time_s=0.001, encode_s=0.0, upload_s=0.0, attempt=0,
             final=False,
         )  # fmt: skip
+
+    def _blocks(self, learner: str, count: int) -> list[np.ndarray]:
+        """The blocks of each shard of an update: all of them, or two halves drawn by chance."""
+        if learner not in self.scattered:
+            return [np.arange(count)]
+        order = self.chance.permutation(count)
+        return [np.sort(order[: count // 2]), np.sort(order[count // 2 :])]
+
+    def _shard(self, name: str, rows: np.ndarray, blocks: np.ndarray) -> wire.Shard:
+        encoded = encode("float32", jnp.asarray(rows[blocks].reshape(-1)), BLOCK)
+        data = shards.pack("float32", encoded, BLOCK)
+        self.store.put(name, data)
+        return wire.Shard(
+            name=name,
+            size_bytes=len(data),
+            crc32c=shards.crc32c(data),
+            slices=slices.describe(blocks),
+        )
 
     async def announce(self, manifest: wire.Manifest) -> None:
         record, _ = await self.newest(manifest.fragment)

@@ -32,7 +32,8 @@ def play(story, *, fragments: int = 1, **gc) -> tuple[Lab, History]:
 
 
 async def eventful(lab: Lab) -> None:
-    """Two learners, a damaged update, a new aggregator, other settings, a rollback."""
+    """Two learners, differently sharded, a damaged update, a new aggregator, a rollback ..."""
+    lab.scattered.add("b")
     async with lab.aggregating():
         for learner in ("a", "b"):
             await lab.join(learner)
