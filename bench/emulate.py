@@ -30,9 +30,8 @@ from common.layout import Layout
 from common.quantize import Encoded
 from common.shards import shard_bytes, shard_ranges
 from learner import sync, tree
-from learner.adopt import Delta
 from learner.checkpoint import copied
-from learner.delta import make_kernels
+from learner.delta import vector_of
 from learner.replica import Replica
 from learner.task import Batch, Params, Task
 
@@ -191,7 +190,7 @@ class _Learner:
     steps: int = 0
     dead: bool = False
     waiting: bool = False
-    payloads: dict[tuple[int, int], Delta | None] = field(default_factory=dict)
+    payloads: dict[tuple[int, int], Encoded | None] = field(default_factory=dict)
 
     def step(self) -> None:
         world, task = self.world, self.world.start.task
@@ -211,7 +210,7 @@ class _Learner:
         world.watch()
         self._go_on()
 
-    def hear(self, event: sync.Event, payload: Delta | None) -> None:
+    def hear(self, event: sync.Event, payload: Encoded | None) -> None:
         if self.dead:
             return
         if isinstance(event, sync.Ready):
@@ -243,8 +242,10 @@ class _Learner:
         for effect in effects:
             match effect:
                 case sync.Adopt(ready, resolved):
-                    payload = self.payloads.pop((ready.fragment, ready.record_seq))
-                    self.replica.adopt(ready.fragment, payload, resolved=resolved)
+                    fragment = ready.fragment
+                    rows = self.payloads.pop((fragment, ready.record_seq))
+                    delta = None if rows is None else self.replica.place(fragment, rows)
+                    self.replica.adopt(fragment, delta, resolved=resolved)
                 case sync.Send():
                     self._send(effect)
                 case sync.Finished(fragments):
@@ -252,7 +253,8 @@ class _Learner:
 
     def _send(self, send: sync.Send) -> None:
         world, owner = self.world, self.world.owners[send.fragment]
-        parts = tuple(Encoded(*map(np.asarray, p)) for p in self.replica.send(send.fragment))
+        rows = self.replica.collect(send.fragment, self.replica.send(send.fragment))
+        parts = (Encoded(rows.scales, rows.codes.reshape(-1)),)
         manifest = _manifest(world, self, send)
         norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
         payload = Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
@@ -322,7 +324,7 @@ class _World:
     def step_s(self, speed: float) -> float:
         return (1 + self.weather.jitter * float(self._chance.uniform(-1, 1))) / speed
 
-    def tell(self, learner: _Learner, event: sync.Event, payload: Delta | None = None) -> None:
+    def tell(self, learner: _Learner, event: sync.Event, payload: Encoded | None = None) -> None:
         self.later(lambda: learner.hear(event, payload))
 
     def tell_all(self, event: sync.Event) -> None:
@@ -352,15 +354,7 @@ class _World:
 
     def _owner(self, fragment: int) -> _Owner:
         settings, layout = self.settings, self.start.layout
-        kernels = make_kernels(
-            layout,
-            fragment,
-            codec=settings.sync.codec,
-            delta_codec=settings.sync.delta_codec,
-            shard_elements=settings.sync.shard_elements,
-        )
-        leaves = tree.by_name(self.start.params.trained)
-        view = np.asarray(kernels.flatten({name: leaves[name] for name in kernels.names}))
+        view = vector_of(layout, fragment, tree.by_name(self.start.params.trained))
         state = machine.State(
             version=0,
             record_seq=self.next_seq(),
@@ -460,11 +454,9 @@ def _identity(manifest: wire.Manifest) -> tuple[str, int, int]:
     return manifest.learner, manifest.incarnation, manifest.seq
 
 
-def _decoded(settings: RunSettings, delta: bytes, size: int) -> Delta:
+def _decoded(settings: RunSettings, delta: bytes, size: int) -> Encoded:
     section = settings.sync
-    return Delta(
-        shards.unpack_delta(delta, codec=section.delta_codec, count=size, block=section.block)
-    )
+    return shards.unpack_delta(delta, codec=section.delta_codec, count=size, block=section.block)
 
 
 def _manifest(world: _World, learner: _Learner, send: sync.Send) -> wire.Manifest:

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import tomli_w
 
 from common import bus_nats, log
@@ -26,15 +28,15 @@ from common.config import Config, LearnerSection, RunSettings, load_config
 from common.nats_server import NatsServer
 from common.service import Runtime
 from common.store import open_store
-from learner import sync, tree
-from learner.adopt import starts
+from learner import sync
+from learner.adopt import start_at
 from learner.background import Background, run_loop
 from learner.checkpoint import Folder
-from learner.publish import Context
+from learner.director import Director
+from learner.island import Island
+from learner.publish import Context, Traffic
 from learner.recovery import Saver
-from learner.replica import Replica
-from learner.task import params_shapes, run_task
-from learner.train import Meter, Trainer, make_inner_step
+from learner.train import Meter, Trainer
 
 FLOOR = 0.99
 ENCODES = 20
@@ -55,25 +57,36 @@ def write_config(folder: Path, url: str, preset: str) -> Path:
     return path
 
 
-def make_trainer(config: Config, background: Background, context: Context) -> Trainer:
+def make_trainer(island: Island, background: Background, traffic: Traffic) -> Trainer:
     """A learner as `learner.daemon` makes it."""
-    settings = config.settings()
-    task = run_task(settings)
-    loaded = background.load()
-    trained, constants = tree.split(params_shapes(task))
-    rules = sync.sync_rules(settings.sync)
-    return Trainer(
-        task=task,
-        replica=Replica(settings.sync, context.layout, trained, [i.view for i in loaded]),
-        inner_step=make_inner_step(task, constants),
-        batches=task.batches(context.learner, 0),
-        position=0,
-        background=background,
-        rules=rules,
-        state=sync.begin(rules, starts(loaded)),
-        meter=Meter(context.learner, context.traffic),
-        asked_to_leave=lambda: False,
+    starts: list[sync.Start] = []
+
+    def views() -> Iterator[np.ndarray]:
+        for fragment in island.layout.fragments:
+            loaded = background.load(fragment.index)
+            starts.append(start_at(loaded))
+            yield loaded.view
+
+    replica = island.replica(views())
+    background.attach(replica)
+    trainer = Trainer(
+        task=island.task,
+        replica=replica,
+        inner_step=island.inner_step(island.constants),
+        feed=island.feed,
+        outbox=background,
+        meter=Meter(island.learner, traffic),
     )
+    rules = sync.sync_rules(island.settings.sync)
+    trainer.plans = Director(
+        rules=rules,
+        state=sync.begin(rules, tuple(starts)),
+        inbox=background,
+        tokens_per_step=island.task.tokens_per_batch,
+    )
+    trainer.compile(island.init_state)
+    trainer.optimizer_state = island.init_state(replica.trained)
+    return trainer
 
 
 def report_encode(trainer: Trainer, settings: RunSettings) -> None:
@@ -86,7 +99,7 @@ def report_encode(trainer: Trainer, settings: RunSettings) -> None:
     encode_s = (time.perf_counter() - began_s) / ENCODES
     began_s = time.perf_counter()
     for _ in range(sync_section.interval_steps):
-        loss = trainer.step()
+        loss = trainer.step(0)
     jax.block_until_ready(loss)
     share = encode_s / (time.perf_counter() - began_s)
     print(f"encoding all fragments: {1000 * encode_s:.1f} ms, {share:.3%} of an interval's steps")
@@ -99,7 +112,7 @@ def report_checkpoint(trainer: Trainer, context: Context, folder: Path) -> None:
     dispatched_s, made_s = [], []
     for _ in range(ENCODES):
         saver = Saver(context, section, kept, 1)
-        jax.block_until_ready(trainer.step())
+        jax.block_until_ready(trainer.step(0))
         began_s = time.perf_counter()
         saver.save(trainer.optimizer_state, trainer.progress())
         dispatched_s.append(time.perf_counter() - began_s)
@@ -131,9 +144,9 @@ def block(trainer: Trainer, *, synchronize: bool) -> Took:
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     previous = None
     for _ in range(BLOCK_STEPS):
-        loss = trainer.step()
+        loss = trainer.step(0)
         if synchronize:
-            trainer.synchronize(sync.Stepped(time.time(), trainer.task.tokens_per_batch))
+            trainer.turn()
         if previous is not None:
             previous.block_until_ready()
         previous = loss
@@ -148,22 +161,35 @@ def measure(config: Config, folder: Path, pairs: int) -> list[tuple[Took, Took]]
         bus_nats.connect(config.bus.url, name="stall"), loop
     ).result()
     settings = config.settings()
-    task = run_task(settings)
+    island = Island(config, "alone")
     context = Context(
         settings=settings,
-        layout=tree.task_layout(task, settings.sync),
+        layout=island.layout,
         epoch=0,
         bus=bus,
         store=open_store(config.store.url),
         runtime=Runtime(),
         logger=log.get(),
-        learner="alone",
+        learner=island.learner,
     )
     background = Background(context, loop)
-    trainer = make_trainer(config, background, context)
-    trainer.compile()
-    trainer.optimizer_state = trainer.task.optimizer.init(trainer.replica.trained)
-    background.join(trainer.meter.heartbeat, config.learner.heartbeat_s)
+    with island.context():
+        trainer = make_trainer(island, background, context.traffic)
+        background.join(trainer.meter.heartbeat, config.learner.heartbeat_s)
+        trainer.seek(0)
+        timings = measure_pairs(trainer, pairs)
+        print(f"updates sent: {context.traffic.updates_sent}")
+        report_encode(trainer, settings)
+        report_checkpoint(trainer, context, folder / "checkpoints")
+    background.leave(trainer.position, 10.0)
+    background.close()
+    asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
+    stop_loop()
+    return timings
+
+
+def measure_pairs(trainer: Trainer, pairs: int) -> list[tuple[Took, Took]]:
+    """Blocks with and without, in turns."""
     block(trainer, synchronize=True)
     timings = []
     for pair in range(pairs):
@@ -174,13 +200,6 @@ def measure(config: Config, folder: Path, pairs: int) -> list[tuple[Took, Took]]
             f"pair {pair + 1}/{pairs}: on {took[True].wall_s:.2f} s ({took[True].cpu_s:.2f} of cpu)"
             f", off {took[False].wall_s:.2f} s ({took[False].cpu_s:.2f})"
         )
-    print(f"updates sent: {context.traffic.updates_sent}")
-    report_encode(trainer, settings)
-    report_checkpoint(trainer, context, folder / "checkpoints")
-    background.leave(trainer.position, 10.0)
-    background.close()
-    asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
-    stop_loop()
     return timings
 
 

@@ -67,6 +67,8 @@ class SyncSection(Section):
         mode: "async", or "lockstep", in which learners wait for each version.
         adopt: "rebase" keeps the steps taken while an update travelled; "overwrite" mixes
             theta <- alpha x theta + (1 - alpha) x view (the paper's rule, alpha 0).
+        anchor: where learners keep the views they have adopted: on the "device", or in the "host"'s
+            memory, from where devices fetch them at each send and adoption.
         snapshot_every: C, versions between two stored views and outer states.
         announce_again_s: an update that no record has resolved for so long is announced again.
     """
@@ -84,6 +86,7 @@ class SyncSection(Section):
     mode: Literal["async", "lockstep"] = "async"
     adopt: Literal["rebase", "overwrite"] = "rebase"
     alpha: Fraction = 0.0
+    anchor: Literal["device", "host"] = "device"
     snapshot_every: Steps = 8
     announce_again_s: Annotated[float, Field(gt=0)] = 30.0
 
@@ -227,10 +230,64 @@ class StoreSection(Section):
     emulator: bool = False
 
 
+class MeshSection(Section):
+    """A learner's devices, of all its hosts, as a mesh; "fsdp=4,tensor=2" is read too.
+
+    Attributes:
+        data: copies of the model; a batch is cut along this axis and `fsdp`.
+        fsdp: parts that each tensor is cut into; 0 for the devices that the other axes leave.
+        tensor: parts that matrix products are cut into.
+    """
+
+    data: Annotated[int, Field(ge=0)] = 1
+    fsdp: Annotated[int, Field(ge=0)] = 0
+    tensor: Annotated[int, Field(ge=0)] = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_words(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        pairs = [word.partition("=") for word in value.replace(" ", "").split(",") if word]
+        return {axis: size for axis, _, size in pairs}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "MeshSection":
+        if [self.data, self.fsdp, self.tensor].count(0) > 1:
+            raise ValueError("only one of data, fsdp and tensor may be 0, what the others leave")
+        return self
+
+
+class IslandSection(Section):
+    """What is special about one learner's hardware; None: as the section `learner` says.
+
+    Attributes:
+        anchor: as `sync.anchor`. The others are as those of `LearnerSection`; options and compiler
+            options are added to those there.
+    """
+
+    mesh: MeshSection | None = None
+    anchor: Literal["device", "host"] | None = None
+    options: dict[str, Any] = {}
+    compiler_options: dict[str, Any] = {}
+    matmul_precision: str | None = None
+
+
 class LearnerSection(Section):
     """How a learner works.
 
     Attributes:
+        mesh: its devices.
+        hosts: processes that it consists of, each with some of its devices.
+        host: which of them this one is, from 0.
+        coordinator: address, host:port, of host 0, where the others find it; "auto" where the
+            platform knows all three (Cloud TPU, Slurm); None for a learner of one host.
+        cpu_devices: devices that a host's CPU is taken for; 0 for JAX's own choice.
+        options: of the task, instead of the run's; such as `batch` and `dtype`, but nothing that
+            changes the parameters.
+        compiler_options: of XLA, for the inner step.
+        matmul_precision: JAX's name of a precision of matrix products; None for its default.
+        islands: other values of these for single learners, by name.
         speed: shares of full speed in (0, 1], by learner; a slow one sleeps after each step.
         heartbeat_s: seconds between heartbeats.
         compile_cache: folder in which compiled programs are kept between lives.
@@ -245,6 +302,15 @@ class LearnerSection(Section):
         hang_s: a training loop that has not turned for so long, and for 20 steps' time, hangs.
     """
 
+    mesh: MeshSection = MeshSection()
+    hosts: Annotated[int, Field(ge=1, le=4096)] = 1
+    host: Annotated[int, Field(ge=0)] = 0
+    coordinator: str | None = None
+    cpu_devices: Annotated[int, Field(ge=0, le=1024)] = 0
+    options: dict[str, Any] = {}
+    compiler_options: dict[str, Any] = {}
+    matmul_precision: str | None = None
+    islands: dict[str, IslandSection] = {}
     speed: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
     heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
     compile_cache: str | None = None
@@ -262,7 +328,22 @@ class LearnerSection(Section):
             raise ValueError(
                 "checkpoint_upload uploads what is in checkpoint_dir, which is not set"
             )
+        if self.hosts > 1 and self.coordinator is None:
+            raise ValueError("a learner of several hosts needs the address of its coordinator")
+        if self.host >= self.hosts:
+            raise ValueError(f"host {self.host} of {self.hosts}: they are counted from 0")
         return self
+
+    def island(self, learner: str) -> IslandSection:
+        """What a learner's hardware is, with all that is said for all learners."""
+        own = self.islands.get(learner, IslandSection())
+        return IslandSection(
+            mesh=own.mesh or self.mesh,
+            anchor=own.anchor,
+            options=self.options | own.options,
+            compiler_options=self.compiler_options | own.compiler_options,
+            matmul_precision=own.matmul_precision or self.matmul_precision,
+        )
 
 
 class AggregatorSection(Section):

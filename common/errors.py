@@ -70,6 +70,10 @@ class CheckpointError(DilocoError):
     """A learner's checkpoint cannot be used, or cannot be made; training goes on without it."""
 
 
+class HostLostError(DilocoError):
+    """A host of this learner is gone; the others cannot train without it."""
+
+
 class StoreError(DilocoError):
     """The object store failed."""
 

@@ -14,15 +14,19 @@ from common.tape import Recorded, RunContext, get_object, last_record, lost_for_
 
 
 class Loaded(NamedTuple):
-    """A fragment's newest version: its record, the record's sequence, the view as float32 [N].
+    """A fragment's newest version.
 
-    `read_bytes` were read from the store for it.
+    Attributes:
+        record: its record, and the record's sequence.
+        view: float32 [N], made of `snapshot` and `deltas`, `read_bytes` in all.
     """
 
     record: wire.Record
     record_seq: int
     view: npt.NDArray[np.float32]
     read_bytes: int
+    snapshot: wire.ObjectRef
+    deltas: tuple[wire.ObjectRef, ...]
 
 
 async def load_view(context: RunContext, fragment: int) -> Loaded:
@@ -36,17 +40,13 @@ async def load_view(context: RunContext, fragment: int) -> Loaded:
     record, record_seq = await last_record(context, fragment)
     while True:
         try:
-            view, read_bytes = await context.runtime.call(
-                _assemble_view, context, record, record.snapshot, record.deltas
-            )
+            return await _load(context, record, record_seq, record.snapshot, record.deltas)
         except (ObjectMissingError, IntegrityError) as error:
             newest, newest_seq = await last_record(context, fragment)
             if newest_seq == record_seq:
                 # No collection was faster.
                 return await _load_from_older(context, record, record_seq, error)
             record, record_seq = newest, newest_seq
-        else:
-            return Loaded(record, record_seq, view, read_bytes)
 
 
 async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[np.float32]:
@@ -56,10 +56,20 @@ async def load_version(context: RunContext, record: wire.Record) -> npt.NDArray[
         IntegrityError: what is stored does not give the recorded digest.
         ObjectMissingError: garbage collection has taken what it is made of.
     """
-    view, _ = await context.runtime.call(
-        _assemble_view, context, record, record.snapshot, record.deltas
+    return (await _load(context, record, 0, record.snapshot, record.deltas)).view
+
+
+async def _load(
+    context: RunContext,
+    record: wire.Record,
+    record_seq: int,
+    snapshot: wire.ObjectRef,
+    deltas: tuple[wire.ObjectRef, ...],
+) -> Loaded:
+    view, read_bytes = await context.runtime.call(
+        assemble_view, context, record.fragment, record.view_digest, snapshot, deltas
     )
-    return view
+    return Loaded(record, record_seq, view, read_bytes, snapshot, deltas)
 
 
 async def _load_from_older(
@@ -83,12 +93,9 @@ async def _load_from_older(
             instead=basis.record.version,
             why=error.message,
         )
-        deltas = [after.record.delta for after in since if after.record.delta is not None]
+        deltas = tuple(after.record.delta for after in since if after.record.delta is not None)
         with contextlib.suppress(ObjectMissingError, IntegrityError):
-            view, read_bytes = await context.runtime.call(
-                _assemble_view, context, record, basis.record.snapshot, deltas
-            )
-            return Loaded(record, record_seq, view, read_bytes)
+            return await _load(context, record, record_seq, basis.record.snapshot, deltas)
     if isinstance(error, ObjectMissingError):
         what = f"version {record.version} of fragment {record.fragment}"
         raise lost_for_good(what, error) from error
@@ -129,12 +136,19 @@ async def older_snapshot(context: RunContext, record: wire.Record, record_seq: i
     return newest[-1] if newest else None
 
 
-def _assemble_view(
+def assemble_view(
     context: RunContext,
-    record: wire.Record,
+    fragment: int,
+    view_digest: str,
     snapshot: wire.ObjectRef,
     deltas: Iterable[wire.ObjectRef],
 ) -> tuple[npt.NDArray[np.float32], int]:
+    """A view from its objects, float32 [N], and the bytes that were read for it.
+
+    Raises:
+        ObjectMissingError: garbage collection has taken an object.
+        IntegrityError: they do not give the digest.
+    """
     data = get_object(context.store, snapshot)
     read_bytes = len(data)
     view = np.frombuffer(data, np.float32).copy()
@@ -146,10 +160,10 @@ def _assemble_view(
             data, codec=sync.delta_codec, count=view.size, block=sync.block
         )
         view += decode_numpy(sync.delta_codec, encoded, sync.block)
-    if shards.digest(view) != record.view_digest:
+    if shards.digest(view) != view_digest:
         raise IntegrityError(
-            f"fragment {record.fragment} version {record.version}: the stored view and deltas "
-            f"give digest {shards.digest(view)}, the record says {record.view_digest}",
+            f"fragment {fragment}: the stored view {snapshot.name} and the deltas behind it "
+            f"give digest {shards.digest(view)}, the record says {view_digest}",
             hint="runbooks/digest-mismatch.md",
         )
     return view, read_bytes

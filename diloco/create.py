@@ -19,7 +19,7 @@ from common.service import Runtime
 from common.store import ObjectStore, open_store
 from common.tape import load_specification
 from learner import tree
-from learner.delta import make_kernels
+from learner.delta import vector_of
 from learner.task import Params, run_task
 
 
@@ -101,9 +101,7 @@ async def create_run(
         theirs = parse_settings(existing.settings)
         check_same_run(settings, theirs, layout.digest, existing.layout)
     leaves = tree.by_name(trained)
-    vectors = [
-        _flatten(settings, layout, index, leaves) for index in range(settings.sync.fragments)
-    ]
+    vectors = [_flatten(layout, index, leaves) for index in range(settings.sync.fragments)]
     context = Context(
         settings=settings,
         layout=layout,
@@ -117,18 +115,9 @@ async def create_run(
     await commit_version_zero(context, vectors)
 
 
-def _flatten(
-    settings: RunSettings, layout: Layout, fragment: int, leaves: dict[str, Any]
-) -> np.ndarray:
+def _flatten(layout: Layout, fragment: int, leaves: dict[str, Any]) -> np.ndarray:
     """A fragment's vector of the first parameters, fit to be a view."""
-    kernels = make_kernels(
-        layout,
-        fragment,
-        codec=settings.sync.codec,
-        delta_codec=settings.sync.delta_codec,
-        shard_elements=settings.sync.shard_elements,
-    )
-    return canonical(np.asarray(kernels.flatten(leaves)))
+    return canonical(vector_of(layout, fragment, leaves))
 
 
 async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str) -> None:

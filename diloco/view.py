@@ -9,7 +9,6 @@ from common import wire
 from common.tape import RunContext, load_specification
 from common.views import load_view
 from learner import tree
-from learner.adopt import View
 from learner.replica import Replica
 from learner.task import Params, Task, params_shapes
 
@@ -52,7 +51,7 @@ class GlobalModel:
             self._replica = Replica(sync, layout, self._trained, views)
         else:
             for fragment, view in enumerate(views):
-                self._replica.restore(fragment, View(view))
+                self._replica.restore(fragment, self._replica.place_view(fragment, view))
         return tree.join(self._replica.trained, self._constants)
 
 

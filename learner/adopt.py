@@ -1,20 +1,19 @@
 """The learner's inbound side: reads records, fetches and decodes deltas, in order per fragment.
 
-A record is handed to the training loop only when its delta is here and verified, so that adopting
-it is one small step on the device. A learner that has fallen so far behind that a delta is gone,
-or whose view is not the one that a record builds on, loads the newest view instead.
+A record is handed to the training loop only when its delta is here and verified, on the devices of
+all hosts, so that adopting it is one small step there. A learner that has fallen so far behind
+that a delta is gone, or whose view is not the one that a record builds on, loads the newest view.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from common import names, shards, wire
 from common.bus import Message
 from common.errors import IntegrityError, ObjectMissingError, WireError
-from common.quantize import Encoded
 from common.service import cancel
 from common.tape import (
     data_position,
@@ -22,38 +21,111 @@ from common.tape import (
     parse_changed,
     read_record,
 )
-from common.views import Loaded, load_view
+from common.views import Loaded, assemble_view, load_view
 from learner import sync
-from learner.publish import Context, Post
+from learner.publish import Context, Post, Tensors
 
 
-class Delta(NamedTuple):
-    """Carried by a `Ready` of a version that follows the one adopted: new view less the old."""
+class Change(NamedTuple):
+    """What leads from the version adopted to a record's: a delta, or a stored view and deltas.
 
-    encoded: Encoded
+    Attributes:
+        fragment, record_seq: of the record.
+        view_digest: of the view that it leads to.
+        snapshot: the stored view to begin with; None: with the view adopted.
+        deltas: to be added, in order; one, if there is no snapshot.
+    """
+
+    fragment: int
+    record_seq: int
+    view_digest: str
+    snapshot: wire.ObjectRef | None
+    deltas: tuple[wire.ObjectRef, ...]
 
 
-class View(NamedTuple):
-    """Carried by a `Ready` that jumps: the whole view, float32 [size]."""
+class Fetcher:
+    """Fetches and decodes what one host holds of versions, and puts it on its devices."""
 
-    values: np.ndarray
+    def __init__(self, context: Context, tensors: Tensors) -> None:
+        self._context = context
+        self._tensors = tensors
 
+    async def fetch(self, change: Change) -> Any:
+        """The payload of a change.
 
-def starts(loaded: Sequence[Loaded]) -> tuple[sync.Start, ...]:
-    """Where the core begins, for a learner that has loaded these versions."""
-    return tuple(
-        sync.Start(
-            item.record.version,
-            item.record.view_digest,
-            item.record_seq,
-            item.record.global_step,
+        Raises:
+            ObjectMissingError: garbage collection has taken an object.
+            IntegrityError: an object is damaged.
+        """
+        if change.snapshot is None:
+            return await self._context.runtime.call(self._delta, change)
+        return await self._context.runtime.call(self._view, change, change.snapshot)
+
+    def place(self, fragment: int, view: np.ndarray) -> Any:
+        """The payload of a view that is here already, float32 [N]."""
+        return self._tensors.place_view(fragment, view)
+
+    def _delta(self, change: Change) -> Any:
+        context, (ref,) = self._context, change.deltas
+        section, held = context.settings.sync, self._tensors.held(change.fragment)
+        size = context.layout.fragments[change.fragment].size
+        codec, block = section.delta_codec, section.block
+        if held.size * block == size:
+            data = get_object(context.store, ref)
+            context.traffic.bytes_down += len(data)
+            rows = shards.unpack_delta(data, codec=codec, count=size, block=block)
+        else:
+            rows = shards.read_blocks(
+                self._reader(ref), codec=codec, count=size, block=block, blocks=held
+            )
+        return self._tensors.place(change.fragment, rows)
+
+    def _reader(self, ref: wire.ObjectRef) -> shards.Read:
+        def read(start: int, stop: int) -> bytes:
+            data = self._context.store.get_range(ref.name, start, stop)
+            self._context.traffic.bytes_down += len(data)
+            return data
+
+        return read
+
+    def _view(self, change: Change, snapshot: wire.ObjectRef) -> Any:
+        view, read_bytes = assemble_view(
+            self._context, change.fragment, change.view_digest, snapshot, change.deltas
         )
-        for item in loaded
+        self._context.traffic.bytes_down += read_bytes
+        return self._tensors.place_view(change.fragment, view)
+
+
+Prepare = Callable[[Change], Awaitable[None]]
+
+
+async def nobody_else(_change: Change) -> None:
+    """What the other hosts of a learner of one host have to fetch."""
+
+
+def start_at(loaded: Loaded) -> sync.Start:
+    """Where the core begins with a fragment of which a learner has loaded this version."""
+    record = loaded.record
+    return sync.Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
+
+
+def whole(loaded: Loaded) -> Change:
+    """The change that leads to a view from nothing."""
+    record = loaded.record
+    return Change(
+        record.fragment, loaded.record_seq, record.view_digest, loaded.snapshot, loaded.deltas
     )
 
 
 class Adopter:
-    """Follows the run's records for one learner."""
+    """Follows the run's records for one learner.
+
+    Attributes:
+        fetcher: of this host; set before `follow`.
+        others: waits until the other hosts have a change on their devices.
+    """
+
+    fetcher: Fetcher
 
     def __init__(self, context: Context, post: Post) -> None:
         self._context = context
@@ -61,11 +133,11 @@ class Adopter:
         self._newest: dict[int, tuple[int, int, str]] = {}
         self._queues: dict[int, asyncio.Queue[Message]] = {}
         self.incarnation = 0
+        self.others: Prepare = nobody_else
 
-    async def load(self) -> list[Loaded]:
-        """The newest version of every fragment, verified: where a learner begins."""
-        fragments = range(len(self._context.layout.fragments))
-        return [await self._load_fragment(fragment) for fragment in fragments]
+    async def load(self, fragment: int) -> Loaded:
+        """The newest version of a fragment, verified: where a learner begins."""
+        return await self._load_fragment(fragment)
 
     async def position(self) -> int:
         """Where this learner's data goes on: behind all that any of its manifests covers."""
@@ -156,14 +228,15 @@ class Adopter:
     async def _take(self, fragment: int, message: Message) -> None:
         _, version, _ = self._newest[fragment]
         record_seq = message.seq
-        payload: Delta | View | None
+        payload: Any = None
         try:
             record = await read_record(self._context, message.payload)
-            payload = await self._change(fragment, record)
+            if record.what != "verdict":
+                payload = await self._prepare(self._change(fragment, record, record_seq))
         except (ObjectMissingError, IntegrityError) as error:
             self._context.logger.warning("reloading", fragment=fragment, why=error.message)
-            loaded = await self._load_fragment(fragment)
-            record, record_seq, payload = loaded.record, loaded.record_seq, View(loaded.view)
+            loaded, payload = await self._reload(fragment)
+            record, record_seq = loaded.record, loaded.record_seq
         self._newest[fragment] = (record_seq, record.version, record.view_digest)
         context = self._context
         context.logger.debug("arrived", fragment=fragment, version=record.version, what=record.what)
@@ -171,20 +244,39 @@ class Adopter:
         restored = record.policy.floor > version
         self._post(self._ready(record, record_seq, restored=restored), payload)
 
-    async def _change(self, fragment: int, record: wire.Record) -> Delta | None:
-        """What leads from the version adopted to a record's; None for verdicts.
+    def _change(self, fragment: int, record: wire.Record, record_seq: int) -> Change:
+        """What leads from the version adopted to a record's.
 
         Raises:
-            ObjectMissingError: nothing does, or it was collected.
-            IntegrityError: what does is damaged.
+            ObjectMissingError: nothing does.
         """
-        if record.what == "verdict":
-            return None
         _, version, digest = self._newest[fragment]
         follows = record.version == version + 1 and record.base_digest == digest
         if not follows or record.delta is None:
             raise ObjectMissingError(f"version {record.version} does not follow {version}")
-        return Delta(await self._read_delta(fragment, record.delta))
+        return Change(fragment, record_seq, record.view_digest, None, (record.delta,))
+
+    async def _prepare(self, change: Change) -> Any:
+        """What a change brings, on the devices of all hosts; this host's is returned.
+
+        Raises:
+            ObjectMissingError: an object was collected.
+            IntegrityError: one is damaged.
+        """
+        payload, _ = await asyncio.gather(self.fetcher.fetch(change), self.others(change))
+        return payload
+
+    async def _reload(self, fragment: int) -> tuple[Loaded, Any]:
+        """The newest view, on the devices of all hosts; anew when a collection was faster."""
+        while True:
+            loaded = await self._load_fragment(fragment)
+            view = self._context.runtime.call(self.fetcher.place, fragment, loaded.view)
+            try:
+                payload, _ = await asyncio.gather(view, self.others(whole(loaded)))
+            except (ObjectMissingError, IntegrityError) as error:
+                self._context.logger.warning("reloading", fragment=fragment, why=error.message)
+            else:
+                return loaded, payload
 
     def _ready(self, record: wire.Record, record_seq: int, *, restored: bool) -> sync.Ready:
         resolved = [
@@ -213,21 +305,6 @@ class Adopter:
         self._context.traffic.bytes_down += loaded.read_bytes
         self._newest[fragment] = (loaded.record_seq, record.version, record.view_digest)
         return loaded
-
-    async def _read_delta(self, fragment: int, delta: wire.ObjectRef) -> Encoded:
-        data = await self._get(delta)
-        sync_section = self._context.settings.sync
-        return shards.unpack_delta(
-            data,
-            codec=sync_section.delta_codec,
-            count=self._context.layout.fragments[fragment].size,
-            block=sync_section.block,
-        )
-
-    async def _get(self, expected: wire.ObjectRef) -> bytes:
-        data = await self._context.runtime.call(get_object, self._context.store, expected)
-        self._context.traffic.bytes_down += len(data)
-        return data
 
     async def _last(self, subject: str) -> Message | None:
         return await self._context.runtime.retry(

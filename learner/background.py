@@ -9,23 +9,17 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from common import wire
 from common.service import cancel
 from common.views import Loaded
 from learner import sync
-from learner.adopt import Adopter
-from learner.publish import Context, Outgoing, Publisher
+from learner.adopt import Adopter, Fetcher
+from learner.hosts import Crew
+from learner.publish import Arrived, Context, Outgoing, Publisher, Tensors, Uploader
 
 T = TypeVar("T")
-
-
-class Arrived(NamedTuple):
-    """An event for the core, and the delta or view that it carries."""
-
-    event: sync.Event
-    payload: Any
 
 
 class Background:
@@ -46,9 +40,18 @@ class Background:
 
     # For the training loop
 
-    def load(self) -> list[Loaded]:
-        """The newest version of every fragment."""
-        return self._run(self._adopter.load())
+    def load(self, fragment: int) -> Loaded:
+        """The newest version of a fragment."""
+        return self._run(self._adopter.load(fragment))
+
+    def attach(self, tensors: Tensors, crew: Crew | None = None) -> None:
+        """Say whose tensors are sent and moved, and what other hosts there are."""
+        hosts = 1 if crew is None else crew.hosts
+        self._publisher.uploader = Uploader(self._context, tensors, hosts=hosts)
+        self._adopter.fetcher = Fetcher(self._context, tensors)
+        if crew is not None:
+            self._publisher.others = crew.stored
+            self._adopter.others = crew.prepare
 
     def position(self) -> int:
         """Where this learner's data goes on; only once it has joined is that certain."""
@@ -111,6 +114,10 @@ class Background:
             self._run(leaving)
         except TimeoutError:
             self._context.logger.warning("left_silently", waited_s=within_s)
+
+    def fail(self, error: BaseException) -> None:
+        """End this life, at the training loop's next look; called on the event loop."""
+        self._arrived.put(error)
 
     def close(self) -> None:
         """End everything that still runs here."""

@@ -82,17 +82,25 @@ def load_corpus(where: str) -> Corpus:
 
 
 def batches(
-    corpus: Corpus, *, seed: int, learner: str, position: int, batch: int, length: int
+    corpus: Corpus,
+    *,
+    seed: int,
+    learner: str,
+    position: int,
+    batch: int,
+    length: int,
+    rows: slice = slice(None),
 ) -> Iterator[Windows]:
     """Endless training batches of one learner, batch number `position` first.
 
     Yields:
-        int32[B, L + 1]: windows at uniformly random places of the training bytes.
+        int32[B, L + 1]: windows at uniformly random places of the training bytes; only `rows` of
+        them are read, and which they are does not depend on that.
     """
     while True:
         rng = np.random.default_rng([seed, _stable_hash(learner), position])
         starts_B = rng.integers(len(corpus.train) - length, size=batch)
-        yield _windows(corpus.train, starts_B, length)
+        yield _windows(corpus.train, starts_B[rows], length)
         position += 1
 
 

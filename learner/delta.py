@@ -1,6 +1,10 @@
 """What a learner does with the parameters of one fragment: send, settle, adopt. Pure arrays, JAX.
 
-Shapes: N elements of the fragment's vector (`common/layout.py`).
+Shapes: a piece (`common/layout.py`) is held as its blocks: float32 [*G, n, b], b the elements of a
+block. These are the blocks of the fragment's vector in their order, so that nothing is moved to
+find a piece's place in it. G and n keep as many axes of the tensor as blocks allow, and are cut
+over the learner's mesh as the tensor is; where a cut would go through a block, the piece is cut
+along another axis. So each device encodes what it holds, and codes do not depend on the mesh.
 
 Per fragment a learner holds theta (its leaves), the view V it last adopted, and the codes of the
 update in flight, q dequantized. What is not yet sent is V - q - theta (DESIGN.md, "Each step's
@@ -12,13 +16,15 @@ work is sent once"):
     mix        theta = alpha theta + (1 - alpha) V
 
 Each is one small kernel over the leaves, shared by fragments whose pieces have the same shapes,
-and one over the vector, shared by fragments of the same size: learners restart often, and
-compiling is what they would wait for. V' is bit for bit the aggregator's: a product of code and
-scale is exact, so V + code x scale is rounded once however it is compiled.
+and one over the blocks: learners restart often, and compiling is what they would wait for. V' is
+bit for bit the aggregator's: a product of code and scale is exact, so V + code x scale is rounded
+once however it is compiled.
 
 Arrays that an operation replaces are donated: the caller must not touch them again.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -26,37 +32,53 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from common.layout import Layout
-from common.quantize import Codec, Encoded, decode, encode_difference
-from common.shards import shard_ranges
+from common.layout import Layout, Piece
+from common.quantize import Codec, Encoded, decode_blocks, encode_blocks
+from learner.mesh import Cuts, cuts_of, fit, sharding_of, single
 
 Leaves = dict[str, jax.Array]
+# One item for each piece: float32 [*G, n, b], or codes and scales of such.
+Blocks = tuple[jax.Array, ...]
+Codes = tuple[Encoded, ...]
 
 
 class _Part(NamedTuple):
     """A piece of a fragment as a kernel sees it: shapes and places, no names.
 
     Attributes:
-        leaf: index among the fragment's leaves.
+        leaf: index among the fragment's leaves; `lies` is how that leaf is cut.
         whole: the piece is its whole leaf; otherwise rows from a start that the call gives.
-        shape: of the piece; groups, group_size, group_stride, offset: of `layout.Piece`.
+        shape: of the piece; `rows` how it is cut before it is divided into blocks.
+        kept: [*G, group_size] of it, when a group is no whole number of blocks; otherwise None.
+        grid: [*G, n].
+        blocks: how [*G, n, b] is cut.
     """
 
     leaf: int
+    lies: NamedSharding
     whole: bool
     shape: tuple[int, ...]
-    groups: int
-    group_size: int
-    group_stride: int
-    offset: int
+    rows: NamedSharding
+    kept: tuple[int, ...] | None
+    grid: tuple[int, ...]
+    blocks: NamedSharding
 
 
 class _Plan(NamedTuple):
     """Static argument of the kernels: equal for fragments whose pieces have equal shapes."""
 
     parts: tuple[_Part, ...]
-    size: int
+    block: int
+
+
+class Placed(NamedTuple):
+    """Where a piece's blocks are: [*G, n] of them, the first one's number in the fragment."""
+
+    first: int
+    grid: tuple[int, ...]
+    sharding: NamedSharding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,72 +86,62 @@ class Kernels:
     """The operations of one fragment.
 
     `leaves` are the tensors that the fragment holds parts of, by name, whole; any floating dtype.
-    What comes back has the same names, shapes and dtypes. Vectors are float32 [N].
+    What comes back has the same names, shapes, dtypes and shardings.
 
     Attributes:
         names: leaves the fragment holds parts of; others may not be passed.
         codec: of updates; `delta_codec` of version deltas.
         block: elements that share a scale.
-        ranges: [start, stop) of each shard of an update.
+        placed: where the blocks of each piece are.
     """
 
     names: tuple[str, ...]
     codec: Codec
     delta_codec: Codec
     block: int
-    ranges: tuple[tuple[int, int], ...]
+    placed: tuple[Placed, ...]
     plan: _Plan
     starts: tuple[int, ...]
 
-    def flatten(self, leaves: Leaves) -> jax.Array:
-        """The fragment's vector, with zeros for padding; float32 [N]."""
-        vectors = _padded(self._tuple(leaves), self._starts(), self.plan)
-        vector_N: jax.Array = _concatenated(vectors)
-        return vector_N
+    def blocks(self, leaves: Leaves) -> Blocks:
+        """The fragment's pieces as blocks, with zeros for padding."""
+        found: Blocks = _blocks(self._tuple(leaves), self._starts(), self.plan)
+        return found
 
-    def send(self, leaves: Leaves, view_N: jax.Array) -> tuple[Encoded, ...]:
-        """Codes of what the learner did since its view, one item for each shard."""
-        theta_N = self.flatten(leaves)
-        if len(self.ranges) == 1:
-            return (encode_difference(self.codec, view_N, theta_N, self.block),)
-        return tuple(
-            encode_difference(self.codec, view_N[start:stop], theta_N[start:stop], self.block)
-            for start, stop in self.ranges
-        )
+    def send(self, leaves: Leaves, view: Blocks) -> Codes:
+        """Codes of what the learner did since its view."""
+        return encode_blocks(self.codec, view, self.blocks(leaves))
 
-    def settle(self, leaves: Leaves, update: tuple[Encoded, ...]) -> Leaves:
+    def settle(self, leaves: Leaves, update: Codes) -> Leaves:
         """Leaves plus an update of theirs that a record has resolved; leaves are donated."""
-        parts = tuple(decode(self.codec, encoded, self.block) for encoded in update)
-        return self.add(leaves, parts[0] if len(parts) == 1 else _concatenated(parts))
+        return self.add(leaves, _decoded(update, self.codec, self.block))
 
-    def apply(self, leaves: Leaves, view_N: jax.Array, delta: Encoded) -> tuple[Leaves, jax.Array]:
+    def apply(self, leaves: Leaves, view: Blocks, delta: Codes) -> tuple[Leaves, Blocks]:
         """Leaves and view moved by a version delta; both are donated."""
-        moved_N, step_N = _advance(view_N, delta, self.delta_codec, self.block)
-        return self.add(leaves, step_N), moved_N
+        moved, step = _advance(view, delta, self.delta_codec, self.block)
+        return self.add(leaves, step), moved
 
-    def advance(self, view_N: jax.Array, delta: Encoded) -> jax.Array:
+    def advance(self, view: Blocks, delta: Codes) -> Blocks:
         """The view moved by a version delta, leaves left alone; the view is donated."""
-        moved_N: jax.Array = _advance(view_N, delta, self.delta_codec, self.block)[0]
-        return moved_N
+        moved: Blocks = _advance(view, delta, self.delta_codec, self.block)[0]
+        return moved
 
-    def jump(
-        self, leaves: Leaves, view_N: jax.Array, new_view_N: jax.Array
-    ) -> tuple[Leaves, jax.Array]:
+    def jump(self, leaves: Leaves, view: Blocks, new_view: Blocks) -> tuple[Leaves, Blocks]:
         """Leaves moved as far as a newer view is from the old one; leaves and view are donated."""
-        return self.add(leaves, _difference(new_view_N, view_N)), new_view_N
+        return self.add(leaves, _difference(new_view, view)), new_view
 
-    def overwrite(self, leaves: Leaves, view_N: jax.Array) -> Leaves:
+    def overwrite(self, leaves: Leaves, view: Blocks) -> Leaves:
         """The view's values in the leaves' dtypes; leaves are donated."""
-        return self._named(_replace(self._tuple(leaves), self._starts(), view_N, self.plan))
+        return self._named(_replace(self._tuple(leaves), self._starts(), view, self.plan))
 
-    def mix(self, leaves: Leaves, view_N: jax.Array, alpha: float) -> Leaves:
+    def mix(self, leaves: Leaves, view: Blocks, alpha: float) -> Leaves:
         """Leaves and view in the shares alpha and 1 - alpha; leaves are donated (PAPER.md §1)."""
-        mixed = _mix(self._tuple(leaves), self._starts(), view_N, np.float32(alpha), self.plan)
+        mixed = _mix(self._tuple(leaves), self._starts(), view, np.float32(alpha), self.plan)
         return self._named(mixed)
 
-    def add(self, leaves: Leaves, values_N: jax.Array) -> Leaves:
-        """Leaves plus a vector, in float32, rounded to each leaf's dtype; leaves are donated."""
-        return self._named(_add(self._tuple(leaves), self._starts(), values_N, self.plan))
+    def add(self, leaves: Leaves, values: Blocks) -> Leaves:
+        """Leaves plus values, in float32, rounded to each leaf's dtype; leaves are donated."""
+        return self._named(_add(self._tuple(leaves), self._starts(), values, self.plan))
 
     def _tuple(self, leaves: Leaves) -> tuple[jax.Array, ...]:
         return tuple(leaves[name] for name in self.names)
@@ -142,7 +154,12 @@ class Kernels:
 
 
 def make_kernels(
-    layout: Layout, fragment: int, *, codec: Codec, delta_codec: Codec, shard_elements: int
+    layout: Layout,
+    fragment: int,
+    *,
+    codec: Codec,
+    delta_codec: Codec,
+    shardings: Mapping[str, NamedSharding] | None = None,
 ) -> Kernels:
     """The operations of a fragment. Cheap: a kernel is compiled at its first call.
 
@@ -151,21 +168,17 @@ def make_kernels(
         fragment: index of the fragment.
         codec: of updates.
         delta_codec: of version deltas.
-        shard_elements: the run's `sync.shard_elements`.
+        shardings: how each leaf lies on the learner's mesh (`mesh.param_shardings`), by name;
+            all on one device, if None.
     """
-    pieces, size = layout.fragments[fragment].pieces, layout.fragments[fragment].size
+    pieces = layout.fragments[fragment].pieces
     names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
-    sizes = {tensor.name: tensor.size for tensor in layout.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in layout.tensors}
+    if shardings is None:
+        alone = NamedSharding(single(), PartitionSpec())
+        shardings = dict.fromkeys(names, alone)
     parts = tuple(
-        _Part(
-            leaf=names.index(piece.tensor),
-            whole=piece.groups * piece.group_size == sizes[piece.tensor],
-            shape=piece.shape,
-            groups=piece.groups,
-            group_size=piece.group_size,
-            group_stride=piece.group_stride,
-            offset=piece.offset,
-        )
+        _part(piece, names.index(piece.tensor), shapes[piece.tensor], shardings, layout.block)
         for piece in pieces
     )
     return Kernels(
@@ -173,10 +186,85 @@ def make_kernels(
         codec=codec,
         delta_codec=delta_codec,
         block=layout.block,
-        ranges=tuple(shard_ranges(size, layout.block, shard_elements)),
-        plan=_Plan(parts, size),
+        placed=tuple(
+            Placed(piece.offset // layout.block, part.grid, part.blocks)
+            for piece, part in zip(pieces, parts, strict=True)
+        ),
+        plan=_Plan(parts, layout.block),
         starts=tuple(piece.start for piece in pieces),
     )
+
+
+def vector_of(layout: Layout, fragment: int, leaves: Leaves) -> np.ndarray:
+    """The fragment's vector on the host, with zeros for padding: float32 [N]."""
+    kernels = make_kernels(layout, fragment, codec="float32", delta_codec="float32")
+    blocks = kernels.blocks({name: leaves[name] for name in kernels.names})
+    return np.concatenate([np.asarray(piece).reshape(-1) for piece in blocks])
+
+
+# --- How a piece is divided into blocks
+
+
+def _part(
+    piece: Piece,
+    leaf: int,
+    tensor_shape: tuple[int, ...],
+    shardings: Mapping[str, NamedSharding],
+    block: int,
+) -> _Part:
+    lies = shardings[piece.tensor]
+    mesh = lies.mesh
+    assert isinstance(mesh, Mesh)
+    last = _last_axis(piece, block)
+    padded = last is None
+    axis = _group_axes(piece) if last is None else last
+    lead = piece.shape[:axis]
+    grid = (*lead, piece.stride // math.prod(lead) // block)
+    cuts = cuts_of(lies, len(piece.shape))
+    # What is cut behind the last axis that blocks leave apart has to find another one.
+    behind = tuple(name for names in cuts[axis:] for name in names)
+    fitted = fit(grid, (*cuts[:axis], behind), mesh)
+    whole = piece.shape == tensor_shape
+    return _Part(
+        leaf=leaf,
+        lies=lies,
+        whole=whole,
+        shape=piece.shape,
+        rows=sharding_of(mesh, _before(piece.shape, fitted, axis, mesh, padded=padded)),
+        kept=(*lead, piece.group_size) if padded else None,
+        grid=grid,
+        blocks=sharding_of(mesh, (*fitted, ())),
+    )
+
+
+def _group_axes(piece: Piece) -> int:
+    """How many leading axes stack groups."""
+    return next(
+        axes
+        for axes in range(len(piece.shape) + 1)
+        if math.prod(piece.shape[:axes]) == piece.groups
+    )
+
+
+def _last_axis(piece: Piece, block: int) -> int | None:
+    """The last axis from which on a row is whole blocks; None if not even a whole group is."""
+    if piece.group_stride != piece.group_size:
+        return None
+    for axis in reversed(range(_group_axes(piece), len(piece.shape))):
+        if math.prod(piece.shape[axis:]) % block == 0:
+            return axis
+    return None
+
+
+def _before(shape: tuple[int, ...], fitted: Cuts, axis: int, mesh: Mesh, *, padded: bool) -> Cuts:
+    """How the piece itself must be cut, so that dividing it into blocks moves nothing."""
+    ahead = list(fitted[:axis])
+    if axis == len(shape):
+        return tuple(ahead)
+    parts = math.prod(mesh.shape[name] for name in fitted[axis])
+    divides = not padded and shape[axis] % parts == 0
+    ahead.append(fitted[axis] if divides else ())
+    return (*ahead, *((),) * (len(shape) - len(ahead)))
 
 
 # --- Kernels over the leaves
@@ -192,56 +280,62 @@ def _rows(leaf: jax.Array, start: jax.Array, part: _Part) -> jax.Array:
 def _with_rows(leaf: jax.Array, start: jax.Array, part: _Part, values: jax.Array) -> jax.Array:
     """The leaf with a piece replaced; `values` are rounded to its dtype."""
     values = values.astype(leaf.dtype)
-    if part.whole:
-        return values
-    return jax.lax.dynamic_update_slice_in_dim(leaf, values, start, axis=0)
+    if not part.whole:
+        values = jax.lax.dynamic_update_slice_in_dim(leaf, values, start, axis=0)
+    return _lying(values, part.lies)
 
 
-def _of_vector(values_N: jax.Array, part: _Part) -> jax.Array:
-    """A piece's values in a vector, without the padding; float32, the piece's shape."""
-    stop = part.offset + part.groups * part.group_stride
-    groups = values_N[part.offset : stop].reshape(part.groups, part.group_stride)
-    return groups[:, : part.group_size].reshape(part.shape)
+def _in_blocks(values: jax.Array, part: _Part, block: int) -> jax.Array:
+    """A piece's values as blocks; float32 [*G, n, b]."""
+    values = _lying(values.astype(jnp.float32), part.rows)
+    if part.kept is not None:
+        missing = part.grid[-1] * block - part.kept[-1]
+        values = jnp.pad(
+            values.reshape(part.kept), [(0, 0)] * (len(part.kept) - 1) + [(0, missing)]
+        )
+    return _lying(values.reshape(*part.grid, block), part.blocks)
+
+
+def _of_blocks(blocks: jax.Array, part: _Part) -> jax.Array:
+    """The values of a piece's blocks, without the padding; float32, the piece's shape."""
+    if part.kept is not None:
+        rows = blocks.reshape(*part.grid[:-1], -1)
+        blocks = rows[..., : part.kept[-1]]
+    return _lying(blocks.reshape(part.shape), part.rows)
+
+
+def _lying(values: jax.Array, sharding: NamedSharding) -> jax.Array:
+    lying: jax.Array = jax.lax.with_sharding_constraint(values, sharding)
+    return lying
 
 
 @partial(jax.jit, static_argnames="plan")
-def _padded(leaves: tuple[jax.Array, ...], starts: jax.Array, plan: _Plan) -> tuple[jax.Array, ...]:
-    """Each piece as it stands in the vector, and the padding at the end; float32."""
-    vectors = []
-    for index, part in enumerate(plan.parts):
-        values = _rows(leaves[part.leaf], starts[index], part).astype(jnp.float32)
-        groups = values.reshape(part.groups, part.group_size)
-        padding = part.group_stride - part.group_size
-        vectors.append(jnp.pad(groups, ((0, 0), (0, padding))).reshape(-1))
-    filled = sum(vector.shape[0] for vector in vectors)
-    return (*vectors, jnp.zeros(plan.size - filled))
-
-
-@jax.jit
-def _concatenated(vectors: tuple[jax.Array, ...]) -> jax.Array:
-    """A kernel of its own: fused with anything, XLA on CPU goes element by element (200 x)."""
-    return jnp.concatenate(vectors)
+def _blocks(leaves: tuple[jax.Array, ...], starts: jax.Array, plan: _Plan) -> Blocks:
+    return tuple(
+        _in_blocks(_rows(leaves[part.leaf], starts[index], part), part, plan.block)
+        for index, part in enumerate(plan.parts)
+    )
 
 
 @partial(jax.jit, static_argnames="plan", donate_argnames="leaves")
 def _add(
-    leaves: tuple[jax.Array, ...], starts: jax.Array, values_N: jax.Array, plan: _Plan
+    leaves: tuple[jax.Array, ...], starts: jax.Array, values: Blocks, plan: _Plan
 ) -> tuple[jax.Array, ...]:
     changed = list(leaves)
     for index, part in enumerate(plan.parts):
         leaf, start = changed[part.leaf], starts[index]
-        values = _rows(leaf, start, part).astype(jnp.float32) + _of_vector(values_N, part)
-        changed[part.leaf] = _with_rows(leaf, start, part, values)
+        moved = _rows(leaf, start, part).astype(jnp.float32) + _of_blocks(values[index], part)
+        changed[part.leaf] = _with_rows(leaf, start, part, moved)
     return tuple(changed)
 
 
 @partial(jax.jit, static_argnames="plan", donate_argnames="leaves")
 def _replace(
-    leaves: tuple[jax.Array, ...], starts: jax.Array, view_N: jax.Array, plan: _Plan
+    leaves: tuple[jax.Array, ...], starts: jax.Array, view: Blocks, plan: _Plan
 ) -> tuple[jax.Array, ...]:
     changed = list(leaves)
     for index, part in enumerate(plan.parts):
-        values = _of_vector(view_N, part)
+        values = _of_blocks(view[index], part)
         changed[part.leaf] = _with_rows(changed[part.leaf], starts[index], part, values)
     return tuple(changed)
 
@@ -250,7 +344,7 @@ def _replace(
 def _mix(
     leaves: tuple[jax.Array, ...],
     starts: jax.Array,
-    view_N: jax.Array,
+    view: Blocks,
     alpha: jax.Array,
     plan: _Plan,
 ) -> tuple[jax.Array, ...]:
@@ -258,23 +352,29 @@ def _mix(
     for index, part in enumerate(plan.parts):
         leaf, start = changed[part.leaf], starts[index]
         mine = _rows(leaf, start, part).astype(jnp.float32)
-        values = alpha * mine + (1 - alpha) * _of_vector(view_N, part)
+        values = alpha * mine + (1 - alpha) * _of_blocks(view[index], part)
         changed[part.leaf] = _with_rows(leaf, start, part, values)
     return tuple(changed)
 
 
-# --- Kernels over the vector
+# --- Kernels over the blocks
 
 
-@partial(jax.jit, static_argnames=("codec", "block"), donate_argnames="view_N")
-def _advance(
-    view_N: jax.Array, delta: Encoded, codec: Codec, block: int
-) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("codec", "block"), donate_argnames="view")
+def _advance(view: Blocks, delta: Codes, codec: Codec, block: int) -> tuple[Blocks, Blocks]:
     """The view plus a version delta, and how far it moved in float32."""
-    moved_N = view_N + decode(codec, delta, block)
-    return moved_N, moved_N - view_N
+    moved = tuple(
+        values + decode_blocks(codec, encoded, block)
+        for values, encoded in zip(view, delta, strict=True)
+    )
+    return moved, tuple(new - old for new, old in zip(moved, view, strict=True))
 
 
-@partial(jax.jit, donate_argnames="old_N")
-def _difference(new_N: jax.Array, old_N: jax.Array) -> jax.Array:
-    return new_N - old_N
+@partial(jax.jit, static_argnames=("codec", "block"))
+def _decoded(update: Codes, codec: Codec, block: int) -> Blocks:
+    return tuple(decode_blocks(codec, encoded, block) for encoded in update)
+
+
+@partial(jax.jit, donate_argnames="old")
+def _difference(new: Blocks, old: Blocks) -> Blocks:
+    return tuple(one - other for one, other in zip(new, old, strict=True))

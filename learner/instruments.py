@@ -21,8 +21,8 @@ def view(meter: Meter) -> View:
     return View(f"{meter.state}: step {meter.local_step:,}, loss {meter.loss:.4f}", why)
 
 
-def show(counted: Metrics, trainer: Trainer) -> None:
-    """Set a learner's series."""
+def show(counted: Metrics, trainer: Trainer, state: sync.State) -> None:
+    """Set a learner's series; `state` is its core's."""
     meter, traffic = trainer.meter, trainer.meter.traffic
     each = trainer.task.tokens_per_batch
     for metric, value in (
@@ -39,9 +39,9 @@ def show(counted: Metrics, trainer: Trainer) -> None:
         (metrics.SENT, traffic.updates_sent),
     ):
         counted.set(metric, value)
-    for state in STATES:
-        counted.set(metrics.STATE, state == meter.state, state)
-    unsent = sync.unsent(trainer.state)
-    for index, fragment in enumerate(trainer.state.fragments):
+    for name in STATES:
+        counted.set(metrics.STATE, name == meter.state, name)
+    unsent = sync.unsent(state)
+    for index, fragment in enumerate(state.fragments):
         counted.set(metrics.ADOPTED, fragment.version, index)
         counted.set(metrics.UNSENT, unsent.get(index, 0), index)

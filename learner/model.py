@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec
 
 from common.errors import TaskError
 from common.layout import TensorHint
 from learner import data
+from learner.mesh import constrain
 from learner.optimizer import adamw, warmup_cosine
 from learner.sample import BYTES, make_sampler
 from learner.task import Batch, Params, Task
@@ -64,6 +66,19 @@ PRESETS = {
     "5b": Preset(layers=32, width=3584, heads=28, learning_rate=2.5e-4),
     "12b": Preset(layers=38, width=5120, heads=40, learning_rate=2e-4),
 }
+
+# What the axes of each tensor are; vectors are too small to be cut.
+LOGICAL_AXES = {
+    "embed": ("vocab", "width"),
+    "layers/attn/qkv": ("layers", "width", "heads"),
+    "layers/attn/out": ("layers", "heads", "width"),
+    "layers/mlp/up": ("layers", "width", "mlp"),
+    "layers/mlp/gate": ("layers", "width", "mlp"),
+    "layers/mlp/down": ("layers", "mlp", "width"),
+    "head": ("width", "vocab"),
+}
+# The axis of a learner's mesh that cuts each of them; the others stay whole.
+MESH_AXES = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
 Mlp = Literal["swiglu", "gelu"]
 
@@ -115,7 +130,7 @@ class Decoder(nn.Module):
         normal = nn.initializers.normal(EMBED_STD)
         embed_VxD = self.param("embed", normal, (c.vocab, c.width))
         # Blocks see one row per token: XLA's CPU backend is a third slower on [B, L, D].
-        x_TxD = embed_VxD[tokens_BxL.reshape(-1)].astype(c.dtype)
+        x_TxD = constrain(embed_VxD[tokens_BxL.reshape(-1)].astype(c.dtype), ("data", "fsdp"))
 
         block = nn.remat(Block, prevent_cse=False) if c.remat else Block  # scan prevents it
         layers = nn.scan(
@@ -143,7 +158,7 @@ class Block(nn.Module):
         """See the class."""
         x_TxD += Attention(self.config, name="attn")(x_TxD, angles_LxK2)
         x_TxD += MLP(self.config, name="mlp")(x_TxD)
-        return x_TxD, None
+        return constrain(x_TxD, ("data", "fsdp")), None
 
 
 class Attention(nn.Module):
@@ -160,8 +175,9 @@ class Attention(nn.Module):
         out_DxD = self.param("out", matrix(c.width, writers=2 * c.layers), (c.width, c.width))
 
         qkv_Tx3D = rms_norm(x_TxD, norm_D) @ qkv_Dx3D.astype(c.dtype)
-        qkv_BxLx3xHxK = qkv_Tx3D.reshape(-1, len(angles_LxK2), 3, c.heads, c.head_width)
-        q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = qkv_BxLx3xHxK.transpose(2, 0, 3, 1, 4)
+        # Heads are the outer axis, so that a mesh that cuts the columns cuts between heads.
+        qkv_BxLxHx3xK = qkv_Tx3D.reshape(-1, len(angles_LxK2), c.heads, 3, c.head_width)
+        q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = qkv_BxLxHx3xK.transpose(3, 0, 2, 1, 4)
         q_BxHxLxK = rotate(q_BxHxLxK, angles_LxK2)
         k_BxHxLxK = rotate(k_BxHxLxK, angles_LxK2)
         y_BxHxLxK = attend(q_BxHxLxK, k_BxHxLxK, v_BxHxLxK)
@@ -250,6 +266,11 @@ def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - the
     return TensorHint(norm_axes=1 if name.startswith("layers/") else 0)
 
 
+def partition(name: str, shape: tuple[int, ...]) -> PartitionSpec:  # noqa: ARG001 - the contract
+    """How a tensor is cut over a learner's mesh: by what its axes are."""
+    return PartitionSpec(*(MESH_AXES.get(axis) for axis in LOGICAL_AXES.get(name, ())))
+
+
 def build(
     *,
     steps: int,
@@ -317,10 +338,19 @@ def build(
     def init(key: jax.Array) -> Params:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
-    def batches(learner: str, position: int) -> Iterator[Batch]:
+    def rows(learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
         return data.batches(
-            text, seed=seed, learner=learner, position=position, batch=batch, length=length
+            text,
+            seed=seed,
+            learner=learner,
+            position=position,
+            batch=batch,
+            length=length,
+            rows=slice(start, stop),
         )
+
+    def batches(learner: str, position: int) -> Iterator[Batch]:
+        return rows(learner, position, 0, batch)
 
     def evaluate(params: Params) -> float:
         return sum(float(eval_loss(params, windows)) for windows in held_out) / len(held_out)
@@ -339,6 +369,8 @@ def build(
             final_fraction=final_fraction,
         ),
         hint=hint,
+        rows=rows,
+        partition=partition,
         sample=make_sampler(model, length),
     )
 

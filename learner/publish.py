@@ -7,8 +7,10 @@ is away, updates wait here and training goes on.
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from common import metrics, names, shards, slices, wire
 from common.errors import DilocoError
@@ -20,18 +22,34 @@ from learner import sync
 
 
 class Outgoing(NamedTuple):
-    """One update, as the training loop hands it over; `parts` may still be computing.
-
-    `parts` are the encoded shards in order of their ranges.
-    """
+    """One update, as the training loop hands it over; `codes` may still be computing."""
 
     send: sync.Send
-    parts: Sequence[Encoded]
+    codes: Any
     position: int
     local_step: int
     loss: float
     step_time_s: float
     dispatched_at_s: float
+
+
+class Tensors(Protocol):
+    """What the background needs of a host's tensors: `replica.Replica`."""
+
+    def owned(self, fragment: int) -> np.ndarray:
+        """Numbers of the blocks that this host uploads, ascending, int64 [n]."""
+
+    def held(self, fragment: int) -> np.ndarray:
+        """Numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
+
+    def collect(self, fragment: int, codes: Any) -> Encoded:
+        """The rows owned of an update, once the devices have computed them."""
+
+    def place(self, fragment: int, rows: Encoded) -> Any:
+        """The rows held of a version delta, on the devices."""
+
+    def place_view(self, fragment: int, view: np.ndarray) -> Any:
+        """A whole view, float32 [N], on the devices."""
 
 
 class Traffic:
@@ -50,6 +68,13 @@ class Post(Protocol):
         """May be called from the background thread."""
 
 
+class Arrived(NamedTuple):
+    """An event for the core, and the delta or view that it carries."""
+
+    event: sync.Event
+    payload: Any
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context(RunContext):
     """What the background side of one learner shares."""
@@ -60,8 +85,103 @@ class Context(RunContext):
     health: Health = dataclasses.field(default_factory=Health)
 
 
+class Stored(NamedTuple):
+    """What a host has stored of an update, and when its codes were there."""
+
+    shards: tuple[wire.Shard, ...]
+    encoded_at_s: float
+
+
+class Uploader:
+    """Stores what one host owns of updates.
+
+    Args:
+        context: the learner's.
+        tensors: the host's.
+        host: its number; `hosts` how many there are.
+    """
+
+    def __init__(self, context: Context, tensors: Tensors, host: int = 0, hosts: int = 1) -> None:
+        self._context = context
+        self._tensors = tensors
+        self._host = host
+        self._hosts = hosts
+
+    async def store(self, incarnation: int, send: sync.Send, codes: Any) -> Stored:
+        """Store this host's shards of an update."""
+        context, fragment = self._context, send.fragment
+        packed = await context.runtime.call(self._pack, fragment, codes)
+        encoded_at_s = context.runtime.clock()
+        entries = await asyncio.gather(
+            *(
+                self._upload(incarnation, send, index, data, where)
+                for index, (data, where) in enumerate(packed)
+            )
+        )
+        context.traffic.bytes_up += sum(len(data) for data, _ in packed)
+        return Stored(tuple(entries), encoded_at_s)
+
+    def _pack(self, fragment: int, codes: Any) -> list[tuple[bytes, np.ndarray]]:
+        """Bytes and blocks of each shard."""
+        sync_section = self._context.settings.sync
+        codec, block = sync_section.codec, sync_section.block
+        rows = self._tensors.collect(fragment, codes)
+        codes_NxI = np.asarray(rows.codes).reshape(len(self._tensors.owned(fragment)), -1)
+        packed = []
+        done = 0
+        most_blocks = max(1, sync_section.shard_elements // block)
+        for part in slices.cut(self._tensors.owned(fragment), most_blocks):
+            rows_of = slice(done, done + len(part))
+            scales = rows.scales[rows_of] if np.size(rows.scales) else rows.scales
+            encoded = Encoded(scales, codes_NxI[rows_of].reshape(-1))
+            packed.append((shards.pack(codec, encoded, block), part))
+            done += len(part)
+        return packed
+
+    async def _upload(
+        self, incarnation: int, send: sync.Send, index: int, data: bytes, blocks: np.ndarray
+    ) -> wire.Shard:
+        context = self._context
+        name = names.shard(
+            context.run,
+            context.learner,
+            send.fragment,
+            context.epoch,
+            incarnation,
+            send.seq,
+            # No two hosts give the same number.
+            index * self._hosts + self._host,
+        )
+        await context.runtime.retry(
+            "storing a shard",
+            lambda: context.runtime.call(context.store.put, name, data),
+            logger=context.logger,
+        )
+        return wire.Shard(
+            name=name,
+            size_bytes=len(data),
+            crc32c=shards.crc32c(data),
+            slices=slices.describe(blocks),
+        )
+
+
+Gather = Callable[[int, int], Awaitable[tuple[wire.Shard, ...]]]
+
+
+async def nobody_else(_fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
+    """What the other hosts of a learner of one host have stored."""
+    return ()
+
+
 class Publisher:
-    """Sends one learner's messages, under one incarnation."""
+    """Sends one learner's messages, under one incarnation.
+
+    Attributes:
+        uploader: of this host's shards; set before the first `send`.
+        others: waits until the other hosts have stored theirs of (fragment, seq).
+    """
+
+    uploader: Uploader
 
     def __init__(self, context: Context, post: Post) -> None:
         self._context = context
@@ -70,6 +190,7 @@ class Publisher:
         self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._nonce = f"{context.runtime.chance.getrandbits(128):032x}"
         self.incarnation = 0
+        self.others: Gather = nobody_else
 
     async def join(self, host: str) -> int:
         """Begin a life; its incarnation is the sequence of the join in the stream."""
@@ -98,13 +219,9 @@ class Publisher:
         """Store an update's shards, publish its manifest, tell the training loop."""
         context, send = self._context, outgoing.send
         began_s = context.runtime.clock()
-        packed = [
-            await context.runtime.call(shards.pack, context.settings.sync.codec, part, self._block)
-            for part in outgoing.parts
-        ]
-        encoded_at_s = context.runtime.clock()
-        entries = await asyncio.gather(
-            *(self._upload(send, index, data) for index, data in enumerate(packed))
+        stored, others = await asyncio.gather(
+            self.uploader.store(self.incarnation, send, outgoing.codes),
+            self.others(send.fragment, send.seq),
         )
         manifest = wire.Manifest(
             run=context.run,
@@ -117,15 +234,15 @@ class Publisher:
             base_digest=send.base_digest,
             layout=context.layout.digest,
             codec=context.settings.sync.codec,
-            shards=tuple(entries),
+            shards=(*stored.shards, *others),
             tokens=send.tokens,
             steps=send.steps,
             position=outgoing.position,
             local_step=outgoing.local_step,
             loss=outgoing.loss,
             step_time_s=outgoing.step_time_s,
-            encode_s=max(0.0, encoded_at_s - min(outgoing.dispatched_at_s, began_s)),
-            upload_s=max(0.0, context.runtime.clock() - encoded_at_s),
+            encode_s=max(0.0, stored.encoded_at_s - min(outgoing.dispatched_at_s, began_s)),
+            upload_s=max(0.0, context.runtime.clock() - stored.encoded_at_s),
             attempt=0,
             final=send.final,
         )
@@ -147,7 +264,6 @@ class Publisher:
             ("publish", max(0.0, context.runtime.clock() - stored_at_s)),
         ):
             context.metrics.observe(metrics.SENDING, took_s, part)
-        context.traffic.bytes_up += sum(len(data) for data in packed)
 
     async def republish(self, again: sync.Republish) -> None:
         """Announce an update again that no record has resolved for long.
@@ -169,37 +285,6 @@ class Publisher:
             except DilocoError as error:
                 self._context.logger.debug("heartbeat_lost", error=error.message)
             await asyncio.sleep(every_s)
-
-    @property
-    def _block(self) -> int:
-        return self._context.settings.sync.block
-
-    async def _upload(self, send: sync.Send, index: int, data: bytes) -> wire.Shard:
-        context = self._context
-        name = names.shard(
-            context.run,
-            context.learner,
-            send.fragment,
-            context.epoch,
-            self.incarnation,
-            send.seq,
-            index,
-        )
-        await context.runtime.retry(
-            "storing a shard",
-            lambda: context.runtime.call(context.store.put, name, data),
-            logger=context.logger,
-        )
-        sync_section = context.settings.sync
-        start, stop = shards.shard_ranges(
-            context.layout.fragments[send.fragment].size, self._block, sync_section.shard_elements
-        )[index]
-        return wire.Shard(
-            name=name,
-            size_bytes=len(data),
-            crc32c=shards.crc32c(data),
-            slices=slices.of_range(start, stop, self._block),
-        )
 
     async def _announce(self, manifest: wire.Manifest) -> None:
         subject = names.update(self._context.run, manifest.learner, manifest.fragment)

@@ -79,13 +79,11 @@ class Saver:
         self._running: Future[None] | None = None
         self._made_s = time.monotonic()
 
-    def offer(self, state: Any, progress: Callable[[], Progress]) -> None:
-        """At a step boundary: make a checkpoint if one is due and none is being made."""
-        now_s = time.monotonic()
-        if now_s - self._made_s < self._section.checkpoint_every_s:
-            return
-        if self._running is None or self._running.done():
-            self.save(state, progress())
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint, and none is being made."""
+        waited_s = time.monotonic() - self._made_s
+        idle = self._running is None or self._running.done()
+        return waited_s >= self._section.checkpoint_every_s and idle
 
     def save(self, state: Any, progress: Progress) -> None:
         """Make a checkpoint, after the one that is being made."""

@@ -1,22 +1,37 @@
 """One learner's tensors: its parameters, the view of each fragment, the updates in flight.
 
-Arrays live on the device and are donated from operation to operation; whoever holds an old one
-may not use it again. Only the training loop's thread calls this.
+Arrays live on the learner's devices, cut over its mesh, and are donated from operation to
+operation; whoever holds an old one may not use it again. Only the training loop's thread calls
+this, and on every host of a learner in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from common.config import SyncSection
 from common.layout import Layout
 from common.quantize import Encoded, encode
 from learner import tree
-from learner.adopt import Delta, View
-from learner.delta import Kernels, Leaves, make_kernels
+from learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
+from learner.holding import make_holding
 from learner.task import Params
+
+
+class Delta(NamedTuple):
+    """What a version that follows the adopted one changes: new view less old, on the devices."""
+
+    codes: Codes
+
+
+class View(NamedTuple):
+    """The whole view of a version that does not follow the one adopted, on the devices."""
+
+    values: Blocks
 
 
 class Replica:
@@ -26,40 +41,77 @@ class Replica:
         settings: the run's sync section.
         layout: the run's.
         like: the task's trained tree, of arrays or shapes.
-        views: newest view of every fragment, float32 [N].
+        views: newest view of every fragment, float32 [N]; each is let go before the next is asked
+            for.
+        shardings: how each leaf lies on the learner's mesh, as `like`; all on one device, if None.
+        anchor: "host" keeps views in the host's memory, from where the devices fetch them.
+
+    Attributes:
+        trained: the parameters, as `like`.
+        holdings: what this host has of each fragment.
     """
 
     def __init__(
-        self, settings: SyncSection, layout: Layout, like: Params, views: Sequence[np.ndarray]
+        self,
+        settings: SyncSection,
+        layout: Layout,
+        like: Params,
+        views: Iterable[np.ndarray],
+        *,
+        shardings: Params | None = None,
+        anchor: str = "device",
     ) -> None:
         self._settings = settings
         self._like = like
+        by_name = None if shardings is None else tree.by_name(shardings)
         self._kernels = [
             make_kernels(
                 layout,
                 fragment.index,
                 codec=settings.codec,
                 delta_codec=settings.delta_codec,
-                shard_elements=settings.shard_elements,
+                shardings=by_name,
             )
             for fragment in layout.fragments
         ]
-        self._views = [jnp.asarray(view) for view in views]
-        self._in_flight: dict[int, tuple[Encoded, ...]] = {}
-        leaves: Leaves = {
-            name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in tree.by_name(like).items()
-        }
-        for kernels, view in zip(self._kernels, self._views, strict=True):
-            leaves |= kernels.overwrite(_part(leaves, kernels), view)
+        self.holdings = [make_holding(kernels) for kernels in self._kernels]
+        self._anchor = _anchor_memory(anchor)
+        self._views: list[Blocks] = []
+        self._in_flight: dict[int, Codes] = {}
+        leaves = _zeros(like, by_name or _alone(self._kernels))
+        for kernels, holding, view in zip(self._kernels, self.holdings, views, strict=True):
+            blocks = holding.place_view(view)
+            leaves |= kernels.overwrite(_part(leaves, kernels), blocks)
+            self._views.append(self._kept(blocks))
         self.trained = tree.from_names(like, leaves)
 
-    def send(self, fragment: int) -> tuple[Encoded, ...]:
+    def send(self, fragment: int) -> Codes:
         """Encode what is unsent of a fragment and keep the codes as in flight."""
         kernels = self._kernels[fragment]
         leaves = _part(tree.by_name(self.trained), kernels)
-        parts = kernels.send(leaves, self._views[fragment])
-        self._in_flight[fragment] = parts
-        return parts
+        codes = kernels.send(leaves, self._view(fragment))
+        self._in_flight[fragment] = codes
+        return codes
+
+    def owned(self, fragment: int) -> np.ndarray:
+        """Numbers of the blocks that this host uploads, ascending, int64 [n]."""
+        return self.holdings[fragment].owned
+
+    def held(self, fragment: int) -> np.ndarray:
+        """Numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
+        return self.holdings[fragment].held
+
+    def collect(self, fragment: int, codes: Codes) -> Encoded:
+        """The rows of an update that this host uploads; waits for the devices."""
+        return self.holdings[fragment].collect(codes)
+
+    def place(self, fragment: int, rows: Encoded) -> Delta:
+        """A version delta, of the blocks that this host holds, on its devices."""
+        return Delta(self.holdings[fragment].place(rows))
+
+    def place_view(self, fragment: int, view: np.ndarray) -> View:
+        """A whole view, float32 [N], on the devices."""
+        return View(self.holdings[fragment].place_view(view))
 
     def adopt(self, fragment: int, payload: Delta | View | None, *, resolved: bool) -> None:
         """Move view and parameters to a record's; drop the update in flight if it is resolved."""
@@ -79,41 +131,92 @@ class Replica:
         """Set view and parameters to those of a rollback; forget what is in flight."""
         kernels = self._kernels[fragment]
         leaves = tree.by_name(self.trained)
-        self._views[fragment] = jnp.asarray(view.values)
         self._in_flight.pop(fragment, None)
-        part = kernels.overwrite(_part(leaves, kernels), self._views[fragment])
+        part = kernels.overwrite(_part(leaves, kernels), view.values)
+        self._views[fragment] = self._kept(view.values)
         self.trained = tree.from_names(self._like, leaves | part)
+
+    def view(self, fragment: int) -> np.ndarray:
+        """The view of a fragment on the host, float32 [N]; for a learner of one host."""
+        rows = [np.asarray(piece).reshape(-1) for piece in self._views[fragment]]
+        return np.concatenate(rows)
 
     def warm_up(self) -> None:
         """Compile every operation on copies, so that no training step waits for a compiler."""
         for index, kernels in enumerate(self._kernels):
-            copies = _part(jax.tree.map(jnp.copy, tree.by_name(self.trained)), kernels)
-            view = jnp.copy(self._views[index])
-            parts = kernels.send(copies, view)
-            zeros = encode(self._settings.delta_codec, jnp.zeros_like(view), kernels.block)
-            on_host = Encoded(*map(np.asarray, zeros))
-            copies, view = kernels.apply(copies, view, on_host)
-            jax.block_until_ready(kernels.settle(copies, parts))
+            holding = self.holdings[index]
+            copies = _part(_copied(tree.by_name(self.trained)), kernels)
+            view = _copied(self._view(index))
+            codes = kernels.send(copies, view)
+            zeros = np.zeros(len(holding.held) * kernels.block, np.float32)
+            encoded = encode(self._settings.delta_codec, zeros, kernels.block)
+            delta = holding.place(Encoded(*map(np.asarray, encoded)))
+            copies, view = kernels.apply(copies, view, delta)
+            jax.block_until_ready(kernels.settle(copies, codes))
+
+    def _view(self, fragment: int) -> Blocks:
+        """A view on the devices."""
+        if self._anchor is None:
+            return self._views[fragment]
+        placed = self._kernels[fragment].placed
+        return tuple(
+            jax.device_put(piece, where.sharding)
+            for piece, where in zip(self._views[fragment], placed, strict=True)
+        )
+
+    def _kept(self, blocks: Blocks) -> Blocks:
+        """A view where views are kept."""
+        if self._anchor is None:
+            return blocks
+        return tuple(
+            jax.device_put(piece, piece.sharding.with_memory_kind(self._anchor)) for piece in blocks
+        )
 
     def _rebase(self, fragment: int, part: Leaves, payload: Delta | View) -> Leaves:
-        kernels, view = self._kernels[fragment], self._views[fragment]
+        kernels, view = self._kernels[fragment], self._view(fragment)
         if isinstance(payload, Delta):
-            part, self._views[fragment] = kernels.apply(part, view, payload.encoded)
+            part, view = kernels.apply(part, view, payload.codes)
         else:
-            part, self._views[fragment] = kernels.jump(part, view, jnp.asarray(payload.values))
+            part, view = kernels.jump(part, view, payload.values)
+        self._views[fragment] = self._kept(view)
         return part
 
     def _overwrite(self, fragment: int, part: Leaves, payload: Delta | View) -> Leaves:
-        kernels, view = self._kernels[fragment], self._views[fragment]
+        kernels = self._kernels[fragment]
         if isinstance(payload, Delta):
-            view = kernels.advance(view, payload.encoded)
+            view = kernels.advance(self._view(fragment), payload.codes)
         else:
-            view = jnp.asarray(payload.values)
-        self._views[fragment] = view
+            view = payload.values
+        self._views[fragment] = self._kept(view)
         if self._settings.alpha:
             return kernels.mix(part, view, self._settings.alpha)
         return kernels.overwrite(part, view)
 
 
+# A copy inside a program is a real one, and there is one dispatch for all leaves.
+_copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
+
+
 def _part(leaves: Leaves, kernels: Kernels) -> Leaves:
     return {name: leaves[name] for name in kernels.names}
+
+
+def _alone(kernels: Sequence[Kernels]) -> dict[str, NamedSharding]:
+    """Where the leaves are that lie on one device."""
+    return {kernel.names[part.leaf]: part.lies for kernel in kernels for part in kernel.plan.parts}
+
+
+def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:
+    leaves = tree.by_name(like)
+
+    def zeros() -> Leaves:
+        return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+
+    made: Leaves = jax.jit(zeros, out_shardings={name: shardings[name] for name in leaves})()
+    return made
+
+
+def _anchor_memory(anchor: str) -> str | None:
+    """The kind of memory that views are kept in; None: the devices' own."""
+    kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+    return "pinned_host" if anchor == "host" and "pinned_host" in kinds else None

@@ -12,7 +12,9 @@ Rules, checked by `load_task` before anything is allocated:
   3. `batches(learner, n)` is endless, its first item is batch number n, and asking twice gives the
      same batch: a learner that restarts resumes by position alone.
   4. `optimizer` gives a direction without learning rate; `schedule` gives the learning rate.
-  5. `sample` may be left out; with it `diloco sample` prints what the model writes.
+  5. `rows`, `partition` and `sample` may be left out. With `rows`, each host of a learner reads
+     only its part of a batch; with `partition`, the task says how tensors are cut over devices;
+     with `sample`, `diloco sample` prints what the model writes.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from common.config import RunSettings
 from common.errors import TaskError
@@ -38,6 +41,11 @@ Params = Any  # a pytree of arrays
 Batch = Any  # a pytree of numpy arrays on the host
 
 _CALLABLES = ("init", "loss", "batches", "evaluate", "schedule", "hint")
+_OPTIONAL = {
+    "rows": "leave it out if a batch is cheap to draw whole",
+    "partition": "leave it out, and large tensors are cut along the axis fsdp",
+    "sample": "leave it out if the model writes no text",
+}
 _PROBE = "probe"  # the learner's name in checks
 
 
@@ -58,6 +66,11 @@ class Task:
             `optax.adam(1e-3)`): the learner multiplies it by -schedule(global step).
         schedule: the run's global step -> learning rate.
         hint: (tensor's name, shape) -> how the aggregator merges that tensor.
+        rows: (learner's name, position, start, stop) -> as `batches`, but only rows start:stop of
+            each batch, along the first axis of its leaves: what one host of several reads. Without
+            it, each host draws whole batches and keeps its rows.
+        partition: (tensor's name, shape) -> how it is cut over the axes "data", "fsdp" and
+            "tensor" of a learner's mesh. Without it, large tensors are cut along `fsdp`.
         sample: (parameters, prompt, PRNG key, temperature) -> endless pieces of text, one for each
             token that follows the prompt; at temperature 0 the likeliest. None for a model that
             writes no text.
@@ -74,6 +87,8 @@ class Task:
     optimizer: optax.GradientTransformation
     schedule: Callable[[jax.Array | int], jax.Array | float]
     hint: Hint = default_hint
+    rows: Callable[[str, int, int, int], Iterator[Batch]] | None = None
+    partition: Callable[[str, tuple[int, ...]], PartitionSpec] | None = None
     sample: Callable[[Params, str, jax.Array, float], Iterator[str]] | None = None
 
     def __post_init__(self) -> None:
@@ -83,11 +98,12 @@ class Task:
                     f"Task.{name} must be a function, but it is {_kind(value)}",
                     hint=f"pass the function itself, not the result of calling it: {name}={name}",
                 )
-        if self.sample is not None and not callable(self.sample):
-            raise TaskError(
-                f"Task.sample must be a function or None, but it is {_kind(self.sample)}",
-                hint="leave it out if the model writes no text",
-            )
+        for name, hint in _OPTIONAL.items():
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TaskError(
+                    f"Task.{name} must be a function or None, but it is {_kind(value)}", hint=hint
+                )
         tokens = self.tokens_per_batch
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise TaskError(
@@ -127,13 +143,13 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
     return task
 
 
-def run_task(settings: RunSettings) -> Task:
-    """The task of a run; errors as `load_task`."""
+def run_task(settings: RunSettings, options: Mapping[str, Any] | None = None) -> Task:
+    """The task of a run, with other `options` for one learner; errors as `load_task`."""
     return load_task(
         settings.task.build,
         steps=settings.run.steps,
         seed=settings.run.seed,
-        options=settings.task.options,
+        options={**settings.task.options, **(options or {})},
     )
 
 

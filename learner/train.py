@@ -2,29 +2,29 @@
 
     inner step  ->  adopt what has arrived  ->  send what is due  ->  read the previous step's loss
 
-Nothing here waits for the network: `Background` has a thread for it. (A learner in lockstep does
-wait for versions; that mode is for tests and baselines.)
+Nothing here waits for the network: `Background` has a thread for it. What to adopt and to send is
+the plan of the boundary (`director.py`). A learner of several hosts runs this loop on each of them,
+with the same plans. (A learner in lockstep does wait for versions; that mode is for tests and
+baselines.)
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from common import wire
 from common.errors import TaskError
 from learner import sync, tree
-from learner.background import Background
 from learner.checkpoint import copied
+from learner.director import Plan
 from learner.publish import Outgoing, Traffic
 from learner.recovery import Progress, Saver
-from learner.replica import Replica
+from learner.replica import Delta, Replica, View
 from learner.task import Batch, Params, Task
 
 # Weight of the newest step in the averages of loss and step time.
@@ -32,14 +32,25 @@ EMA = 0.1
 InnerStep = Callable[[Params, Any, Batch, Any], tuple[Params, Any, jax.Array]]
 
 
-def make_inner_step(task: Task, constants: Params) -> InnerStep:
-    """The jitted inner step; parameters and optimizer state are donated.
+def make_inner_step(
+    task: Task,
+    constants: Params,
+    *,
+    shardings: tuple[Params, Any] | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """The jitted inner step, an `InnerStep`; parameters and optimizer state are donated.
 
     Its last argument is the run's global step, which the learning rate follows: a learner that
     is slow or joined late is where the run is.
+
+    Args:
+        task: the run's.
+        constants: leaves that are not trained.
+        shardings: of the parameters and of the optimizer's state, which stay as they are.
+        compiler_options: of XLA.
     """
 
-    @partial(jax.jit, donate_argnums=(0, 1))
     def inner_step(
         trained: Params, optimizer_state: Any, batch: Batch, global_step: jax.Array
     ) -> tuple[Params, Any, jax.Array]:
@@ -54,7 +65,12 @@ def make_inner_step(task: Task, constants: Params) -> InnerStep:
         )
         return trained, optimizer_state, loss
 
-    return inner_step
+    options: dict[str, Any] = {"donate_argnums": (0, 1)}
+    if compiler_options:
+        options["compiler_options"] = compiler_options
+    if shardings is not None:
+        options["out_shardings"] = (*shardings, None)
+    return jax.jit(inner_step, **options)
 
 
 def _finite(loss: float) -> float:
@@ -125,63 +141,88 @@ class Meter:
         )
 
 
+class Plans(Protocol):
+    """Where plans come from: this host's `Director`, or that of host 0."""
+
+    def first_step(self) -> int:
+        """The run's clock for the step before the first boundary."""
+
+    def next(self) -> Plan:
+        """The plan of the next boundary."""
+
+    def payload(self, fragment: int, record_seq: int) -> Delta | View | None:
+        """What a record brought, on the devices; once."""
+
+
+class Outbox(Protocol):
+    """What a learner has to say, as `Background`; nothing here waits."""
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Upload an update and announce it."""
+
+    def republish(self, again: sync.Republish) -> None:
+        """Announce an update once more."""
+
+    def finished(self, position: int, fragments: tuple[int, ...]) -> None:
+        """Say that nothing more of these fragments comes."""
+
+
 @dataclass
 class Trainer:
-    """One life of a learner: its tensors, its core's state, its place in the data.
+    """One life of a learner: its tensors and its place in the data.
 
-    `turned` is told of each turn of the loop, also of those that only wait.
+    Attributes:
+        feed: a host's rows of batches, from a position on (`Island.feed`).
+        plans: what to do at each boundary.
+        outbox: takes updates, and what else the learner has to say.
+        speed: share of full speed.
     """
 
     task: Task
     replica: Replica
     inner_step: InnerStep
-    batches: Iterator[Batch]
-    position: int
-    background: Background
-    rules: sync.SyncRules
-    state: sync.State
+    feed: Callable[[int], Iterator[Batch]]
+    outbox: Outbox
     meter: Meter
-    asked_to_leave: Callable[[], bool]
+    plans: Plans = field(init=False)
+    position: int = 0
     speed: float = 1.0
     clock: Callable[[], float] = time.time
-    turned: Callable[[], None] = lambda: None
     optimizer_state: Any = None
     saver: Saver | None = None
+    _batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
     _loss: jax.Array | None = None
-    _payloads: dict[tuple[int, int], Any] = field(default_factory=dict)
 
-    def compile(self) -> None:
+    def compile(self, init: Callable[[Params], Any]) -> None:
         """Compile step and synchronization on copies, before anybody waits for this learner."""
         self.replica.warm_up()
-        copies = jax.tree.map(jnp.copy, self.replica.trained)
-        batch = next(self.task.batches(self.meter.learner, self.position))
-        optimizer_state = self.task.optimizer.init(copies)
-        step = self._global_step()
-        jax.block_until_ready(self.inner_step(copies, copied(optimizer_state), batch, step))
+        copies = copied(self.replica.trained)
+        batch = next(self.feed(self.position))
+        jax.block_until_ready(self.inner_step(copies, init(copies), batch, np.int32(0)))
 
     def seek(self, position: int) -> None:
         """Go on with the data from `position`."""
         self.position = position
-        self.batches = self.task.batches(self.meter.learner, position)
+        self._batches = self.feed(position)
 
     def train(self) -> None:
-        """Train until the run stops or this learner is asked to leave."""
-        if self.optimizer_state is None:
-            self.optimizer_state = self.task.optimizer.init(self.replica.trained)
-        self.meter.state = "training"
-        while not (self.state.stopping or self.state.leaving):
+        """Train until the run stops or this learner is asked to leave, and send what is unsent."""
+        meter = self.meter
+        meter.state = "training"
+        plan = Plan((), "step", self.plans.first_step())
+        while plan.then != "end":
             began_s = time.perf_counter()
-            loss = self.step()
-            self.synchronize(sync.Stepped(self.clock(), self.task.tokens_per_batch))
-            read = None if self._loss is None else _finite(float(self._loss))
-            self._loss = loss
-            self._slow_down(began_s)
-            took_s = time.perf_counter() - began_s
-            self.meter.stepped(took_s, self.task.tokens_per_batch, read)
-            if self.saver is not None:
-                self.saver.offer(self.optimizer_state, self.progress)
-        if self.saver is not None:
-            self.saver.save(self.optimizer_state, self.progress())
+            loss = self.step(plan.global_step) if plan.then == "step" else None
+            plan = self.turn()
+            if loss is not None:
+                read = None if self._loss is None else _finite(float(self._loss))
+                self._loss = loss
+                self._slow_down(began_s)
+                took_s = time.perf_counter() - began_s
+                meter.stepped(took_s, self.task.tokens_per_batch, read)
+            if plan.checkpoint and self.saver is not None:
+                self.saver.save(self.optimizer_state, self.progress())
+            meter.state = plan.state
 
     def progress(self) -> Progress:
         """How far this learner is."""
@@ -189,68 +230,39 @@ class Trainer:
         tokens = meter.earlier_tokens + meter.tokens
         return Progress(meter.local_step, tokens, self.position, meter.global_step)
 
-    def step(self) -> jax.Array:
+    def step(self, global_step: int) -> jax.Array:
         """Dispatch one inner step on the next batch; its loss, still being computed."""
-        batch = next(self.batches)
+        batch = next(self._batches)
+        self.meter.global_step = global_step
         self.replica.trained, self.optimizer_state, loss = self.inner_step(
-            self.replica.trained, self.optimizer_state, batch, self._global_step()
+            self.replica.trained, self.optimizer_state, batch, np.int32(global_step)
         )
         self.position += 1
         return loss
 
-    def flush(self, within_s: float) -> None:
-        """Send what is unsent, after the stop or before leaving.
-
-        A run's end is waited for, since others wait for this learner's word; a learner that only
-        leaves gives up after `within_s`: the record that it waits for may be long in coming.
-        """
-        self.meter.state = "flushing"
+    def turn(self) -> Plan:
+        """A step boundary: ask what is to be done, and do it."""
         began_s = time.perf_counter()
-        while not sync.flushed(self.state):
-            if not self.state.stopping and time.perf_counter() - began_s > within_s:
-                return
-            self.exchange(sync.Stepped(self.clock(), 0, steps=0), wait_s=0.05)
-
-    def _global_step(self) -> np.int32:
-        self.meter.global_step = sync.clock(self.rules, self.state)
-        return np.int32(self.meter.global_step)
-
-    def synchronize(self, stepped: sync.Stepped) -> None:
-        """A step boundary: tell the core what came, do what it says."""
-        began_s = time.perf_counter()
-        self.exchange(stepped)
-        while sync.must_wait(self.rules, self.state) and not self.state.leaving:
-            self.exchange(sync.Stepped(self.clock(), 0, steps=0), wait_s=0.05)
-        self.meter.stall_s += time.perf_counter() - began_s
-
-    def exchange(self, stepped: sync.Stepped, wait_s: float = 0.0) -> None:
-        """Tell the core what arrived and that a step was taken, and do what it says."""
-        self.turned()
-        for event, payload in self.background.events(wait_s):
-            if isinstance(event, sync.Ready):
-                self._payloads[event.fragment, event.record_seq] = payload
-            elif isinstance(event, sync.Changed):
-                self.rules = event.rules
-            self.state, _ = sync.step(self.rules, self.state, event)
-        if self.asked_to_leave() and not self.state.leaving:
-            self.state, _ = sync.step(self.rules, self.state, sync.Leave())
-        self.state, effects = sync.step(self.rules, self.state, stepped)
-        for effect in effects:
+        plan = self.plans.next()
+        for effect in plan.effects:
             self._perform(effect)
+        self.meter.stall_s += time.perf_counter() - began_s
+        return plan
 
     def _perform(self, effect: sync.Effect) -> None:
         match effect:
             case sync.Adopt(ready, resolved):
-                payload = self._payloads.pop((ready.fragment, ready.record_seq))
+                payload = self.plans.payload(ready.fragment, ready.record_seq)
                 if ready.restored:
+                    assert isinstance(payload, View)
                     self.replica.restore(ready.fragment, payload)
                 else:
                     self.replica.adopt(ready.fragment, payload, resolved=resolved)
             case sync.Send():
-                self.background.send(
+                self.outbox.send(
                     Outgoing(
                         send=effect,
-                        parts=self.replica.send(effect.fragment),
+                        codes=self.replica.send(effect.fragment),
                         position=self.position,
                         local_step=self.meter.local_step,
                         loss=self.meter.loss,
@@ -259,9 +271,9 @@ class Trainer:
                     )
                 )
             case sync.Republish():
-                self.background.republish(effect)
+                self.outbox.republish(effect)
             case sync.Finished(fragments):
-                self.background.finished(self.position, fragments)
+                self.outbox.finished(self.position, fragments)
 
     def _slow_down(self, began_s: float) -> None:
         """Sleep so that the step takes 1 / speed of its time, as a slower machine would."""

@@ -7,12 +7,15 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import pytest
 
 from common.nats_server import NatsServer
 
 T = TypeVar("T")
 _numbers = itertools.count()
+# Devices for tests of learners that have several; whoever asks for none gets the first.
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(scope="session")

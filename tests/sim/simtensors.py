@@ -29,8 +29,7 @@ from common import shards, slices, wire
 from common.layout import Layout
 from common.quantize import Encoded, decode_numpy
 from common.store import ObjectStore
-from learner.adopt import Delta, View
-from learner.replica import Replica
+from learner.replica import Delta, Replica, View
 
 TOKENS = 100
 NO_SCALES = np.zeros(0, ml_dtypes.bfloat16)
@@ -65,14 +64,10 @@ class LightReplica:
     Of each fragment: V - q - theta covers the steps [start, position), q those in flight.
     """
 
-    def __init__(
-        self, learner: int, layout: Layout, shard_elements: int, views: Sequence[np.ndarray]
-    ) -> None:
+    def __init__(self, learner: int, layout: Layout, views: Sequence[np.ndarray]) -> None:
         self._learner = learner
-        self._ranges = [
-            shards.shard_ranges(fragment.size, layout.block, shard_elements)
-            for fragment in layout.fragments
-        ]
+        self._block = layout.block
+        self._blocks = [np.arange(fragment.size // layout.block) for fragment in layout.fragments]
         self.views = list(views)
         self.position = 0
         self._starts = [0] * len(views)
@@ -83,19 +78,29 @@ class LightReplica:
         self.position = position
         self._starts = [position] * len(self.views)
 
-    def send(self, fragment: int) -> tuple[Encoded, ...]:
+    def owned(self, fragment: int) -> np.ndarray:
+        return self._blocks[fragment]
+
+    held = owned
+
+    def collect(self, _fragment: int, codes: Encoded) -> Encoded:
+        return codes
+
+    def place(self, fragment: int, rows: Encoded) -> Delta:
+        return Delta(rows.codes.reshape(self.views[fragment].shape))
+
+    def place_view(self, _fragment: int, view: np.ndarray) -> View:
+        return View(view)
+
+    def send(self, fragment: int) -> Encoded:
         self._in_flight[fragment] = self.position
-        start = self._starts[fragment]
-        parts = []
-        for begin, stop in self._ranges[fragment]:
-            codes = np.zeros(stop - begin, np.float32)
-            codes[:3] = self._learner + 1, start, self.position
-            parts.append(Encoded(NO_SCALES, codes))
-        return tuple(parts)
+        codes = np.zeros((len(self._blocks[fragment]), self._block), np.float32)
+        codes[:, :3] = self._learner + 1, self._starts[fragment], self.position
+        return Encoded(NO_SCALES, codes)
 
     def adopt(self, fragment: int, payload: Delta | View | None, *, resolved: bool) -> None:
         if isinstance(payload, Delta):
-            self.views[fragment] = self.views[fragment] + payload.encoded.codes
+            self.views[fragment] = self.views[fragment] + payload.codes
         elif payload is not None:
             self.views[fragment] = payload.values
         if resolved:
@@ -178,7 +183,7 @@ class _LightOuter:
     advance_view = staticmethod(outer.advance_view)
 
 
-def _light_flatten(_settings: Any, layout: Layout, fragment: int, _leaves: Any) -> np.ndarray:
+def _light_flatten(layout: Layout, fragment: int, _leaves: Any) -> np.ndarray:
     return np.zeros(layout.fragments[fragment].size, np.float32)
 
 
@@ -219,9 +224,9 @@ class Light:
         self.context = light
 
     def replica(
-        self, learner: int, settings: Any, layout: Layout, views: Sequence[np.ndarray]
+        self, learner: int, _settings: Any, layout: Layout, views: Sequence[np.ndarray]
     ) -> LightReplica:
-        return LightReplica(learner, layout, settings.shard_elements, views)
+        return LightReplica(learner, layout, views)
 
     def train(self, replica: LightReplica, _learner: int, position: int) -> None:
         """One step on the batch at `position`."""
@@ -282,7 +287,7 @@ class Ledger:
         """Nothing to do."""
 
     def view(self, replica: Replica, fragment: int) -> np.ndarray:
-        return np.asarray(replica._views[fragment])
+        return replica.view(fragment)
 
     def covers(self, store: ObjectStore, manifest: wire.Manifest, block: int) -> Covers:
         """What an update covers.

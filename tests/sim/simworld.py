@@ -33,10 +33,10 @@ from common.layout import Layout, Tensor, make_layout
 from common.service import cancel
 from diloco.create import create_run, make_streams
 from learner import sync
-from learner.adopt import Adopter, starts
-from learner.background import Arrived
+from learner.adopt import Adopter, Fetcher, start_at
+from learner.director import HOLD_S, Director
+from learner.publish import Arrived, Publisher, Uploader
 from learner.publish import Context as LearnerContext
-from learner.publish import Publisher
 from learner.train import Meter, Trainer
 
 EPOCH_S = 1_000_000.0
@@ -308,7 +308,7 @@ class SimTrainer(Trainer):
     def _perform(self, effect: sync.Effect) -> None:
         super()._perform(effect)
         if isinstance(effect, sync.Adopt):
-            world, ready = self.background.actor.world, effect.ready
+            world, ready = self.outbox.actor.world, effect.ready
             view = world.tensors.view(self.replica, ready.fragment)
             world.checkers.on_adopted(self.meter.learner, ready.fragment, view, ready.view_digest)
 
@@ -368,16 +368,23 @@ class SimLearner:
     async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
         """As `learner.daemon` does it."""
         world, tensors = self.world, self.world.tensors
-        loaded = await background.adopter.load()
+        fragments = range(len(world.layout.fragments))
+        loaded = [await background.adopter.load(fragment) for fragment in fragments]
         views = [item.view for item in loaded]
         replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
-        meter = Meter(self.name, context.traffic)
+        background.publisher.uploader = Uploader(context, replica)
+        background.adopter.fetcher = Fetcher(context, replica)
         rules = sync.sync_rules(world.settings.sync)
         trainer = SimTrainer(
-            task=None, replica=replica, inner_step=None, batches=None, position=0,
-            background=background, rules=rules, state=sync.begin(rules, starts(loaded)), meter=meter,
-            asked_to_leave=lambda: self.leave_asked, clock=actor.clock,
+            task=None, replica=replica, inner_step=None, feed=None,
+            outbox=background, meter=Meter(self.name, context.traffic), clock=actor.clock,
         )  # fmt: skip
+        trainer.plans = Director(
+            rules=rules, state=sync.begin(rules, tuple(start_at(item) for item in loaded)),
+            inbox=background, tokens_per_step=TOKENS, leave_s=LEAVE_S, clock=actor.clock,
+            asked_to_leave=lambda: self.leave_asked,
+        )  # fmt: skip
+        meter = trainer.meter
         incarnation = await background.publisher.join("sim")
         background.adopter.incarnation = incarnation
         trainer.position = await background.adopter.position()
@@ -387,14 +394,19 @@ class SimLearner:
             background.publisher.beat(lambda: meter.heartbeat(incarnation), self.heartbeat_s)
         )
         await self._train(actor, trainer)
-        await self._flush(actor, trainer)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(background.publisher.leave(trainer.position), LEAVE_S)
 
     async def _train(self, actor: Actor, trainer: SimTrainer) -> None:
         world, meter, loop = self.world, trainer.meter, self.world.loop
         meter.step_time_s = self.step_s
-        while not (trainer.state.stopping or trainer.state.leaving):
+        then = "step"
+        while then != "end":
+            if then == "hold":
+                await asyncio.sleep(HOLD_S)
+                actor.check()
+                then = trainer.turn().then
+                continue
             await asyncio.sleep(self.step_s * actor.chance.uniform(0.95, 1.05))
             actor.check()
             began_s = loop.now_s
@@ -404,18 +416,5 @@ class SimLearner:
             world.steps += 1
             meter.local_step += 1
             meter.tokens += TOKENS
-            trainer.exchange(sync.Stepped(actor.clock(), TOKENS))
-            if not trainer.rules.lockstep:
-                world.checkers.on_stepped(self.name, loop.now_s - began_s)
-            while sync.must_wait(trainer.rules, trainer.state):
-                await asyncio.sleep(0.01)
-                trainer.exchange(sync.Stepped(actor.clock(), 0, steps=0))
-
-    async def _flush(self, actor: Actor, trainer: SimTrainer) -> None:
-        """Whoever only leaves gives up after a while; a run's end is waited for."""
-        until_s = self.world.loop.now_s + LEAVE_S
-        while not sync.flushed(trainer.state):
-            if not trainer.state.stopping and self.world.loop.now_s > until_s:
-                return
-            await asyncio.sleep(0.05)
-            trainer.exchange(sync.Stepped(actor.clock(), 0, steps=0))
+            then = trainer.turn().then
+            world.checkers.on_stepped(self.name, loop.now_s - began_s)

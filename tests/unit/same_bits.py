@@ -4,7 +4,6 @@ The vector is long enough for vectorized loops, their remainders and several chu
 discounts and norms are such that products of float32s would be rounded.
 """
 
-import jax.numpy as jnp
 import numpy as np
 
 from aggregator.merge import Accumulator, Contribution, coefficients, make_grid
@@ -13,6 +12,7 @@ from common.layout import Tensor, TensorHint, make_layout
 from common.quantize import CODECS, encode
 from common.shards import digest
 from learner.delta import make_kernels
+from learner.holding import make_holding
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 SIZE = 200_000
@@ -34,10 +34,11 @@ def _hint(name, _shape) -> TensorHint:
 
 def _rounds(layout, codec) -> str:
     grid = make_grid(layout.fragments[0], layout.block, 1 << 17)
-    kernels = make_kernels(layout, 0, codec=codec, delta_codec=codec, shard_elements=1 << 17)
+    kernels = make_kernels(layout, 0, codec=codec, delta_codec=codec)
+    holding = make_holding(kernels)
     rng = np.random.default_rng(0)
     theta = rng.standard_normal(grid.size).astype(np.float32)
-    view, theirs = theta.copy(), jnp.asarray(theta)
+    view, theirs = theta.copy(), holding.place_view(theta)
     optimizer = make_outer(OPTIMIZERS[CODECS.index(codec)], delay=2)
     state = optimizer.init(grid.size)
     accumulator = Accumulator(grid)
@@ -63,8 +64,9 @@ def _rounds(layout, codec) -> str:
             momentum=0.9,
             delta_codec=codec,
         )
-        theirs = kernels.advance(theirs, delta)
-    assert digest(np.asarray(theirs)) == digest(view)
+        theirs = kernels.advance(theirs, holding.place(delta))
+    blocks = [np.asarray(piece).reshape(-1) for piece in theirs]
+    assert digest(np.concatenate(blocks)) == digest(view)
     results = [digest(array) for array in (theta, view, *state.values())]
     return f"{codec} {' '.join(results)}"
 

@@ -11,6 +11,7 @@ from common.layout import Layout, Tensor, TensorHint, make_layout
 from common.quantize import CODECS, Encoded, decode_numpy, encode
 from common.shards import pack, unpack
 from learner.delta import Kernels, Leaves, make_kernels
+from learner.holding import make_holding
 
 codecs = st.sampled_from(CODECS)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,12 +37,57 @@ ODD = [
 LAYOUT = layout_of(ODD, fragments=4, norm_axes=1)
 
 
-def kernels_of(
-    layout: Layout, fragment: int, codec: str = "int4", shard_elements: int = 1 << 20
-) -> Kernels:
-    return make_kernels(
-        layout, fragment, codec=codec, delta_codec=codec, shard_elements=shard_elements
-    )
+class Flat:
+    """The kernels of a fragment, with vectors in place of blocks on devices."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.holding = make_holding(kernels)
+        self.names, self.plan = kernels.names, kernels.plan
+
+    def blocks(self, vector):
+        return self.holding.place_view(np.asarray(vector))
+
+    def codes(self, encoded: Encoded):
+        return self.holding.place(Encoded(*map(np.asarray, encoded)))
+
+    @staticmethod
+    def vector(blocks) -> np.ndarray:
+        return np.concatenate([np.asarray(piece).reshape(-1) for piece in blocks])
+
+    def flatten(self, leaves: Leaves) -> np.ndarray:
+        return self.vector(self.kernels.blocks(leaves))
+
+    def send(self, leaves: Leaves, view) -> Encoded:
+        rows = self.holding.collect(self.kernels.send(leaves, self.blocks(view)))
+        return Encoded(rows.scales, rows.codes.reshape(-1))
+
+    def settle(self, leaves: Leaves, update: Encoded) -> Leaves:
+        return self.kernels.settle(leaves, self.codes(update))
+
+    def apply(self, leaves: Leaves, view, delta: Encoded) -> tuple[Leaves, np.ndarray]:
+        leaves, moved = self.kernels.apply(leaves, self.blocks(view), self.codes(delta))
+        return leaves, self.vector(moved)
+
+    def advance(self, view, delta: Encoded) -> np.ndarray:
+        return self.vector(self.kernels.advance(self.blocks(view), self.codes(delta)))
+
+    def jump(self, leaves: Leaves, view, new) -> tuple[Leaves, np.ndarray]:
+        leaves, moved = self.kernels.jump(leaves, self.blocks(view), self.blocks(new))
+        return leaves, self.vector(moved)
+
+    def overwrite(self, leaves: Leaves, view) -> Leaves:
+        return self.kernels.overwrite(leaves, self.blocks(view))
+
+    def mix(self, leaves: Leaves, view, alpha: float) -> Leaves:
+        return self.kernels.mix(leaves, self.blocks(view), alpha)
+
+    def add(self, leaves: Leaves, values) -> Leaves:
+        return self.kernels.add(leaves, self.blocks(values))
+
+
+def kernels_of(layout: Layout, fragment: int, codec: str = "int4") -> Flat:
+    return Flat(make_kernels(layout, fragment, codec=codec, delta_codec=codec))
 
 
 def random_leaves(layout: Layout, seed: int) -> Leaves:
@@ -52,7 +98,7 @@ def random_leaves(layout: Layout, seed: int) -> Leaves:
     }
 
 
-def some(leaves: Leaves, kernels: Kernels) -> Leaves:
+def some(leaves: Leaves, kernels: Flat) -> Leaves:
     """Copies of a fragment's leaves, which the kernels may donate."""
     return {name: jnp.array(leaves[name]) for name in kernels.names}
 
@@ -119,17 +165,14 @@ def test_rows_of_other_fragments_are_left_alone(fragment):
 
 
 @settings(max_examples=30, deadline=None)
-@given(codecs, st.integers(0, 3), st.integers(0, 2**32 - 1), st.sampled_from([32, 96, 1 << 20]))
-def test_send_is_the_quantized_way_from_theta_to_the_view(codec, fragment, seed, shard_elements):
-    kernels = kernels_of(LAYOUT, fragment, codec, shard_elements)
+@given(codecs, st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_send_is_the_quantized_way_from_theta_to_the_view(codec, fragment, seed):
+    kernels = kernels_of(LAYOUT, fragment, codec)
     leaves = some(random_leaves(LAYOUT, seed), kernels)
     theta = np.asarray(kernels.flatten(leaves))
     view = np.random.default_rng(seed).standard_normal(theta.size).astype(np.float32)
-    sent = kernels.send(leaves, jnp.asarray(view))
-    assert len(sent) == len(kernels.ranges)
-    for (start, stop), shard in zip(kernels.ranges, sent, strict=True):
-        expected = encode(codec, view[start:stop] - theta[start:stop], 16)
-        assert pack(codec, shard, 16) == pack(codec, expected, 16)
+    sent = kernels.send(leaves, view)
+    assert pack(codec, sent, 16) == pack(codec, encode(codec, view - theta, 16), 16)
 
 
 @settings(max_examples=30, deadline=None)
@@ -257,20 +300,18 @@ def test_what_arrived_and_what_is_unsent_is_all_that_was_done(codec, late):
     assert np.abs(unsent[mask]).max() < 3 * largest_round
 
 
-def _decoded(codec: str, shards: tuple[Encoded, ...]) -> np.ndarray:
-    return np.concatenate([decode_numpy(codec, shard, 16) for shard in shards])
+def _decoded(codec: str, update: Encoded) -> np.ndarray:
+    return decode_numpy(codec, update, 16)
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_shard_of_each_codec_survives_the_wire(codec):
-    kernels = kernels_of(LAYOUT, 3, codec, shard_elements=64)
+def test_an_update_of_each_codec_survives_the_wire(codec):
+    kernels = kernels_of(LAYOUT, 3, codec)
     leaves = some(random_leaves(LAYOUT, seed=10), kernels)
     view = kernels.flatten(leaves) * 1.5
     sent = kernels.send(leaves, view)
-    read = tuple(
-        unpack(pack(codec, shard, 16), codec=codec, count=stop - start, block=16)
-        for (start, stop), shard in zip(kernels.ranges, sent, strict=True)
-    )
+    size = LAYOUT.fragments[3].size
+    read = unpack(pack(codec, sent, 16), codec=codec, count=size, block=16)
     before = copied(leaves)
     one = copied(kernels.settle(leaves, sent))
     two = copied(kernels.settle({n: jnp.asarray(v) for n, v in before.items()}, read))

@@ -3,21 +3,22 @@
 import asyncio
 import contextlib
 
-import ml_dtypes
 import numpy as np
 import structlog
 
 from common import names, wire
 from common.bus import MemoryBus, StreamLimits
-from common.config import RunSettings
+from common.config import RunSettings, SyncSection
 from common.layout import Tensor, make_layout
-from common.quantize import Encoded
 from common.service import Runtime
 from common.store import MemoryStore
 from learner import sync
-from learner.publish import Context, Outgoing, Publisher
+from learner.publish import Context, Outgoing, Publisher, Uploader
+from learner.replica import Replica
 
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
+LIKE = {"w": np.zeros(32, np.float32)}
+VIEWS = [np.zeros(32, np.float32)]
 
 
 class HeldBus(MemoryBus):
@@ -45,13 +46,15 @@ def make_publisher(bus):
         settings=settings, layout=LAYOUT, epoch=0, bus=bus, store=MemoryStore(), runtime=Runtime(),
         logger=structlog.get_logger(), learner="learner-0",
     )  # fmt: skip
-    return Publisher(context, lambda event, payload=None: None)
+    publisher = Publisher(context, lambda event, payload=None: None)
+    publisher.uploader = Uploader(context, Replica(settings.sync, LAYOUT, LIKE, VIEWS))
+    return publisher
 
 
 def outgoing(seq):
-    part = Encoded(np.zeros(0, ml_dtypes.bfloat16), np.zeros(32, np.float32))
+    codes = Replica(SyncSection(codec="float32", block=16), LAYOUT, LIKE, VIEWS).send(0)
     return Outgoing(
-        send=sync.Send(0, seq, 0, "0" * 32, 8, 800, final=False), parts=[part], position=8 * seq,
+        send=sync.Send(0, seq, 0, "0" * 32, 8, 800, final=False), codes=codes, position=8 * seq,
         local_step=8 * seq, loss=0.0, step_time_s=1.0, dispatched_at_s=0.0,
     )  # fmt: skip
 

@@ -1,0 +1,127 @@
+"""A host of a learner beside host 0: it does what host 0 says, and speaks to nobody of the run."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from common.errors import DilocoError, IntegrityError, ObjectMissingError
+from learner import sync
+from learner.adopt import Change, Fetcher
+from learner.director import Plan
+from learner.hosts import Link, unpack_plan
+from learner.publish import Context, Outgoing, Tensors, Uploader
+
+
+class Follower:
+    """Plans and outbox of a training loop that host 0 directs.
+
+    Args:
+        context: the learner's; its bus is used by nobody here.
+        link: to host 0.
+        loop: the event loop of the background.
+        asked_to_leave: whether somebody wants this host to end.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        link: Link,
+        loop: asyncio.AbstractEventLoop,
+        asked_to_leave: Callable[[], bool],
+    ) -> None:
+        self._context = context
+        self._link = link
+        self._loop = loop
+        self._asked = asked_to_leave
+        self._told = False
+        self._payloads: dict[tuple[int, int], Any] = {}
+        self._tasks: set[Future[None]] = set()
+
+    def attach(self, tensors: Tensors, hosts: int) -> None:
+        """Say whose tensors are sent and moved; from now on changes are prepared."""
+        self._fetcher = Fetcher(self._context, tensors)
+        self._uploader = Uploader(self._context, tensors, self._link.host, hosts)
+        self._link.asked_for = lambda change: self._spawn(self._prepare(change))
+
+    def begin(self, incarnation: int, global_step: int) -> None:
+        """The life that begins."""
+        self._incarnation = incarnation
+        self._global_step = global_step
+
+    # For the training loop
+
+    def first_step(self) -> int:
+        """The run's clock for the step before the first boundary."""
+        return self._global_step
+
+    def next(self) -> Plan:
+        """The plan of the next boundary, which host 0 made some boundaries ago.
+
+        Raises:
+            HostLostError: host 0 is gone.
+        """
+        self._context.health.turned()
+        if self._asked() and not self._told:
+            self._told = True
+            self._link.tell({"kind": "leave"})
+        return unpack_plan(self._link.receive("plan"))
+
+    def payload(self, fragment: int, record_seq: int) -> Any:
+        """What a record brought, once; host 0 plans it only when it is here."""
+        return self._payloads.pop((fragment, record_seq), None)
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Store this host's shards, and tell host 0."""
+        self._spawn(self._store(outgoing))
+
+    def republish(self, again: sync.Republish) -> None:
+        """Host 0 does that."""
+
+    def finished(self, position: int, fragments: tuple[int, ...]) -> None:
+        """Host 0 does that."""
+
+    # On the event loop
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "Future[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._link.fail(error)
+
+    async def _prepare(self, change: Change) -> None:
+        why = None
+        try:
+            payload = await self._context.runtime.retry(
+                "reading a version",
+                lambda: self._fetcher.fetch(change),
+                logger=self._context.logger,
+            )
+            self._payloads[change.fragment, change.record_seq] = payload
+        except (ObjectMissingError, IntegrityError) as error:
+            why = ("missing" if isinstance(error, ObjectMissingError) else "integrity", str(error))
+        self._link.tell({"kind": "ready", "of": [change.fragment, change.record_seq], "why": why})
+
+    async def _store(self, outgoing: Outgoing) -> None:
+        send = outgoing.send
+        stored = await self._uploader.store(self._incarnation, send, outgoing.codes)
+        shards = [shard.model_dump() for shard in stored.shards]
+        self._link.tell({"kind": "stored", "of": [send.fragment, send.seq], "shards": shards})
+        self._context.traffic.updates_sent += 1
+
+
+def check_same(what: str, here: str, there: str) -> None:
+    """Refuse to train with host 0 on something else.
+
+    Raises:
+        DilocoError: the two differ.
+    """
+    if here != there:
+        raise DilocoError(
+            f"this host's {what} is {here}, that of host 0 {there}",
+            hint="give all hosts of a learner the same configuration and release",
+        )

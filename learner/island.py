@@ -1,0 +1,103 @@
+"""One host's part of a learner's program: task, mesh, shardings, compiled step and data.
+
+The same for all hosts of a learner, for `diloco learner`, its dry run and the benchmarks.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from common.config import Config
+from common.layout import Layout
+from learner import tree
+from learner.mesh import BatchPlacer, make_mesh, param_shardings, state_shardings, within
+from learner.replica import Replica
+from learner.task import Batch, Params, Task, params_shapes, run_task
+from learner.train import InnerStep, make_inner_step
+
+
+class Island:
+    """What a learner computes with.
+
+    Args:
+        config: the learner's.
+        learner: its name.
+        devices: of all its hosts; all that JAX has, if None.
+
+    Attributes:
+        task: with this learner's options.
+        layout: the run's.
+        mesh: its devices.
+        trained: shapes of the parameters that are trained, and `constants` of the others.
+        shardings: how the trained parameters lie on the mesh.
+        state: shapes of the inner optimizer's state; `state_shardings` how it lies.
+
+    Raises:
+        DilocoError: the task breaks a rule, or does not fit the mesh.
+    """
+
+    def __init__(self, config: Config, learner: str, devices: list[Any] | None = None) -> None:
+        settings = config.settings()
+        hardware = config.learner.island(learner)
+        self.learner = learner
+        self.settings = settings
+        self.task: Task = run_task(settings, hardware.options)
+        self.layout: Layout = tree.task_layout(self.task, settings.sync)
+        assert hardware.mesh is not None
+        self.mesh = make_mesh(hardware.mesh, devices)
+        self.trained, self.constants = tree.split(params_shapes(self.task))
+        self.shardings: Params = param_shardings(self.task, self.layout, self.trained, self.mesh)
+        self.state = jax.eval_shape(self.task.optimizer.init, self.trained)
+        self.state_shardings = state_shardings(self.state, self.trained, self.shardings, self.mesh)
+        self._anchor = hardware.anchor or settings.sync.anchor
+        self._precision = hardware.matmul_precision
+        self._compiler_options = hardware.compiler_options
+        self._placer = BatchPlacer(self.mesh, next(self.task.batches(learner, 0)))
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """Within this, programs are traced and run."""
+        with within(self.mesh, self._precision):
+            yield
+
+    def replica(self, views: Iterable[np.ndarray]) -> Replica:
+        """The learner's tensors, from the newest views of all fragments, float32 [N]."""
+        return Replica(
+            self.settings.sync,
+            self.layout,
+            self.trained,
+            views,
+            shardings=self.shardings,
+            anchor=self._anchor,
+        )
+
+    def inner_step(self, constants: Params) -> InnerStep:
+        """The inner step, with the run's constants."""
+        step: InnerStep = make_inner_step(
+            self.task,
+            constants,
+            shardings=(self.shardings, self.state_shardings),
+            compiler_options=self._compiler_options,
+        )
+        return step
+
+    def init_state(self, trained: Params) -> Any:
+        """A fresh state of the inner optimizer."""
+        return jax.jit(self.task.optimizer.init, out_shardings=self.state_shardings)(trained)
+
+    def feed(self, position: int) -> Iterator[Batch]:
+        """Batches on the mesh, from a position on; this host reads only its rows."""
+        start, stop = self._placer.rows
+        if self._placer.whole:
+            rows: Iterator[Batch] = self.task.batches(self.learner, position)
+        elif self.task.rows is not None:
+            rows = self.task.rows(self.learner, position, start, stop)
+        else:
+            rows = (
+                jax.tree.map(lambda leaf: leaf[start:stop] if np.ndim(leaf) else leaf, batch)
+                for batch in self.task.batches(self.learner, position)
+            )
+        return map(self._placer.place, rows)
