@@ -81,6 +81,54 @@ def on_host(state: Any) -> Arrays:
     return arrays
 
 
+def local_part(state: Any) -> dict[str, jax.Array]:
+    """What this host's devices hold of a state, each piece once, by its leaf and place."""
+    part: dict[str, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        bits = jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        for shard in bits.addressable_shards:
+            part.setdefault(_piece(path, shard.index, bits.shape), shard.data)
+    return part
+
+
+def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `local_part` gives of a state of these shapes that lies so."""
+    part: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, bits, sharding in _lying(like, shardings):
+        local = sharding.shard_shape(bits.shape)
+        for index in sharding.addressable_devices_indices_map(bits.shape).values():
+            part[_piece(path, index, bits.shape)] = jax.ShapeDtypeStruct(local, bits.dtype)
+    return part
+
+
+def of_local_part(like: Any, shardings: Any, part: dict[str, jax.Array]) -> Any:
+    """The state, on the devices of all hosts, of which this host has this part."""
+    leaves = []
+    for (path, bits, sharding), leaf in zip(
+        _lying(like, shardings), jax.tree.leaves(like), strict=True
+    ):
+
+        def piece(index: Any, path: Any = path, bits: Any = bits) -> np.ndarray:
+            return np.asarray(part[_piece(path, index, bits.shape)])
+
+        array = jax.make_array_from_callback(bits.shape, sharding, piece)
+        leaves.append(jax.random.wrap_key_data(array) if _is_key(leaf) else array)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _lying(like: Any, shardings: Any) -> list[tuple[Any, jax.ShapeDtypeStruct, Any]]:
+    """Path, shape and sharding of each leaf as it is stored."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(like)[0]]
+    bits = [shape for _, shape in _shapes(like)]
+    return list(zip(paths, bits, jax.tree.leaves(shardings), strict=True))
+
+
+def _piece(path: Any, index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    spans = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+    box = ",".join(f"{start}:{stop}" for start, stop, _ in spans)
+    return f"{jax.tree_util.keystr(path)}[{box}]"
+
+
 def describe(like: Any, arrays: Arrays) -> tuple[Leaf, ...]:
     """What the leaves of a state are.
 

@@ -37,7 +37,7 @@ from learner.hosts import (
 )
 from learner.island import Island
 from learner.publish import Context
-from learner.recovery import Fetch, Saver, open_folder, restore
+from learner.recovery import Fetch, Moment, Restored, Saver, open_folder, readable_parts, restore
 from learner.replica import Replica
 from learner.task import Params
 from learner.train import Meter, Outbox, Trainer
@@ -230,11 +230,22 @@ class _Life:
             turned=context.health.turned,
         )
         trainer.plans = director
-        folder = self._restore(context, trainer, background.fetch)
+        folder = self._open_folder(context)
+        if crew is None:
+            self._restore(context, trainer, folder, background.fetch)
+            moment = None
+        else:
+            parts = self._parts(context, folder)
+            moment = max(
+                set(parts).intersection(*self._run(crew.checkpoints())),
+                key=lambda found: found[::-1],
+                default=None,
+            )
+            self._go_on_from(context, trainer, None if moment is None else parts[moment])
         meter = trainer.meter
         incarnation = background.join(meter.heartbeat, config.learner.heartbeat_s)
         if folder is not None:
-            trainer.saver = Saver(context, config.learner, folder, incarnation)
+            trainer.saver = Saver(context, config.learner, folder, incarnation, self._hosts)
             director.checkpoint_due = trainer.saver.due
         # Not before: an update of an earlier life that is still on its way is merged if it is
         # stored before the join, and rejected behind it.
@@ -242,7 +253,7 @@ class _Life:
         if crew is not None:
             director.tell = crew.tell_plan
             words = {"position": trainer.position, "global_step": director.first_step()}
-            crew.tell({"kind": "go", "incarnation": incarnation, **words})
+            crew.tell({"kind": "go", "incarnation": incarnation, "moment": moment, **words})
         context.metrics.on_scrape(
             lambda: instruments.show(context.metrics, trainer, director.state)
         )
@@ -267,6 +278,7 @@ class _Life:
                 tell(self._probes.manager, READY="1")
                 trainer.train()
             tell_stopping(self._probes.manager)
+            follower.close()
             self._close(context, trainer, "host 0 said so")
         finally:
             self._run(link.close())
@@ -291,8 +303,15 @@ class _Life:
         constants = read_constants(context, island.constants, constants_object)
         trainer = self._trainer(context, replica, constants, follower)
         trainer.plans = follower
-        trainer.optimizer_state = island.init_state(replica.trained)
+        folder = self._open_folder(context)
+        parts = self._parts(context, folder)
+        link.tell({"kind": "have", "moments": list(parts)})
         go = link.receive("go")
+        self._go_on_from(context, trainer, None if go["moment"] is None else parts[go["moment"]])
+        if folder is not None:
+            trainer.saver = Saver(
+                context, self._config.learner, folder, go["incarnation"], self._hosts
+            )
         follower.begin(go["incarnation"], go["global_step"])
         trainer.seek(go["position"])
         self._watch(context, trainer.meter)
@@ -336,18 +355,52 @@ class _Life:
         trainer.compile(island.init_state)
         return trainer
 
-    def _restore(self, context: Context, trainer: Trainer, fetch: Fetch) -> Folder | None:
+    def _open_folder(self, context: Context) -> Folder | None:
+        """This host's folder of checkpoints.
+
+        Raises:
+            ConfigError: what a learner of several hosts cannot do is asked for.
+        """
+        section = self._config.learner
+        if self._hosts > 1 and (section.checkpoint_upload or section.warm_start):
+            raise ConfigError(
+                "a learner of several hosts keeps its checkpoints on the hosts' disks only",
+                hint="set learner.checkpoint_upload and learner.warm_start to false for it",
+            )
+        return open_folder(context, section, jax.process_index(), self._hosts)
+
+    def _parts(self, context: Context, folder: Folder | None) -> dict[Moment, Restored]:
+        island = self._island
+        return readable_parts(
+            context, self._config.learner, folder, island.state, island.state_shardings
+        )
+
+    def _restore(
+        self, context: Context, trainer: Trainer, folder: Folder | None, fetch: Fetch
+    ) -> None:
         """Give the trainer its optimizer's state, of a checkpoint if there is one."""
         island, section = self._island, self._config.learner
-        folder = open_folder(context, section)
         restored = restore(context, section, folder, island.state, fetch)
+        if restored is not None:
+            state = jax.device_put(restored.state, island.state_shardings)
+            restored = restored._replace(state=state)
+        self._go_on_from(context, trainer, restored)
+
+    def _go_on_from(self, context: Context, trainer: Trainer, restored: Restored | None) -> None:
         if restored is None:
-            trainer.optimizer_state = island.init_state(trainer.replica.trained)
-        else:
-            trainer.optimizer_state = jax.device_put(restored.state, island.state_shardings)
-            trainer.meter.local_step = restored.local_step
-            trainer.meter.earlier_tokens = restored.tokens
-        return folder
+            trainer.optimizer_state = self._island.init_state(trainer.replica.trained)
+            return
+        trainer.optimizer_state = restored.state
+        trainer.meter.local_step = restored.local_step
+        trainer.meter.earlier_tokens = restored.tokens
+        if self._hosts > 1:
+            context.logger.info(
+                "checkpoint_restored",
+                where="folder",
+                name=f"host-{jax.process_index()}-of-{self._hosts}",
+                of=context.learner,
+                local_step=restored.local_step,
+            )
 
     def _watch(self, context: Context, meter: Meter) -> None:
         hang_s = self._config.learner.hang_s

@@ -81,6 +81,11 @@ class Follower:
     def finished(self, position: int, fragments: tuple[int, ...]) -> None:
         """Host 0 does that."""
 
+    def close(self) -> None:
+        """End what still runs for this host."""
+        for task in list(self._tasks):
+            task.cancel()
+
     # On the event loop
 
     def _spawn(self, coroutine: Any) -> None:

@@ -9,7 +9,7 @@ and a secret go round by a collective of JAX, so that nobody else can join in.
                        plan     what to do at the next boundary (`director.py`)
                        prepare  fetch what leads to a version
     others -> host 0   ready    (prepare) it is on this host's devices, or why it cannot be
-                       (once) checkpoints that it could restore
+                       have     moments of which this host has its part of a checkpoint
                        stored   this host's shards of an update are in the store
                        leave    somebody asked this host to end
 
@@ -158,9 +158,10 @@ class Crew:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ready: defaultdict[tuple[int, int], _Answers] = defaultdict(self._answers)
         self._stored: defaultdict[tuple[int, int], _Answers] = defaultdict(self._answers)
+        self._have = self._answers()
 
     def _answers(self) -> "_Answers":
-        return _Answers(self.hosts - 1)
+        return _Answers(self.hosts - 1, self._loop)
 
     async def listen(self, interface: str) -> str:
         """Begin to listen; the address."""
@@ -184,6 +185,10 @@ class Crew:
                 f"hosts {missing} of this learner did not connect within {MEET_S:.0f} s",
                 hint="see their logs; host 0 must be reachable from them",
             ) from None
+
+    async def checkpoints(self) -> list[set[tuple[int, int]]]:
+        """Wait until all other hosts have said of which moments they have checkpoints."""
+        return [set(moments) for moments in await self._have.all]
 
     def tell(self, message: Message) -> None:
         """Send a message to all other hosts; may be called from any thread."""
@@ -265,6 +270,8 @@ class Crew:
                 self._ready[message["of"]].add(message["why"])
             case "stored":
                 self._stored[message["of"]].add(message["shards"])
+            case "have":
+                self._have.add(message["moments"])
             case "leave":
                 self.asked_to_leave = True
 
@@ -272,10 +279,10 @@ class Crew:
 class _Answers:
     """What all other hosts answer to one thing."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
         self._count = count
         self._found: list[Any] = []
-        self.all: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.all: asyncio.Future[list[Any]] = loop.create_future()
 
     def add(self, answer: Any) -> None:
         self._found.append(answer)

@@ -47,12 +47,14 @@ class Restored(NamedTuple):
     tokens: int
 
 
-def open_folder(context: Context, section: LearnerSection) -> Folder | None:
-    """This learner's folder of checkpoints, if it keeps any."""
+def open_folder(
+    context: Context, section: LearnerSection, host: int = 0, hosts: int = 1
+) -> Folder | None:
+    """This learner's folder of checkpoints, if it keeps any; of several hosts each has its own."""
     if section.checkpoint_dir is None:
         return None
     path = Path(section.checkpoint_dir) / context.run / context.learner
-    return Folder(path, section.checkpoint_keep)
+    return Folder(path if hosts == 1 else path / f"host-{host}-of-{hosts}", section.checkpoint_keep)
 
 
 # --- Saving
@@ -66,15 +68,22 @@ class Saver:
         section: when to make one, and whether to upload it.
         folder: where they are kept.
         incarnation: the life.
+        hosts: of the learner; of several, each saves what its devices hold.
     """
 
     def __init__(
-        self, context: Context, section: LearnerSection, folder: Folder, incarnation: int
+        self,
+        context: Context,
+        section: LearnerSection,
+        folder: Folder,
+        incarnation: int,
+        hosts: int = 1,
     ) -> None:
         self._context = context
         self._section = section
         self._folder = folder
         self._incarnation = incarnation
+        self._hosts = hosts
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._running: Future[None] | None = None
         self._made_s = time.monotonic()
@@ -89,6 +98,8 @@ class Saver:
         """Make a checkpoint, after the one that is being made."""
         self._made_s = time.monotonic()
         copies = checkpoints.copied(state)
+        if self._hosts > 1:
+            copies = checkpoints.local_part(copies)
         stall_s = time.monotonic() - self._made_s
         self._running = self._worker.submit(self._make, copies, progress, stall_s)
 
@@ -152,6 +163,49 @@ class Saver:
 
 # --- Looking
 
+# A life, and its step: what the parts of one checkpoint of several hosts have in common.
+Moment = tuple[int, int]
+
+
+def readable_parts(
+    context: Context, section: LearnerSection, folder: Folder | None, like: Any, shardings: Any
+) -> dict[Moment, Restored]:
+    """This host's parts of the checkpoints of a learner of several hosts, read and checked.
+
+    Each host has its part on its own disk; a learner goes on from a moment of which all hosts have
+    theirs. One that comes back on a slice of another shape has none, and begins with a fresh
+    inner optimizer.
+
+    Args:
+        context: the learner's.
+        section: of the learner.
+        folder: this host's.
+        like: shapes of the whole state.
+        shardings: how it lies.
+    """
+    found: dict[Moment, Restored] = {}
+    if folder is None:
+        return found
+    shapes = checkpoints.local_shapes(like, shardings)
+    look = _Look(context, section, folder, shapes, _now)
+    for candidate in look.of_folder():
+        try:
+            facts, part = candidate.read()
+        except DilocoError as error:
+            _skip(context, candidate.where, candidate.name, error)
+            continue
+        state = checkpoints.of_local_part(like, shardings, part)
+        found[facts.incarnation, facts.local_step] = Restored(state, facts.local_step, facts.tokens)
+    return found
+
+
+def _now(what: str, function: Callable[[], T]) -> T:  # noqa: ARG001 - as `Fetch`
+    return function()
+
+
+def _skip(context: Context, where: str, name: str, error: DilocoError) -> None:
+    context.logger.warning("checkpoint_skipped", where=where, name=name, why=error.message)
+
 
 class _Candidate(NamedTuple):
     where: str
@@ -176,12 +230,7 @@ def restore(
         try:
             facts, state = candidate.read()
         except DilocoError as error:
-            context.logger.warning(
-                "checkpoint_skipped",
-                where=candidate.where,
-                name=candidate.name,
-                why=error.message,
-            )
+            _skip(context, candidate.where, candidate.name, error)
             continue
         context.logger.info(
             "checkpoint_restored",
@@ -208,11 +257,15 @@ class _Look(NamedTuple):
     def candidates(self) -> Iterator[_Candidate]:
         own = self.context.learner
         if self.folder is not None:
-            for number in self.folder.numbers():
-                yield _Candidate("folder", str(number), partial(self._read_folder, number))
+            yield from self.of_folder()
             yield from self._in_store("store", own)
         if self.section.warm_start:
             yield from self._in_store("warm_start", None)
+
+    def of_folder(self) -> Iterator[_Candidate]:
+        assert self.folder is not None
+        for number in self.folder.numbers():
+            yield _Candidate("folder", str(number), partial(self._read_folder, number))
 
     def _in_store(self, where: str, learner: str | None) -> Iterator[_Candidate]:
         context = self.context
@@ -222,7 +275,7 @@ class _Look(NamedTuple):
                 lambda: checkpoints.stored(context.store, context.run, learner),
             )
         except DilocoError as error:
-            context.logger.warning("checkpoint_skipped", where=where, name="*", why=error.message)
+            _skip(context, where, "*", error)
             return
         for one in found:
             if (learner is None) == (one.learner != context.learner):

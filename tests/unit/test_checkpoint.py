@@ -10,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from common.config import LearnerSection, RunSettings
+from common.config import LearnerSection, MeshSection, RunSettings
 from common.errors import CheckpointError
 from common.layout import Tensor, make_layout
 from common.service import Runtime
 from common.store import MemoryStore
 from learner import checkpoint
+from learner.mesh import make_mesh
 from learner.optimizer import adamw
 from learner.publish import Context
-from learner.recovery import Progress, Restored, Saver, open_folder, restore
+from learner.recovery import Progress, Restored, Saver, open_folder, readable_parts, restore
 
 PROGRESS = Progress(local_step=12, tokens=96, position=14, global_step=11)
 PARAMS = {
@@ -193,21 +195,42 @@ def test_what_is_saved_is_of_the_step_at_which_it_was_asked(tmp_path):
 def test_one_at_a_time_and_only_when_due(tmp_path):
     learner = Learner(tmp_path, checkpoint_every_s=1e-9)
     saver = Saver(learner.context, learner.section, learner.folder, 7)
-    asked = []
-
-    def progress():
-        asked.append(1)
-        return PROGRESS
-
-    while len(asked) < 2:
-        saver.offer(adam_state(), progress)
-        assert saver._worker._work_queue.qsize() <= 1
+    made = 0
+    while made < 2:
+        if saver.due():
+            saver.save(adam_state(), PROGRESS)
+            made += 1
+            assert saver._worker._work_queue.qsize() <= 1
     saver.close()
     assert len(learner.logger.fields("checkpoint_saved")) == 2
     patient = Saver(learner.context, LearnerSection(), learner.folder, 7)
-    patient.offer(adam_state(), progress)
+    assert not patient.due()
     patient.close()
-    assert len(asked) == 2
+
+
+# --- On several hosts
+
+
+def test_a_hosts_part_comes_back_on_the_mesh_it_was_saved_on(tmp_path):
+    """As of a host that holds all devices; its key, its count and its moments are all there."""
+    state = {"mu": jnp.arange(64.0).reshape(8, 8), "count": jnp.int32(3), "key": jax.random.key(1)}
+    mesh = make_mesh(MeshSection(), jax.devices()[:4])
+    cut, whole = NamedSharding(mesh, PartitionSpec("fsdp")), NamedSharding(mesh, PartitionSpec())
+    shardings = {"mu": cut, "count": whole, "key": whole}
+    like = jax.eval_shape(lambda: state)
+    learner = Learner(tmp_path)
+    saver = Saver(learner.context, learner.section, learner.folder, 7, hosts=2)
+    saver.save(jax.device_put(state, shardings), PROGRESS)
+    saver.close()
+    (saved,) = learner.logger.fields("checkpoint_saved")
+    assert saved["size_bytes"] == 8 * 8 * 4 + 4 + 8
+    found = readable_parts(learner.context, learner.section, learner.folder, like, shardings)
+    restored = found[7, 12].state
+    check_same(restored, state)
+    assert restored["mu"].sharding == cut
+    other = {**shardings, "mu": NamedSharding(mesh, PartitionSpec(None, "fsdp"))}
+    assert not readable_parts(learner.context, learner.section, learner.folder, like, other)
+    assert learner.skipped()
 
 
 # --- What is not healthy
