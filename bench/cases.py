@@ -13,8 +13,9 @@ import numpy as np
 from bench.emulate import Life, Weather
 
 LEARNERS = 4
-BUDGETS = (360, 1080, 3240)
+BUDGETS = (120, 360, 1080)
 MIDDLE = BUDGETS[1]
+LONG = 3240
 SEEDS = (0, 1, 2)
 UNEQUAL = (1.0, 1.0, 0.5, 0.25)
 # Of the kills: a learner lives for so many steps on average, and is away for so many.
@@ -222,19 +223,6 @@ def ablations(seed: int) -> list[Case]:
     ]
 
 
-def probes(seed: int) -> list[Case]:
-    def case(name: str, settings: Settings, **fields: Any) -> Case:
-        return Case(group="probe", name=name, budget=MIDDLE, seed=seed, settings=settings, **fields)
-
-    return [
-        case("sync rda .9", SYNCHRONOUS),
-        case("sync P=8 rda .9", SYNCHRONOUS | {"sync.fragments": 8}),
-        case("P=1", {"sync.fragments": 1}),
-        case("tau 4", {"sync.overlap_steps": 4}),
-        case("warmup 25%", {"sync.warmup_steps": 270}),
-    ]
-
-
 def scavenging(seed: int) -> list[Case]:
     """Learners that join at half of the tokens."""
     return [
@@ -252,13 +240,12 @@ def scavenging(seed: int) -> list[Case]:
 
 def matrix() -> list[Case]:
     """All cases, the most telling first."""
-    cases = outer_cases(0) + probes(0)
-    for budget in BUDGETS[:2]:
+    cases = []
+    for budget in (BUDGETS[1], BUDGETS[2], BUDGETS[0]):
         for seed in SEEDS:
             cases += main_cases(budget, seed)
-    cases += scavenging(0) + ablations(0)
     for seed in SEEDS:
-        cases += main_cases(BUDGETS[2], seed)
-    for seed in SEEDS[1:]:
-        cases += scavenging(seed) + ablations(seed) + outer_cases(seed)
-    return cases
+        cases += scavenging(seed) + ablations(seed)
+    for seed in SEEDS:
+        cases += outer_cases(seed)
+    return cases + main_cases(LONG, 0)

@@ -47,9 +47,14 @@ def together(iterators: list[Iterator[Batch]]) -> Iterator[Batch]:
         yield jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
 
 
-def data_parallel(task: Task, *, steps: int, seed: int, learners: int) -> float:
-    """Held-out loss after `steps` with the learners' batches in one; one learner trains alone."""
-    began = start(task, seed)
+def data_parallel(
+    task: Task, *, steps: int, seed: int, learners: int, began: Start | None = None
+) -> float:
+    """Held-out loss after `steps` with the learners' batches in one; one learner trains alone.
+
+    `began`: where it begins, if not where the task's seed says.
+    """
+    began = began or start(task, seed)
     trained, optimizer_state = began.trained, task.optimizer.init(began.trained)
     batches = together([task.batches(name, 0) for name in learner_names(learners)])
     for step in range(steps):

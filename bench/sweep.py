@@ -6,26 +6,50 @@ Cases that FILE has are not run again, so a sweep that was stopped goes on where
 """
 
 import argparse
-import dataclasses
+import functools
 import json
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench import cases, emulate, loops, tasks
 from bench.cases import Case
 from common.config import RunSettings, make_config
-from learner.task import Task
+from learner import tree
+from learner.task import Batch, Params, Task
+from learner.train import InnerStep
 
 # 41,000 parameters: a core takes 2.6 ms for a step over 256 bytes.
 SIZE: dict[str, Any] = {"preset": "sweep", "batch": 4, "length": 64, "eval_batches": 256}
+# Length of the schedule that every case's run is scaled to: so all share one compiled step.
+SCHEDULE_STEPS = 1000
 
 
-def task_of(case: Case) -> Task:
-    """The case's task; its schedule spans the case's run."""
-    steps = case.budget if case.data_parallel else case.steps()
-    options = SIZE if case.learning_rate is None else SIZE | {"learning_rate": case.learning_rate}
-    return tasks.build(steps=steps, seed=case.seed, **options)
+@functools.cache
+def _task(seed: int, learning_rate: float | None) -> Task:
+    """The task of a seed; it is measured with the functions of seed 0, which are compiled."""
+    options = SIZE if learning_rate is None else SIZE | {"learning_rate": learning_rate}
+    task = tasks.build(steps=SCHEDULE_STEPS, seed=seed, **options)
+    return task if seed == 0 else replace(task, evaluate=_task(0, learning_rate).evaluate)
+
+
+@functools.cache
+def _inner_step(learning_rate: float | None) -> InnerStep:
+    return loops.start(_task(0, learning_rate), 0).inner_step
+
+
+def start_of(case: Case) -> loops.Start:
+    """Where the case begins; its learning rate goes through its schedule once in its run."""
+    inner_step, scale = _inner_step(case.learning_rate), SCHEDULE_STEPS / case.steps()
+    began = loops.start(_task(case.seed, case.learning_rate), case.seed)
+
+    def scaled(trained: Params, state: Any, batch: Batch, step: Any) -> tuple[Params, Any, Any]:
+        return inner_step(trained, state, batch, np.float32(step * scale))
+
+    return began._replace(inner_step=scaled)
 
 
 def settings_of(case: Case) -> RunSettings:
@@ -43,12 +67,15 @@ def settings_of(case: Case) -> RunSettings:
 
 def run(case: Case) -> dict[str, Any]:
     """What a case came to: its loss, and for the system what `emulate.Outcome` says."""
-    task = task_of(case)
+    task, start = _task(case.seed, case.learning_rate), start_of(case)
     if case.data_parallel:
-        loss = loops.data_parallel(task, steps=case.budget, seed=case.seed, learners=cases.LEARNERS)
+        loss = loops.data_parallel(
+            task, steps=case.budget, seed=case.seed, learners=cases.LEARNERS, began=start
+        )
         return {"loss": loss, "share_of_tokens": 1.0}
     settings = settings_of(case)
-    outcome = emulate.emulate(settings, emulate.begin(settings, task), case.weather())
+    layout = tree.task_layout(task, settings.sync)
+    outcome = emulate.emulate(settings, emulate.Start(task, layout, start), case.weather())
     tokens = case.budget * cases.LEARNERS * task.tokens_per_batch
     return outcome._asdict() | {"share_of_tokens": outcome.tokens / tokens}
 
@@ -82,7 +109,7 @@ def main() -> None:
             continue
         began_s = time.perf_counter()
         result = run(case)
-        line = {"key": case.key, **dataclasses.asdict(case), **result}
+        line = {"key": case.key, **asdict(case), **result}
         line["cpu_s"] = round(time.perf_counter() - began_s, 1)
         with options.results.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,0 +1,207 @@
+"""Tables and a figure of the quality sweep's results.
+
+    .venv/bin/python -m bench.curves --results FILE [--plot docs/quality.png]
+
+A ratio is the mean over seeds of the ratios of each seed, with its standard error: runs of one
+seed begin alike and draw the same batches.
+"""
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from bench import cases
+from bench.sweep import known
+from diloco import style
+
+Losses = dict[int, float]
+MAIN = {
+    "data-parallel": (style.BLACK, "-", "data-parallel"),
+    "synchronous": (style.BLUE, "--", "synchronous DiLoCo"),
+    "uniform": (style.VERMILLION, "-", "this system, equal learners"),
+    "unequal": (style.GREEN, "-.", "speeds 1, 1, ½, ¼"),
+    "kills": (style.PURPLE, ":", "learners killed"),
+}
+
+
+class Results(NamedTuple):
+    """Lines of the file by group, name and budget, and then by seed."""
+
+    lines: dict[tuple[str, str, int], dict[int, dict[str, Any]]]
+
+    def losses(self, group: str, name: str, budget: int) -> Losses:
+        """Loss by seed."""
+        found = self.lines.get((group, name, budget), {})
+        return {seed: line["loss"] for seed, line in sorted(found.items())}
+
+    def mean(self, group: str, name: str, budget: int, field: str) -> float:
+        """Mean over seeds of a figure that each line has."""
+        found = self.lines.get((group, name, budget), {})
+        return float(np.mean([line[field] for line in found.values()])) if found else float("nan")
+
+    def names(self, group: str) -> list[tuple[str, int]]:
+        """(name, budget) of a group's rows, in the order in which they were run."""
+        return [(name, budget) for found, name, budget in self.lines if found == group]
+
+
+def read(path: Path) -> Results:
+    """The results in a file."""
+    lines: dict[tuple[str, str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for line in known(path).values():
+        lines[line["group"], line["name"], line["budget"]][line["seed"]] = line
+    return Results(dict(lines))
+
+
+def excess(losses: Losses, base: Losses) -> tuple[float, float, int]:
+    """By how many percent losses exceed others of the same seeds: mean, standard error, seeds."""
+    both = [seed for seed in losses if seed in base]
+    percent = [100 * (losses[seed] / base[seed] - 1) for seed in both]
+    if not percent:
+        return float("nan"), float("nan"), 0
+    error = np.std(percent, ddof=1) / np.sqrt(len(percent)) if len(percent) > 1 else float("nan")
+    return float(np.mean(percent)), float(error), len(percent)
+
+
+def _percent(losses: Losses, base: Losses) -> str:
+    mean, error, seeds = excess(losses, base)
+    if not seeds:
+        return ""
+    return f"{mean:+.2f}" + (f" ± {error:.2f}" if seeds > 1 else "")
+
+
+def main_table(results: Results) -> None:
+    """The systems at each budget: loss, and what it exceeds those of the two baselines by."""
+    print(
+        "| steps a learner | system | seeds | loss | over data-parallel, % | over synchronous, % |"
+    )
+    print("|---|---|---|---|---|---|")
+    for budget in sorted({budget for _, budget in results.names("main")}):
+        parallel = results.losses("main", "data-parallel", budget)
+        synchronous = results.losses("main", "synchronous", budget)
+        for name in MAIN:
+            losses = results.losses("main", name, budget)
+            if losses:
+                mean = np.mean(list(losses.values()))
+                over = _percent(losses, parallel) if name != "data-parallel" else ""
+                behind = _percent(losses, synchronous) if name not in list(MAIN)[:2] else ""
+                print(f"| {budget} | {name} | {len(losses)} | {mean:.4f} | {over} | {behind} |")
+
+
+def group_table(results: Results, group: str) -> None:
+    """A group's rows, each against the run of `main` with the same fleet and budget."""
+    print(f"\n| {group} | seeds | loss | over the defaults, % | updates a version | staleness |")
+    print("|---|---|---|---|---|---|")
+    for name, budget in results.names(group):
+        key, losses = (group, name, budget), results.losses(group, name, budget)
+        fleet = next(iter(results.lines[key].values()))["fleet"]
+        fleet = "uniform" if fleet in ("equal", "scavenging") else fleet
+        over = _percent(losses, results.losses("main", fleet, budget))
+        mean = np.mean(list(losses.values()))
+        inputs, stale = (results.mean(*key, field) for field in ("inputs", "staleness"))
+        print(f"| {name} | {len(losses)} | {mean:.4f} | {over} | {inputs:.2f} | {stale:.2f} |")
+
+
+def scavenging_table(results: Results) -> None:
+    """Time and loss of runs that learners join, against the run that nobody joins."""
+    print("\n| learners that join | time, share of +0% | 0.5 + 0.5 / (1 + r) | loss over +0%, % |")
+    print("|---|---|---|---|")
+    for name, budget in results.names("scavenging"):
+        key, base = ("scavenging", name, budget), ("scavenging", "+0%", budget)
+        extra = next(iter(results.lines[key].values()))["extra"]
+        time = results.mean(*key, "took_s") / results.mean(*base, "took_s")
+        over = _percent(results.losses(*key), results.losses(*base))
+        print(f"| {name} | {time:.3f} | {cases.expected_time(extra):.3f} | {over} |")
+
+
+def plot(results: Results, path: Path) -> None:
+    """Loss and gap over the budget, and the time of runs that learners join."""
+    with style.look():
+        figure, (left, middle, right) = style.panels(3, 3.2)
+        budgets = sorted({budget for _, budget in results.names("main")})
+        for name, (colour, dash, label) in MAIN.items():
+            _curve(results, left, name, budgets, colour, dash, label)
+            if name != "data-parallel":
+                _gap(results, middle, name, budgets, colour, dash)
+        left.set(title="held-out loss (nats per byte)", xlabel="steps a learner")
+        left.set_yscale("log")
+        left.yaxis.set_major_formatter("{x:.1f}")
+        left.yaxis.set_minor_formatter("{x:.1f}")
+        left.legend(fontsize=7.5)
+        middle.set(title="above data-parallel (%)", xlabel="steps a learner")
+        middle.set_ylim(bottom=0)
+        for axes in (left, middle):
+            axes.set_xscale("log")
+            axes.set_xticks(budgets, [str(budget) for budget in budgets])
+            axes.minorticks_off()
+        _times(results, right)
+        figure.savefig(path, dpi=150)
+
+
+def _curve(
+    results: Results,
+    axes: Axes,
+    name: str,
+    budgets: list[int],
+    colour: str,
+    dash: str,
+    label: str,
+) -> None:
+    points = [(b, list(results.losses("main", name, b).values())) for b in budgets]
+    points = [(budget, losses) for budget, losses in points if losses]
+    means = [np.mean(losses) for _, losses in points]
+    axes.plot([b for b, _ in points], means, dash, color=colour, label=label, marker="o", ms=3)
+    for budget, losses in points:
+        axes.plot([budget] * len(losses), losses, "_", color=colour, ms=5, alpha=0.5)
+
+
+def _gap(
+    results: Results, axes: Axes, name: str, budgets: list[int], colour: str, dash: str
+) -> None:
+    found = []
+    for budget in budgets:
+        parallel = results.losses("main", "data-parallel", budget)
+        mean, error, seeds = excess(results.losses("main", name, budget), parallel)
+        if seeds:
+            found.append((budget, mean, error if seeds > 1 else 0.0))
+    if found:
+        x, means, errors = zip(*found, strict=True)
+        axes.errorbar(x, means, yerr=errors, fmt=f"o{dash}", color=colour, ms=3, capsize=2)
+
+
+def _times(results: Results, axes: Axes) -> None:
+    extras, times = [], []
+    for name, budget in results.names("scavenging"):
+        line = next(iter(results.lines["scavenging", name, budget].values()))
+        base = results.mean("scavenging", "+0%", budget, "took_s")
+        extras.append(100 * line["extra"])
+        times.append(results.mean("scavenging", name, budget, "took_s") / base)
+    grid = np.linspace(0, 300, 100)
+    ideal = [cases.expected_time(extra / 100) for extra in grid]
+    axes.plot(grid, ideal, "-", color=style.BLACK, lw=1, label="0.5 + 0.5 / (1 + r)")
+    axes.plot(extras, times, "o", color=style.VERMILLION, ms=4, label="measured")
+    axes.set(title="time, if r % join at half", xlabel="learners that join (%)", ylim=(0.5, 1.05))
+    axes.legend()
+
+
+def main() -> None:
+    """Print the tables and draw the figure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    results = read(options.results)
+    main_table(results)
+    for group in dict.fromkeys(group for group, _, _ in results.lines):
+        if group not in ("main", "scavenging"):
+            group_table(results, group)
+    scavenging_table(results)
+    if options.plot:
+        plot(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()
