@@ -5,7 +5,7 @@ A case is a plain record; `bench/sweep.py` runs it. A budget is in inner steps o
 gets a longer run for it, and its learning rate follows that run.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +15,7 @@ from bench.emulate import Life, Weather
 LEARNERS = 4
 BUDGETS = (120, 360, 1080)
 MIDDLE = BUDGETS[1]
-LONG = 3240
-SEEDS = (0, 1, 2)
+SEEDS = {"language": (0, 1, 2), "student": tuple(range(6))}
 UNEQUAL = (1.0, 1.0, 0.5, 0.25)
 # Of the kills: a learner lives for so many steps on average, and is away for so many.
 LIFE_STEPS, AWAY_STEPS = 200.0, 20.0
@@ -24,6 +23,7 @@ LIFE_STEPS, AWAY_STEPS = 200.0, 20.0
 LOST_STEPS = 13.0
 EXTRA = (0.25, 0.5, 1.0, 3.0)
 
+Kind = Literal["language", "student"]
 Fleet = Literal["equal", "unequal", "kills", "scavenging"]
 Settings = dict[str, Any]
 
@@ -49,7 +49,8 @@ class Case:
         settings: "section.key" -> value, on top of the defaults.
         latency_steps: that a message travels.
         extra: of scavenging: learners that join at half of the tokens, as a share of the others.
-        learning_rate: of the inner optimizer; None for the model's.
+        checkpoint_steps: own steps between two checkpoints of the inner optimizer; 0 for none.
+        task: what is trained.
     """
 
     group: str
@@ -62,12 +63,12 @@ class Case:
     latency_steps: float = 0.5
     extra: float = 0.0
     checkpoint_steps: int = 60
-    learning_rate: float | None = None
+    task: Kind = "language"
 
     @property
     def key(self) -> str:
         """Names the case in a file of results."""
-        return f"{self.group}/{self.name}/{self.budget}/{self.seed}"
+        return f"{self.task}/{self.group}/{self.name}/{self.budget}/{self.seed}"
 
     def weather(self) -> Weather:
         """What its learners meet."""
@@ -193,14 +194,13 @@ def outer(text: str) -> Settings:
 def ablations(seed: int) -> list[Case]:
     """One thing changed at a time, at the middle budget; the rows that are not changed are main's.
 
-    A latency of 2 steps is one of a step for a version's way back and forth; 23 is nearly H.
+    An overlap is what an update and its version travel together, in three messages.
     """
 
     def case(group: str, name: str, settings: Settings, **fields: Any) -> Case:
         return Case(group=group, name=name, budget=MIDDLE, seed=seed, settings=settings, **fields)
 
     overwrite: Settings = {"sync.adopt": "overwrite"}
-    # An update travels, is fetched and its version travels back: three messages.
     short, whole = 2 / 3, 23 / 3
     late: Settings = {"sync.overlap_steps": 24}
     share: Settings = {"outer.participation": True}
@@ -218,6 +218,13 @@ def ablations(seed: int) -> list[Case]:
         case("interval", "H = 6", {"sync.interval_steps": 6, "sync.fragments": 6}),
         case("interval", "H = 12", {"sync.interval_steps": 12}),
         case("interval", "H = 48", {"sync.interval_steps": 48}),
+        case("interval", "H = 6 for a tenth", {"sync.warmup_steps": MIDDLE // 10}),
+        case("interval", "H = 6 for a quarter", {"sync.warmup_steps": MIDDLE // 4}),
+        case("fragments", "P = 1", {"sync.fragments": 1}),
+        case("fragments", "P = 4", {"sync.fragments": 4}),
+        case("fragments", "synchronous, P = 4", SYNCHRONOUS | {"sync.fragments": 4}),
+        case("grace", "tau = 4", {"sync.overlap_steps": 4}),
+        case("grace", "tau = 8", {"sync.overlap_steps": 8}),
         case("recovery", "kills, no checkpoints", {}, fleet="kills", checkpoint_steps=0),
         case("staleness", "unequal, constant", {"staleness.rule": "constant"}, fleet="unequal"),
     ]
@@ -238,14 +245,14 @@ def scavenging(seed: int) -> list[Case]:
     ]
 
 
-def matrix() -> list[Case]:
-    """All cases, the most telling first."""
-    cases = []
+def matrix(task: Kind) -> list[Case]:
+    """All cases of a task, the most telling first."""
+    seeds, cases = SEEDS[task], []
     for budget in (BUDGETS[1], BUDGETS[2], BUDGETS[0]):
-        for seed in SEEDS:
+        for seed in seeds:
             cases += main_cases(budget, seed)
-    for seed in SEEDS:
+    for seed in seeds:
         cases += scavenging(seed) + ablations(seed)
-    for seed in SEEDS:
+    for seed in seeds:
         cases += outer_cases(seed)
-    return cases + main_cases(LONG, 0)
+    return [replace(case, task=task) for case in cases]

@@ -1,6 +1,6 @@
 """Tables and a figure of the quality sweep's results.
 
-    .venv/bin/python -m bench.curves --results FILE [--plot docs/quality.png]
+    .venv/bin/python -m bench.curves --results FILE [--task language|student] [--plot PNG]
 
 A ratio is the mean over seeds of the ratios of each seed, with its standard error: runs of one
 seed begin alike and draw the same batches.
@@ -9,12 +9,13 @@ seed begin alike and draw the same batches.
 import argparse
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from matplotlib.axes import Axes
 
 from bench import cases
+from bench.cases import Kind
 from bench.sweep import known
 from diloco import style
 
@@ -48,11 +49,12 @@ class Results(NamedTuple):
         return [(name, budget) for found, name, budget in self.lines if found == group]
 
 
-def read(path: Path) -> Results:
-    """The results in a file."""
+def read(path: Path, task: str) -> Results:
+    """The results of a task in a file."""
     lines: dict[tuple[str, str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
     for line in known(path).values():
-        lines[line["group"], line["name"], line["budget"]][line["seed"]] = line
+        if line["task"] == task:
+            lines[line["group"], line["name"], line["budget"]][line["seed"]] = line
     return Results(dict(lines))
 
 
@@ -191,9 +193,10 @@ def main() -> None:
     """Print the tables and draw the figure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--task", default="language", choices=get_args(Kind))
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    results = read(options.results)
+    results = read(options.results, options.task)
     main_table(results)
     for group in dict.fromkeys(group for group, _, _ in results.lines):
         if group not in ("main", "scavenging"):

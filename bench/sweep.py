@@ -1,6 +1,6 @@
 """The quality sweep: every case of `bench/cases.py` in virtual time, one line of JSON for each.
 
-    .venv/bin/python -m bench.sweep --results FILE [--only GROUP,...] [--list]
+    .venv/bin/python -m bench.sweep --results FILE [--task language|student] [--only GROUP,...]
 
 Cases that FILE has are not run again, so a sweep that was stopped goes on where it was.
 """
@@ -11,12 +11,12 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from bench import cases, emulate, loops, tasks
-from bench.cases import Case
+from bench import cases, emulate, loops, student, tasks
+from bench.cases import Case, Kind
 from common.config import RunSettings, make_config
 from learner import tree
 from learner.task import Batch, Params, Task
@@ -24,27 +24,31 @@ from learner.train import InnerStep
 
 # 41,000 parameters: a core takes 2.6 ms for a step over 256 bytes.
 SIZE: dict[str, Any] = {"preset": "sweep", "batch": 4, "length": 64, "eval_batches": 256}
+# Settings that fit the student's few tensors.
+SMALL: cases.Settings = {"sync.fragments": 4, "sync.block": 16}
 # Length of the schedule that every case's run is scaled to: so all share one compiled step.
 SCHEDULE_STEPS = 1000
 
 
 @functools.cache
-def _task(seed: int, learning_rate: float | None) -> Task:
+def task_of(kind: Kind, seed: int) -> Task:
     """The task of a seed; it is measured with the functions of seed 0, which are compiled."""
-    options = SIZE if learning_rate is None else SIZE | {"learning_rate": learning_rate}
-    task = tasks.build(steps=SCHEDULE_STEPS, seed=seed, **options)
-    return task if seed == 0 else replace(task, evaluate=_task(0, learning_rate).evaluate)
+    if kind == "student":
+        task = student.build(steps=SCHEDULE_STEPS, seed=seed)
+    else:
+        task = tasks.build(steps=SCHEDULE_STEPS, seed=seed, **SIZE)
+    return task if seed == 0 else replace(task, evaluate=task_of(kind, 0).evaluate)
 
 
 @functools.cache
-def _inner_step(learning_rate: float | None) -> InnerStep:
-    return loops.start(_task(0, learning_rate), 0).inner_step
+def _inner_step(kind: Kind) -> InnerStep:
+    return loops.start(task_of(kind, 0), 0).inner_step
 
 
 def start_of(case: Case) -> loops.Start:
     """Where the case begins; its learning rate goes through its schedule once in its run."""
-    inner_step, scale = _inner_step(case.learning_rate), SCHEDULE_STEPS / case.steps()
-    began = loops.start(_task(case.seed, case.learning_rate), case.seed)
+    inner_step, scale = _inner_step(case.task), SCHEDULE_STEPS / case.steps()
+    began = loops.start(task_of(case.task, case.seed), case.seed)
 
     def scaled(trained: Params, state: Any, batch: Batch, step: Any) -> tuple[Params, Any, Any]:
         return inner_step(trained, state, batch, np.float32(step * scale))
@@ -59,7 +63,7 @@ def settings_of(case: Case) -> RunSettings:
         "run": {"name": "sweep", "steps": 2 * case.steps(), "seed": case.seed},
         "store": {"url": "/nowhere"},
     }
-    for key, value in case.settings.items():
+    for key, value in (SMALL | case.settings if case.task == "student" else case.settings).items():
         section, _, name = key.partition(".")
         document.setdefault(section, {})[name] = value
     return make_config(document, source=case.key).settings()
@@ -67,7 +71,7 @@ def settings_of(case: Case) -> RunSettings:
 
 def run(case: Case) -> dict[str, Any]:
     """What a case came to: its loss, and for the system what `emulate.Outcome` says."""
-    task, start = _task(case.seed, case.learning_rate), start_of(case)
+    task, start = task_of(case.task, case.seed), start_of(case)
     if case.data_parallel:
         loss = loops.data_parallel(
             task, steps=case.budget, seed=case.seed, learners=cases.LEARNERS, began=start
@@ -96,10 +100,12 @@ def main() -> None:
     """Run what is not yet there."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, required=True, help="file of JSON lines")
+    parser.add_argument("--task", default="language", choices=get_args(Kind))
     parser.add_argument("--only", default="", help="groups, joined by commas")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     options = parser.parse_args()
-    wanted = [c for c in cases.matrix() if not options.only or c.group in options.only.split(",")]
+    groups = options.only.split(",") if options.only else None
+    wanted = [c for c in cases.matrix(options.task) if groups is None or c.group in groups]
     there = known(options.results)
     missing = [case for case in wanted if case.key not in there]
     print(f"{len(wanted)} cases, {len(missing)} to run", flush=True)
