@@ -13,6 +13,7 @@ SECONDS ?= 600
 CASES ?= 1000000
 BENCHES ?= merge encode stall wire quality events failover flood store_gcs report
 ROOTFS ?= .rootfs
+RESULTS ?= runs/quality.jsonl
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -21,7 +22,7 @@ RUN := $(BIN)/python -m
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test test-slow test-systemd chaos fuzz lint types imports check \
-	bench sim terraform lock clean
+	bench quality sim terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -90,6 +91,15 @@ bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
 		echo "== bench.$$name"; \
 		$(RUN) bench.$$name $(ARGS) || exit 1; \
 	done
+
+# Of some hundred runs in virtual time; those that RESULTS holds are not run again.
+quality: install ## sweep the quality of training, for an hour of one core; RESULTS=runs/quality.jsonl
+	@mkdir -p $(dir $(RESULTS))
+	@for task in language student; do \
+		$(RUN) bench.sweep --results $(RESULTS) --task $$task $(ARGS) || exit 1; \
+	done
+	@$(RUN) bench.curves --results $(RESULTS) --task student
+	@$(RUN) bench.curves --results $(RESULTS) --plot $(dir $(RESULTS))quality.png
 
 # setuptools builds the editable install, which runs without build isolation.
 lock: install ## resolve requirements.lock again; ARGS=--upgrade for newer versions
