@@ -125,12 +125,15 @@ class Uploader:
         """Bytes and blocks of each shard."""
         sync_section = self._context.settings.sync
         codec, block = sync_section.codec, sync_section.block
+        owned_n = self._tensors.owned(fragment)
+        if not len(owned_n):  # All its blocks are other hosts' too, and theirs to send.
+            return []
         rows = self._tensors.collect(fragment, codes)
-        codes_NxI = np.asarray(rows.codes).reshape(len(self._tensors.owned(fragment)), -1)
+        codes_NxI = np.asarray(rows.codes).reshape(len(owned_n), -1)
         packed = []
         done = 0
         most_blocks = max(1, sync_section.shard_elements // block)
-        for part in slices.cut(self._tensors.owned(fragment), most_blocks):
+        for part in slices.cut(owned_n, most_blocks):
             rows_of = slice(done, done + len(part))
             scales = rows.scales[rows_of] if np.size(rows.scales) else rows.scales
             encoded = Encoded(scales, codes_NxI[rows_of].reshape(-1))

@@ -50,6 +50,7 @@ PROCESSES = (
     "partition",
     "skew",
     "speeds",
+    "meshes",
     "membership",
     "operator",
     "resume",
@@ -183,7 +184,10 @@ class Scenario:
         if self.plan.has("speeds"):
             step_s = self.plan.chance(f"speed-{index}").choice([0.5, 1.0, 1.0, 3.0])
             self.world.injected["speeds"] += step_s != 1.0
-        return SimLearner(self.world, index, step_s=step_s)
+        hosts = (1,)
+        if self.plan.has("meshes"):
+            hosts = self.plan.chance(f"hosts-{index}").choice([(1,), (2,), (1, 2, 3)])
+        return SimLearner(self.world, index, step_s=step_s, hosts=hosts)
 
     def _begin(self, actor: Actor) -> None:
         """What is peculiar to one life."""

@@ -96,6 +96,7 @@ class LightReplica:
         self._in_flight[fragment] = self.position
         codes = np.zeros((len(self._blocks[fragment]), self._block), np.float32)
         codes[:, :3] = self._learner + 1, self._starts[fragment], self.position
+        codes[:, 3] = self._blocks[fragment]
         return Encoded(NO_SCALES, codes)
 
     def adopt(self, fragment: int, payload: Delta | View | None, *, resolved: bool) -> None:
@@ -129,9 +130,11 @@ class _LightSum:
         self.inputs += 1
 
 
-def _light_norms(_grid: Grid, _codec: str, parts: Sequence[Encoded]) -> np.ndarray:
-    """As long as the steps it covers."""
-    _, start, stop = parts[0].codes[:3]
+def _light_norms(grid: Grid, _codec: str, parts: Sequence[Encoded]) -> np.ndarray:
+    """As long as the steps it covers; each block must be in its place."""
+    codes_Bxb = np.concatenate([part.codes for part in parts]).reshape(-1, grid.block)
+    np.testing.assert_array_equal(codes_Bxb[:, 3], np.arange(len(codes_Bxb)))
+    _, start, stop = codes_Bxb[0, :3]
     return np.asarray([stop - start], np.float64)
 
 
@@ -296,7 +299,10 @@ class Ledger:
             ValueError: its ledger is not that of one run of steps of one learner.
         """
         parts = _read_parts(store, manifest.shards, block)
-        ledger = np.concatenate([decode_numpy("float32", part, block) for part in parts])
+        rows = np.concatenate([decode_numpy("float32", part, block) for part in parts])
+        places = [slices.expand(entry.slices, 1 << 62) for entry in manifest.shards]
+        ledger = np.empty_like(rows)
+        ledger.reshape(-1, block)[np.concatenate(places)] = rows.reshape(-1, block)
         counts = np.rint(ledger)
         np.testing.assert_allclose(ledger, counts, atol=1e-2)  # sums of thirds are not exact
         (steps,) = np.nonzero(counts)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from simactor import CALM, Actor, Faults, Killed
 from simbus import SimBroker
 from simcheck import Checkers, Violation
 from simloop import StuckError, VirtualLoop
+from simmesh import MeshUploader
 from simstore import SimStore
 from simtensors import TOKENS, Ledger, Light
 
@@ -321,6 +322,7 @@ class SimLearner:
         index: its number; it is named after it.
         step_s: of an inner step.
         heartbeat_s: between heartbeats.
+        hosts: numbers of hosts, one of which each life has.
         life: of `Actor`, for all its lives.
     """
 
@@ -331,6 +333,7 @@ class SimLearner:
         *,
         step_s: float = 1.0,
         heartbeat_s: float = 1.0,
+        hosts: Sequence[int] = (1,),
         **life: Any,
     ) -> None:
         self.world = world
@@ -338,6 +341,7 @@ class SimLearner:
         self.name = f"learner-{index}"
         self.step_s = step_s
         self.heartbeat_s = heartbeat_s
+        self.hosts = hosts
         self.life = life
         self.steps = 0
         self.actor: Actor | None = None
@@ -372,7 +376,7 @@ class SimLearner:
         loaded = [await background.adopter.load(fragment) for fragment in fragments]
         views = [item.view for item in loaded]
         replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
-        background.publisher.uploader = Uploader(context, replica)
+        background.publisher.uploader = self._uploader(actor, context, replica)
         background.adopter.fetcher = Fetcher(context, replica)
         rules = sync.sync_rules(world.settings.sync)
         trainer = SimTrainer(
@@ -396,6 +400,14 @@ class SimLearner:
         await self._train(actor, trainer)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(background.publisher.leave(trainer.position), LEAVE_S)
+
+    def _uploader(self, actor: Actor, context: LearnerContext, replica: Any) -> Any:
+        """Of as many hosts as this life has."""
+        hosts = actor.chance.choice(self.hosts) if len(self.hosts) > 1 else self.hosts[0]
+        if hosts == 1:
+            return Uploader(context, replica)
+        self.world.injected["meshes"] += 1
+        return MeshUploader(context, replica, actor.chance, hosts)
 
     async def _train(self, actor: Actor, trainer: SimTrainer) -> None:
         world, meter, loop = self.world, trainer.meter, self.world.loop

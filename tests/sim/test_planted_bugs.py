@@ -9,6 +9,7 @@ from simshrink import commit, explain, shrink
 from aggregator import garbage, machine
 from aggregator.context import Context
 from aggregator.fragment import FragmentArrays
+from common import slices
 
 SEEDS = 500
 
@@ -64,11 +65,22 @@ def garbage_one_version_early():
     return mock.patch("aggregator.garbage._floor", early)
 
 
+def blocks_where_they_come():
+    """Shards are put together one after the other, whatever blocks they hold."""
+    scatter = slices.scatter
+
+    def in_a_row(rows_BxW, parts, rows_nxW):
+        scatter(rows_BxW, slices.of_range(0, len(rows_nxW), 1), rows_nxW)
+
+    return mock.patch("common.slices.scatter", in_a_row)
+
+
 BUGS = {
     position_before_the_commit: {"position"},
     no_fence: {"chain"},
     merged_again_out_of_order: {"stopped"},
     garbage_one_version_early: {"garbage", "trim"},
+    blocks_where_they_come: {"breaks"},
     # What is merged again is read again, also when its shards were to be collected.
     redelivery_merged_again: {"resolved", "garbage"},
 }

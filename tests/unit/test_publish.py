@@ -59,6 +59,23 @@ def outgoing(seq):
     )  # fmt: skip
 
 
+class Elsewhere(Replica):
+    """A host none of whose blocks is its own to send."""
+
+    def owned(self, fragment):
+        return super().owned(fragment)[:0]
+
+
+def test_a_host_with_nothing_to_send_stores_nothing(run_async):
+    context = make_publisher(MemoryBus())._context
+    section = context.settings.sync
+    uploader = Uploader(context, Elsewhere(section, LAYOUT, LIKE, VIEWS), host=1, hosts=2)
+    update = outgoing(1)
+    stored = run_async(uploader.store(7, update.send, update.codes))
+    assert stored.shards == ()
+    assert not [*context.store.list("")]
+
+
 async def settle(*tasks):
     for _ in range(200):
         await asyncio.sleep(0.001)
