@@ -231,7 +231,9 @@ class StoreSection(Section):
 
 
 class MeshSection(Section):
-    """A learner's devices, of all its hosts, as a mesh; "fsdp=4,tensor=2" is read too.
+    """A learner's devices, of all its hosts, as a mesh.
+
+    "fsdp=4,tensor=2" is read too, and "4", which is fsdp=4.
 
     Attributes:
         data: copies of the model; a batch is cut along this axis and `fsdp`.
@@ -248,6 +250,8 @@ class MeshSection(Section):
     def _of_words(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
+        if value.isdecimal():
+            return {"fsdp": value}
         pairs = [word.partition("=") for word in value.replace(" ", "").split(",") if word]
         return {axis: size for axis, _, size in pairs}
 
@@ -499,6 +503,18 @@ def make_config(document: Mapping[str, Any], *, source: str) -> Config:
         raise ConfigError(
             f"{source}: {_explain(error)}", hint="docs/configuration.md lists every key"
         ) from error
+
+
+def with_mesh(config: Config, learner: str, mesh: str) -> Config:
+    """The configuration with another mesh for one learner: "fsdp=4,tensor=2".
+
+    Raises:
+        ConfigError: it is no mesh.
+    """
+    document = config.model_dump()
+    islands = document["learner"]["islands"]
+    islands[learner] = {**islands.get(learner, {}), "mesh": mesh}
+    return make_config(document, source=f"--mesh {mesh!r}")
 
 
 def parse_settings(fields: Mapping[str, Any]) -> RunSettings:

@@ -25,7 +25,7 @@ from typing import Self
 
 from common.errors import BusError, ConfigError
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _PORT_TAKEN = "address already in use"
 _PORTS = 5  # that are tried before a taken one is an error
 _LOCK = "lock"
@@ -63,7 +63,7 @@ class NatsServer:
         extra_config: str = "",
     ) -> None:
         self.folder = folder.absolute()
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self._may_move = port is None
         self._sync_interval = sync_interval
         self._extra_config = extra_config
@@ -73,7 +73,7 @@ class NatsServer:
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return f"nats://{_HOST}:{self.port}"
+        return f"nats://{LOOPBACK}:{self.port}"
 
     @property
     def pid(self) -> int | None:
@@ -109,7 +109,7 @@ class NatsServer:
             except BusError:
                 if _PORT_TAKEN not in self._log_end():
                     raise
-                self.port = _free_port()
+                self.port = free_port()
             else:
                 self._may_move = False
                 return
@@ -181,7 +181,7 @@ class NatsServer:
     def _write_config(self) -> None:
         config = (
             f"server_name: {self._name}\n"
-            f"listen: {json.dumps(f'{_HOST}:{self.port}')}\n"
+            f"listen: {json.dumps(f'{LOOPBACK}:{self.port}')}\n"
             "jetstream {\n"
             f"  store_dir: {json.dumps(str(self.folder))}\n"
             f"  sync_interval: {json.dumps(self._sync_interval)}\n"
@@ -232,7 +232,7 @@ class NatsServer:
         """Whether what answers on the port is ours, and not a stranger who took it meanwhile."""
         with (
             contextlib.suppress(OSError),
-            socket.create_connection((_HOST, self.port), 1.0) as peer,
+            socket.create_connection((LOOPBACK, self.port), 1.0) as peer,
         ):
             return self._name.encode() in peer.recv(4096)
         return False
@@ -259,8 +259,9 @@ def find_binary() -> Path:
     return Path(found)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody has now."""
     with socket.socket() as probe:
-        probe.bind((_HOST, 0))
+        probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port

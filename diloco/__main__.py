@@ -6,7 +6,7 @@ wrong settings are answered at once.
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from common import log
-from common.config import Config, load_config, make_config
+from common.config import Config, load_config, make_config, with_mesh
 from common.errors import DilocoError
 from diloco.auth_command import auth_app
 from diloco.replay_command import export, replay, tape_app
@@ -88,14 +88,16 @@ def options(
         use_place(Place(bus, store))
 
 
-def _load(path: Path, level: str, **options: tuple[str, object]) -> Config:
-    """The file, with the keys that options of the command line set: section=(key, value)."""
+def _load(path: Path, level: str, **options: Mapping[str, object]) -> Config:
+    """The file, with the keys that options of the command line set: section={key: value}."""
     log.configure(level)
     loaded = load_config(path)
-    for section, (key, value) in options.items():
-        if value is not None:
-            changed = {**getattr(loaded, section).model_dump(), key: value}
-            loaded = make_config({**loaded.model_dump(), section: changed}, source=f"--{key}")
+    for section, keys in options.items():
+        given = {key: value for key, value in keys.items() if value is not None}
+        if given:
+            changed = {**getattr(loaded, section).model_dump(), **given}
+            source = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+            loaded = make_config({**loaded.model_dump(), section: changed}, source=source)
     return loaded
 
 
@@ -126,7 +128,7 @@ def aggregator(
     from diloco.settings import parse_fragments
 
     pinned = None if fragments is None else parse_fragments(fragments)
-    loaded = _load(config, log_level, aggregator=("name", name), metrics=("port", metrics_port))
+    loaded = _load(config, log_level, aggregator={"name": name}, metrics={"port": metrics_port})
     from aggregator.daemon import serve
 
     serve(loaded, pinned)
@@ -138,6 +140,40 @@ def learner(
     name: Annotated[
         str, typer.Option("--learner", help="this learner's name in the run", metavar="NAME")
     ],
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="devices of the learner, of all its hosts: 4, or fsdp=4,tensor=2 "
+            "[default: of the file, or all that there are]",
+            metavar="MESH",
+        ),
+    ] = None,
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            help="processes that the learner consists of [default: of the file]",
+            min=1,
+            metavar="N",
+        ),
+    ] = None,
+    host: Annotated[
+        int | None,
+        typer.Option(help="which of them this one is, from 0", min=0, metavar="I"),
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            help="where the others find host 0, as HOST:PORT; auto where the platform knows all "
+            "of this (Cloud TPU, Slurm)",
+            metavar="ADDRESS",
+        ),
+    ] = None,
+    cpu_devices: Annotated[
+        int | None,
+        typer.Option(
+            help="train on the CPU, taken for so many devices: to try a mesh", min=1, metavar="N"
+        ),
+    ] = None,
     metrics_port: MetricsPortOption = None,
     log_level: LevelOption = "info",
 ) -> None:
@@ -145,8 +181,19 @@ def learner(
 
     The first SIGINT or SIGTERM asks for a clean stop (finish the step, send what is unsent,
     announce the leave), the second ends the process at once. Logs are JSON lines on standard error.
+
+    A learner of several hosts is this command on each of them, with the same name, the same file,
+    and `--hosts`, `--host`, `--coordinator`.
     """
-    loaded = _load(config, log_level, metrics=("port", metrics_port))
+    hardware = {
+        "hosts": hosts,
+        "host": host,
+        "coordinator": coordinator,
+        "cpu_devices": cpu_devices,
+    }
+    loaded = _load(config, log_level, metrics={"port": metrics_port}, learner=hardware)
+    if mesh is not None:
+        loaded = with_mesh(loaded, name, mesh)
     from learner.daemon import serve
 
     serve(loaded, name)
@@ -335,7 +382,29 @@ def _say(text: str) -> None:
 
 @app.command()
 def local(
-    learners: Annotated[int, typer.Option(help="number of learner processes", min=1, max=64)] = 4,
+    learners: Annotated[
+        int | None,
+        typer.Option(
+            help="number of learners [default: 4, or as many as --mesh or --hosts says]",
+            min=1,
+            max=64,
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="devices of each learner, forced on the CPU: 4,2,1,1; or sizes of the axes "
+            "data, fsdp and tensor: fsdp=2/tensor=2,2,1,1",
+            metavar="LIST",
+        ),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="processes of each learner, which share its devices: 2,1,1,1 [default: one]",
+            metavar="LIST",
+        ),
+    ] = None,
     aggregators: Annotated[int, typer.Option(help="number of aggregators", min=1, max=16)] = 1,
     steps: Annotated[
         int | None, typer.Option(help="length of the run in inner steps [default: 600]", min=1)
@@ -366,8 +435,9 @@ def local(
     kill: Annotated[
         list[str] | None,
         typer.Option(
-            help="kill a learner or an aggregator with SIGKILL at a step and start it again; may "
-            "be repeated; 'none' for nobody [default: the second learner after a third of the run]",
+            help="kill a learner (of one with --hosts, a host) or an aggregator with SIGKILL at a "
+            "step and start it again; may be repeated; 'none' for nobody [default: the second "
+            "learner after a third of the run]",
             metavar="NAME@STEP",
         ),
     ] = None,
@@ -382,7 +452,8 @@ def local(
     """Train with several learners, an aggregator and a NATS server, all on this machine.
 
     Every part is a process of its own, as it would be on machines far apart: the same commands,
-    the same protocol. Ctrl-C stops all of them cleanly; a second Ctrl-C at once.
+    the same protocol. Learners may have different numbers of devices (`--mesh`) and consist of
+    several processes (`--hosts`). Ctrl-C stops all of them cleanly; a second Ctrl-C at once.
     """
     from diloco.local import LocalOptions, run_local
 
@@ -394,6 +465,8 @@ def local(
         config=config,
         task=task,
         corpus=corpus,
+        mesh=mesh,
+        hosts=hosts,
         speed=speed,
         kill=kill,
         settings=settings or [],

@@ -28,6 +28,7 @@ from common.nats_server import NatsServer
 from common.service import cancel
 from diloco import screen
 from diloco.fleet import Fleet
+from diloco.hardware import Hardware, count_learners
 from diloco.observe import Observer
 from diloco.opening import open_run
 from diloco.settings import local_document
@@ -41,13 +42,15 @@ STOP_S = 15.0
 class LocalOptions:
     """The options of `diloco local`, as given."""
 
-    learners: int
+    learners: int | None
     aggregators: int
     steps: int | None
     run_dir: Path | None
     config: Path | None
     task: str | None
     corpus: str | None
+    mesh: str | None
+    hosts: str | None
     speed: str | None
     kill: list[str] | None
     settings: list[str]
@@ -75,8 +78,9 @@ def run_local(options: LocalOptions) -> int:
             f"the folder {str(run_dir)!r} is not empty",
             hint="each local run needs a folder of its own: give another --run-dir",
         )
-    learners = [f"learner-{index}" for index in range(options.learners)]
-    document = local_document(options, name, learners, run_dir)
+    count = count_learners(options.learners, options.mesh, options.hosts)
+    learners = [f"learner-{index}" for index in range(count)]
+    document, hardware = local_document(options, name, learners, run_dir)
     aggregators = aggregator_names(options.aggregators)
     kills = _plan_kills(options.kill, learners, aggregators, document["run"]["steps"])
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -88,7 +92,7 @@ def run_local(options: LocalOptions) -> int:
         config = make_config(document, source="the options")
         config_path = run_dir / "run.toml"
         config_path.write_text(tomli_w.dumps(document))
-        run = LocalRun(options, config, config_path, learners, kills, fleet, console)
+        run = LocalRun(options, config, config_path, hardware, kills, fleet, console)
         status = asyncio.run(run.go())
         fleet.stop(within_s=STOP_S)
     return status
@@ -131,7 +135,7 @@ class LocalRun:
     options: LocalOptions
     config: Config
     config_path: Path
-    learners: list[str]
+    learners: dict[str, Hardware]
     kills: list[_Kill]
     fleet: Fleet
     console: Console
@@ -205,10 +209,10 @@ class LocalRun:
         for name in aggregator_names(self.options.aggregators):
             own = ["aggregator", "--config", path, "--name", name, *self._port(ports)]
             self.fleet.start(name, own)
-        for index, name in enumerate(self.learners):
-            cores = _cores(index, len(self.learners))
-            own = ["learner", "--config", path, "--learner", name, *self._port(ports)]
-            self.fleet.start(name, own, cores)
+        for index, (name, hardware) in enumerate(self.learners.items()):
+            own = ["learner", "--config", path, "--learner", name, *hardware.arguments()]
+            hosts = [[*own, *self._port(ports)] for _ in range(hardware.hosts)]
+            self.fleet.start(name, *hosts, cores=_cores(index, len(self.learners)))
 
     def _port(self, ports: Iterator[int]) -> list[str]:
         """Each daemon serves its metrics on a port of its own, if the run's file sets a first."""
@@ -239,8 +243,8 @@ class LocalRun:
         for kill in self.kills:
             if not kill.done and observer.observed.global_step >= kill.step:
                 kill.done = True
-                self.fleet.kill(kill.name)
-                self.note = f"{kill.name} was killed at step {kill.step} and started again"
+                killed = self.fleet.kill(kill.name)
+                self.note = f"{killed} was killed at step {kill.step} and started again"
 
     def _frame(self, observer: Observer) -> screen.Frame:
         beats = [seen.heartbeat for seen in observer.observed.learners.values()]

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.fleet import Daemon
+from diloco.hardware import Hardware
 from diloco.observe import Observed
 
 # A learner that was not heard of for so long is shown as silent.
@@ -27,7 +28,7 @@ class Frame:
     run: str
     steps: int
     fragments: int
-    learners: list[str]
+    learners: dict[str, Hardware]
     daemons: dict[str, Daemon]
     observed: Observed
     losses: list[float]
@@ -115,30 +116,23 @@ def _progress(frame: Frame) -> RenderableType:
 
 def _learners(frame: Frame) -> RenderableType:
     table = Table(expand=True, box=None, header_style="bold", padding=(0, 1))
-    for title in (
-        "learner",
-        "state",
-        "step",
-        "loss",
-        "tokens/s",
-        "stall",
-        "sent",
-        "up",
-        "restarts",
-    ):
-        table.add_column(title, justify="left" if title in ("learner", "state") else "right")
-    for name in frame.learners:
+    words = [hardware.words() for hardware in frame.learners.values()]
+    left = ["learner", *(["devices"] if any(words) else []), "state"]
+    for title in (*left, "step", "loss", "tokens/s", "stall", "sent", "up", "restarts"):
+        table.add_column(title, justify="left" if title in left else "right")
+    for name, hardware in frame.learners.items():
+        first = [name, *([hardware.words()] if any(words) else [])]
         state = state_of(frame, name)
         styled = Text(state, style=STYLES.get(state, "bold red"))
         seen = frame.observed.learners.get(name)
         restarts = frame.daemons[name].restarts if name in frame.daemons else 0
         if seen is None:
-            table.add_row(name, styled, *["-"] * 6, str(restarts))
+            table.add_row(*first, styled, *["-"] * 6, str(restarts))
             continue
         beat = seen.heartbeat
         stall = beat.stall_s / beat.run_s if beat.run_s else 0.0
         table.add_row(
-            name,
+            *first,
             styled,
             str(beat.local_step),
             f"{beat.loss:.3f}",

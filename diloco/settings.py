@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.config import RunSettings, parse_settings
 from common.errors import ConfigError
+from diloco.hardware import Hardware, set_hardware
 
 if TYPE_CHECKING:
     from diloco.local import LocalOptions
@@ -20,8 +21,8 @@ LEAVE_S = 5.0
 
 def local_document(
     options: "LocalOptions", name: str, learners: list[str], run_dir: Path
-) -> dict[str, Any]:
-    """The sections of a local run's file.
+) -> tuple[dict[str, Any], dict[str, Hardware]]:
+    """The sections of a local run's file, and what each learner trains on.
 
     Raises:
         ConfigError: an option that cannot be understood.
@@ -48,7 +49,8 @@ def local_document(
     document["store"] = {"url": str(run_dir / "store")}
     for assignment in options.settings:
         assign(document, assignment)
-    return document
+    hardware = set_hardware(learner, learners, options.mesh, options.hosts)
+    return document, hardware
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -217,9 +217,11 @@ class Chaos:
                 raise BrokenError(f"not within {PATIENCE_S:.0f} s: {still} leave after the stop")
             time.sleep(0.2)
         for name, daemon in daemons.items():
-            if daemon.process is not None and daemon.process.poll():
-                status, tail = daemon.process.poll(), self.stage.fleet.tail(daemon)
-                raise BrokenError(f"{name} ended with status {status} after the stop:\n{tail}")
+            if daemon.status:
+                tail = self.stage.fleet.tail(daemon)
+                raise BrokenError(
+                    f"{name} ended with status {daemon.status} after the stop:\n{tail}"
+                )
 
     def _account(self, calm: tuple[float, float], chaos: tuple[float, float]) -> dict[str, Any]:
         history = self.history()

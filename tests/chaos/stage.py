@@ -82,9 +82,8 @@ class Stage:
         """Nobody has ended whom we did not kill."""
         for name, daemon in self.fleet.daemons.items():
             if name not in self.down and daemon.pid is None:
-                assert daemon.process is not None
                 raise BrokenError(
-                    f"{name} ended with status {daemon.process.poll()}:\n{self.fleet.tail(daemon)}"
+                    f"{name} ended with status {daemon.status}:\n{self.fleet.tail(daemon)}"
                 )
         if "nats-server" not in self.down and not self.server.running:
             raise BrokenError(f"nats-server ended; its log is {self.server.log_path}")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from harness import eventually
 
 from common.bus_nats import NatsBus, connect
-from common.nats_server import _DIE_WITH_PARENT, _free_port, find_binary
+from common.nats_server import _DIE_WITH_PARENT, find_binary, free_port
 from diloco import auth
 
 HOST = "127.0.0.1"
@@ -148,7 +148,7 @@ def open_cluster(folder: Path, run: str, learners: list[str]) -> Iterator[Cluste
     auth.add(folder, "agg", "aggregator")
     for learner in learners:
         auth.add(folder, learner, "learner")
-    ports = [Ports(_free_port(), _free_port(), _free_port()) for _ in made.servers]
+    ports = [Ports(free_port(), free_port(), free_port()) for _ in made.servers]
     routes = ",".join(f"tls://{HOST}:{port.cluster}" for port in ports)
     cluster = Cluster(folder, run)
     cluster.nodes = [

@@ -23,7 +23,7 @@ from common.bus_nats import NatsBus, connect
 from common.config import BusSection
 from common.credentials import SHARED_API, load_credentials
 from common.errors import BusError, BusUnavailableError, ConfigError
-from common.nats_server import NatsServer, _free_port
+from common.nats_server import NatsServer, free_port
 from diloco import auth
 from diloco.create import make_streams
 
@@ -99,7 +99,7 @@ def guarded(tmp_path: Path) -> Iterator[Guarded]:
     for learner in ("a", "b"):
         auth.add(folder, learner, "learner")
     auth.add(folder, "agg", "aggregator")
-    port = _free_port()
+    port = free_port()
     config = f"""
         http: "127.0.0.1:{port}"
         tls {{ cert_file: "{folder}/tls/nats-1.pem", key_file: "{folder}/tls/nats-1.key" }}

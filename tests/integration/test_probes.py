@@ -1,18 +1,13 @@
 """Metrics and health of real daemons: what they say, and that a restart does not break history."""
 
 import json
-import socket
 import urllib.error
 import urllib.request
 
 from harness import ENDLESS, World
 from prometheus_client.parser import text_string_to_metric_families
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from common.nats_server import free_port
 
 
 def page(port: int, path: str) -> str:

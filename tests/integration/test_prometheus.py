@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from harness import ENDLESS, ROOT
-from test_probes import free_port, start_aggregator, start_learner
+from test_probes import start_aggregator, start_learner
 
 from common import metrics
+from common.nats_server import free_port
 
 ALERTS = ROOT / "infra" / "prometheus" / "alerts.yml"
 CONFIG = ROOT / "infra" / "prometheus" / "prometheus.yml"
