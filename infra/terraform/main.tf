@@ -247,11 +247,3 @@ resource "google_service_account_iam_member" "operator" {
   role               = "roles/iam.serviceAccountUser"
   member             = each.value.member
 }
-
-# A slice of several hosts can be made, but learners do not span hosts yet.
-check "hosts" {
-  assert {
-    condition     = alltrue([for learner in module.learner : learner.hosts == 1])
-    error_message = "A learner trains on the devices of one host for now: of a slice with a topology of several hosts each host would try to be the whole learner. Take several learners of one host each."
-  }
-}

@@ -9,13 +9,30 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
-from common.config import DAEMON_SECTIONS, Config, RunSettings, Section, make_config
+from common.config import (
+    DAEMON_SECTIONS,
+    Config,
+    IslandSection,
+    MeshSection,
+    RunSettings,
+    Section,
+    make_config,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
-TABLE = re.compile(r"^## `(?P<section>\w+)`[^|]*?\n(?P<rows>(?:\|.*\n)+)", re.MULTILINE)
+TABLE = re.compile(r"^##+ `(?P<section>\w+)`[^|]*?\n(?P<rows>(?:\|.*\n)+)", re.MULTILINE)
+# Tables within a section of the file, in the page's order.
+WITHIN: dict[str, type[Section]] = {"mesh": MeshSection, "islands": IslandSection}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-WORDS = {int: "integer", float: "number", str: "string", bool: "true or false"}
+WORDS = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "true or false",
+    MeshSection: "mesh",
+    IslandSection: "island",
+}
 
 
 def sections() -> dict[str, type[Section]]:
@@ -52,6 +69,8 @@ def type_of(annotation: object) -> str:
 
 def toml(value: object) -> str:
     """A default as it would stand in the file."""
+    if isinstance(value, MeshSection):
+        value = ",".join(f"{axis}={size}" for axis, size in value.model_dump().items())
     return "none" if value is None else json.dumps(value)
 
 
@@ -79,12 +98,17 @@ def rows_in_page() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def test_sections_are_in_the_page_and_in_order() -> None:
-    assert list(rows_in_page()) == [*RunSettings.model_fields, *DAEMON_SECTIONS]
+    found = list(rows_in_page())
+    assert [name for name in found if name in WITHIN] == [*WITHIN]
+    assert [name for name in found if name not in WITHIN] == [
+        *RunSettings.model_fields,
+        *DAEMON_SECTIONS,
+    ]
 
 
-@pytest.mark.parametrize("name", sections())
+@pytest.mark.parametrize("name", sections() | WITHIN)
 def test_keys_types_and_defaults_are_in_the_page(name: str) -> None:
-    assert rows_in_page()[name] == rows_of(sections()[name])
+    assert rows_in_page()[name] == rows_of((sections() | WITHIN)[name])
 
 
 def examples() -> list[str]:
@@ -92,9 +116,11 @@ def examples() -> list[str]:
 
 
 def test_the_examples_load() -> None:
-    assert len(examples()) == 2
+    least = tomllib.loads(examples()[0])
+    assert len(examples()) == 3
     for text in examples():
-        make_config(tomllib.loads(text), source="docs/configuration.md")
+        document = {**least, **tomllib.loads(text)}
+        make_config(document, source="docs/configuration.md")
 
 
 def test_the_complete_example_has_every_key_at_its_default() -> None:
@@ -105,5 +131,6 @@ def test_the_complete_example_has_every_key_at_its_default() -> None:
             for key, field in section.model_fields.items()
             if field.default not in (None, {}, PydanticUndefined)
         }
-        found = {key: document[name].get(key) for key in defaults}
-        assert found == defaults, name
+        parsed = section.model_validate(document[name])
+        assert {key for key in defaults if key not in document[name]} == set()
+        assert {key: getattr(parsed, key) for key in defaults} == defaults, name

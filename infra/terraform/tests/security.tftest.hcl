@@ -292,5 +292,21 @@ run "slice" {
     condition     = module.learner["slice"].workload_policy[0].accelerator_topology == "4x8" && length(module.learner["slice"].group.auto_healing_policies) == 0
     error_message = "the hosts of a slice come and go together"
   }
-  expect_failures = [check.hosts]
+  assert {
+    condition     = jsondecode(module.learner["slice"].template.metadata["diloco"]).environment == { DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true", DILOCO_LEARNER_COORDINATOR = "auto" }
+    error_message = "they find each other by what the platform knows of the slice"
+  }
+  assert {
+    condition     = length(module.learner["slice"].slice_firewall.source_service_accounts) == 1 && length(module.learner["slice"].slice_firewall.target_service_accounts) == 1 && flatten(module.learner["slice"].slice_firewall.allow[*].ports) == ["8470-8490", "32768-60999"]
+    error_message = "they speak to each other, and to no other learner's hosts"
+  }
+}
+
+run "one_host" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for learner in module.learner : learner.slice_firewall == null && !contains(keys(jsondecode(learner.template.metadata["diloco"]).environment), "DILOCO_LEARNER_COORDINATOR")])
+    error_message = "a learner of one host waits for no other"
+  }
 }

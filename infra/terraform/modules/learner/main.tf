@@ -36,8 +36,13 @@ locals {
     files       = var.files
     secrets     = { "/etc/diloco/credentials/${var.name}.toml" = module.credentials.version }
     units       = ["diloco-learner@${var.name}.service"]
-    # A machine that comes back after a preemption has an empty disk.
-    environment = { DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" }
+    environment = merge(
+      # A machine that comes back after a preemption has an empty disk.
+      { DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true" },
+      # All hosts are told the same: who is which, and where host 0 is, stands in what Google's metadata
+      # say of a slice, and JAX reads it there.
+      local.hosts > 1 ? { DILOCO_LEARNER_COORDINATOR = "auto" } : {},
+    )
   })
 }
 
@@ -110,7 +115,7 @@ module "credentials" {
 resource "google_compute_firewall" "slice" {
   count                   = local.hosts > 1 ? 1 : 0
   name                    = "${local.full_name}-slice"
-  description             = "The hosts of one slice: JAX's coordinator and libtpu."
+  description             = "The hosts of one slice: JAX's coordinator and libtpu; host 0 listens to the others at a port of its system's choice."
   network                 = var.network
   direction               = "INGRESS"
   source_service_accounts = [google_service_account.this.email]
@@ -118,7 +123,7 @@ resource "google_compute_firewall" "slice" {
 
   allow {
     protocol = "tcp"
-    ports    = ["8470-8490"]
+    ports    = ["8470-8490", "32768-60999"]
   }
 }
 

@@ -31,6 +31,11 @@ output "workload_policy" {
   value       = one(google_compute_resource_policy.slice[*].workload_policy)
 }
 
+output "slice_firewall" {
+  description = "Who reaches the hosts of a slice; null for a slice of one host."
+  value       = one(google_compute_firewall.slice[*])
+}
+
 output "secret" {
   description = "Its credentials as the state holds them."
   value       = module.credentials.stored
