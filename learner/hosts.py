@@ -183,7 +183,7 @@ class Crew:
             missing = sorted(set(range(1, self.hosts)) - set(self._writers))
             raise HostLostError(
                 f"hosts {missing} of this learner did not connect within {MEET_S:.0f} s",
-                hint="see their logs; host 0 must be reachable from them",
+                hint="see their logs; host 0 must be reachable from them: runbooks/lost-host.md",
             ) from None
 
     async def checkpoints(self) -> list[set[tuple[int, int]]]:
@@ -294,7 +294,8 @@ def _gone(who: str) -> HostLostError:
     end_if_hanging()
     return HostLostError(
         f"{who} of this learner is gone",
-        hint="all hosts of the learner end now, and begin again together once they are started",
+        hint="all hosts of the learner end now, and begin again together once they are started: "
+        "runbooks/lost-host.md",
     )
 
 
