@@ -1,0 +1,104 @@
+"""Learners of several devices and several hosts beside others, in one run."""
+
+import pytest
+from audit import Tape, read_tape
+from harness import ENDLESS, Process, World
+
+from common.nats_server import LOOPBACK, free_port
+
+# The tape keeps every life's messages, to be looked at afterwards.
+WHOLE = {"enabled": False}
+
+
+def start(world: World, name: str, hosts: int, devices: int) -> list[Process]:
+    """The hosts of a learner, each with so many devices."""
+    coordinator = f"{LOOPBACK}:{free_port()}"
+    place = ["--hosts", str(hosts), "--coordinator", coordinator] if hosts > 1 else []
+    arguments = ["learner", "--config", str(world.config_path), "--learner", name, *place]
+    arguments += ["--cpu-devices", str(devices)]
+    own = [["--host", str(host)] if hosts > 1 else [] for host in range(hosts)]
+    return [world.start(f"{name}.{host}", *arguments, *one) for host, one in enumerate(own)]
+
+
+def until_merged(world: World, name: str, more: int = 4) -> None:
+    """Until so many more updates of a learner are in versions."""
+    before = merged(read_tape(world), name)
+    world.until(
+        lambda: merged(read_tape(world), name) >= before + more,
+        f"{more} more updates of {name} are merged",
+        every_s=1.0,
+    )
+
+
+def merged(tape: Tape, name: str) -> int:
+    return sum(update.learner == name for update in tape.merged())
+
+
+def end(world: World) -> Tape:
+    """Let the run end; every invariant holds, and nobody logged anything strange."""
+    world.stop()
+    alive = [process for process in world.processes if process.running]
+    for process in alive:
+        assert process.wait() == 0, process.log()
+    for process in alive:
+        check_clean_log(process)
+    tape = read_tape(world)
+    tape.check()
+    return tape
+
+
+def check_clean_log(process: Process) -> None:
+    """As `Process.check_clean_log`, but for what Gloo says when hosts meet."""
+    lines = process.log().splitlines()
+    strange = [line for line in lines if not line.startswith(("{", "[Gloo]"))]
+    assert not strange, f"{process.arguments}: {strange[:20]}"
+
+
+def test_one_run_of_unequal_slices_loses_a_host(new_world):
+    """Two hosts of four devices each, one of two, one of one; then one of the two is killed."""
+    world = new_world(run=ENDLESS, gc=WHOLE)
+    world.aggregator()
+    zero, one = start(world, "a", hosts=2, devices=4)
+    others = {
+        "b": start(world, "b", hosts=1, devices=2),
+        "c": start(world, "c", hosts=1, devices=1),
+    }
+    for name in ("a", "b", "c"):
+        until_merged(world, name)
+    assert not zero.events("checkpoint_failed")
+
+    one.kill()
+    steps = {name: world.steps(name) for name in others}
+    assert zero.wait() not in (0, None)
+    world.processes.remove(zero)
+    for name, before in steps.items():
+        world.until(lambda name=name, before=before: world.steps(name) > before, "others train on")
+        until_merged(world, name, more=2)
+
+    start(world, "a", hosts=2, devices=4)
+    until_merged(world, "a")
+    tape = end(world)
+    assert [len(tape.lives(name)) for name in ("a", "b", "c")] == [2, 1, 1]
+    # Each host stored its part, and the parts are the whole.
+    updates = [at for at in tape.sent().values() if at.manifest.learner == "a"]
+    for update in updates:
+        senders = {shard.name.rsplit("-", 1)[-1] for shard in update.manifest.shards}
+        assert len(senders) > 1
+
+
+@pytest.mark.slow
+def test_a_learner_returns_in_another_shape(new_world):
+    """2 x 2, killed; 1 x 1, asked to leave; 1 x 4: its data goes on, and nothing counts twice."""
+    world = new_world(run=ENDLESS, gc=WHOLE)
+    world.aggregator()
+    for hosts, devices in ((2, 2), (1, 1), (1, 4)):
+        life = start(world, "a", hosts=hosts, devices=devices)
+        until_merged(world, "a")
+        if hosts == 2:
+            for process in life:
+                process.kill()
+        elif devices == 1:
+            life[0].terminate()
+            assert life[0].wait() == 0
+    tape = end(world)
+    assert len(tape.lives("a")) == 3
