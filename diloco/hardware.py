@@ -102,8 +102,8 @@ def _items(option: str, text: str, learners: int, hint: str) -> list[str]:
 
 def _mesh(text: str, item: str) -> MeshSection:
     try:
-        if not item:
-            raise ValueError("nothing")
+        if not item.strip("0"):
+            raise ValueError("no devices")
         return MeshSection.model_validate(item.replace("/", ","))
     except ValueError as error:
         raise ConfigError(
