@@ -97,6 +97,8 @@ def _configure(config: Config) -> None:
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)
     if section.coordinator is None:
         return
+    # It would take SIGTERM for itself, by which a learner is asked to leave.
+    jax.config.update("jax_enable_preemption_service", False)
     where: dict[str, Any] = {}
     if section.coordinator != "auto":
         where = {
@@ -109,7 +111,8 @@ def _configure(config: Config) -> None:
     except RuntimeError as error:
         raise HostLostError(
             f"the hosts of this learner did not meet at {section.coordinator}: {error}",
-            hint="start all of them; learner.coordinator is host 0's address, as others see it",
+            hint="start all of them; learner.coordinator is host 0's address, as others see it: "
+            "runbooks/lost-host.md",
         ) from error
 
 
@@ -272,16 +275,25 @@ class _Life:
             # Nobody here speaks to the run.
             context = self._context(MemoryBus(), begin["epoch"])
             follower = Follower(context, link, self._loop, self._asked)
-            with self._island.context():
-                trainer = self._prepare_to_follow(context, link, follower, begin["constants"])
-                context.logger.info("started", position=trainer.position)
-                tell(self._probes.manager, READY="1")
-                trainer.train()
-            tell_stopping(self._probes.manager)
-            follower.close()
-            self._close(context, trainer, "host 0 said so")
+            try:
+                self._follow(context, link, follower, begin["constants"])
+            finally:
+                self._run(follower.close())
         finally:
             self._run(link.close())
+
+    def _follow(
+        self, context: Context, link: Link, follower: Follower, constants_object: str | None
+    ) -> None:
+        manager = self._probes.manager
+        with self._island.context():
+            trainer = self._prepare_to_follow(context, link, follower, constants_object)
+            context.logger.info("started", position=trainer.position)
+            follower.watch(report(context.health, manager))
+            tell(manager, READY="1")
+            trainer.train()
+        tell_stopping(manager)
+        self._close(context, trainer, "host 0 said so")
 
     def _prepare_to_follow(
         self, context: Context, link: Link, follower: Follower, constants_object: str | None

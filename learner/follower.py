@@ -1,11 +1,11 @@
 """A host of a learner beside host 0: it does what host 0 says, and speaks to nobody of the run."""
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from common.errors import DilocoError, IntegrityError, ObjectMissingError
+from common.service import cancel
 from learner import sync
 from learner.adopt import Change, Fetcher
 from learner.director import Plan
@@ -36,7 +36,7 @@ class Follower:
         self._asked = asked_to_leave
         self._told = False
         self._payloads: dict[tuple[int, int], Any] = {}
-        self._tasks: set[Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(self, tensors: Tensors, hosts: int) -> None:
         """Say whose tensors are sent and moved; from now on changes are prepared."""
@@ -48,6 +48,10 @@ class Follower:
         """The life that begins."""
         self._incarnation = incarnation
         self._global_step = global_step
+
+    def watch(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine beside training, until `close`."""
+        self._spawn(coroutine)
 
     # For the training loop
 
@@ -81,19 +85,21 @@ class Follower:
     def finished(self, position: int, fragments: tuple[int, ...]) -> None:
         """Host 0 does that."""
 
-    def close(self) -> None:
-        """End what still runs for this host."""
-        for task in list(self._tasks):
-            task.cancel()
+    async def close(self) -> None:
+        """End what still runs for this host; nobody waits for it any more."""
+        await cancel(*self._tasks)
 
     # On the event loop
 
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._loop.call_soon_threadsafe(self._begin_task, coroutine)
+
+    def _begin_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: "Future[None]") -> None:
+    def _ended(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._link.fail(error)

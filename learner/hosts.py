@@ -47,6 +47,8 @@ _SECRET_BYTES: Final = 32
 HANGING_S: Final = 10.0
 # How long the hosts of a learner may take to find each other.
 MEET_S: Final = 300.0
+# What is still to be sent to a host that does not read it is given up after so long.
+CLOSE_S: Final = 5.0
 
 Message = dict[str, Any]
 
@@ -223,12 +225,13 @@ class Crew:
     async def close(self) -> None:
         """End all connections."""
         self._ended = True
-        for writer in self._writers.values():
-            writer.close()
-        for task in self._tasks:
-            task.cancel()
         if self._server is not None:
             self._server.close()
+        for writer in self._writers.values():
+            writer.close()
+        # Their readers end by that. They are not cancelled: asyncio's streams complain of it.
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
 
     def _let_go(self) -> None:
         self._ended = True

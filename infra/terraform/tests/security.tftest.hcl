@@ -293,7 +293,7 @@ run "slice" {
     error_message = "the hosts of a slice come and go together"
   }
   assert {
-    condition     = jsondecode(module.learner["slice"].template.metadata["diloco"]).environment == { DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true", DILOCO_LEARNER_COORDINATOR = "auto" }
+    condition     = jsondecode(module.learner["slice"].template.metadata["diloco"]).environment == { DILOCO_LEARNER_COORDINATOR = "auto" }
     error_message = "they find each other by what the platform knows of the slice"
   }
   assert {
