@@ -45,7 +45,7 @@ class Daemon:
     """A daemon and how often it came back: one process, or a learner's one for each host.
 
     `failed` is the process that failed first in this life, seen to have done so at
-    `failing_since_s`; its peers end then, for they cannot go on without it.
+    `failing_since_s`; its peers end then, for they cannot go on without it. `killed`: we did it.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Daemon:
     failed_at_s: list[float] = field(default_factory=list)
     failed: Process | None = None
     failing_since_s: float = 0.0
+    killed: bool = False
 
     @property
     def pid(self) -> int | None:
@@ -117,7 +118,7 @@ class Fleet:
         return daemon
 
     def _spawn(self, daemon: Daemon) -> None:
-        daemon.failed = None
+        daemon.failed, daemon.killed = None, False
         hosts = len(daemon.processes)
         coordinator = f"{LOOPBACK}:{free_port()}" if hosts > 1 else ""
         for host, process in enumerate(daemon.processes):
@@ -147,6 +148,7 @@ class Fleet:
         daemon = self.daemons[name]
         last = len(daemon.processes) - 1
         if last > 0:
+            daemon.killed = True
             self._kill(daemon.processes[last])
             return f"host {last} of {name}"
         if daemon.pid is not None:
@@ -197,6 +199,9 @@ class Fleet:
         if daemon.processes[0].status == 0:
             daemon.ended = True
             return
+        if daemon.killed:
+            self.start_again(daemon.name)
+            return
         daemon.failed_at_s = [s for s in daemon.failed_at_s if now_s - s < WITHIN_S] + [now_s]
         if len(daemon.failed_at_s) >= FAILURES or not self._ran_long(daemon):
             assert daemon.failed is not None
@@ -205,8 +210,7 @@ class Fleet:
                 f"log:\n{self.tail(daemon)}",
                 hint=f"the whole log is {daemon.failed.log_path}",
             )
-        daemon.restarts += 1
-        self._spawn(daemon)
+        self.start_again(daemon.name)
 
     def _ran_long(self, daemon: Daemon) -> bool:
         """Whether it ever got to work: one that never did is misconfigured, not unlucky."""
