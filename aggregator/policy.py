@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from common import names, slices, wire
 from common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
@@ -167,18 +168,34 @@ def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] 
     return _wrong_shards(rules, manifest)
 
 
+class _Cut(NamedTuple):
+    """The run's own cut of a fragment: slices and blocks of each shard."""
+
+    slices: list[tuple[wire.Slice, ...]]
+    counts: list[int]
+
+
 @lru_cache
-def _most_blocks(size: int, block: int, shard_elements: int) -> int:
-    """Of a shard, however its sender is sharded: what the run's own cut has."""
-    return max(stop - start for start, stop in shard_ranges(size, block, shard_elements)) // block
+def _cut(size: int, block: int, shard_elements: int) -> _Cut:
+    """Kept, since the updates of every learner on one device are cut so."""
+    ranges = shard_ranges(size, block, shard_elements)
+    return _Cut(
+        [slices.of_range(start, stop, block) for start, stop in ranges],
+        [(stop - start) // block for start, stop in ranges],
+    )
+
+
+_size_bytes = lru_cache(shard_bytes)
 
 
 def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
+    cut = _cut(rules.size, rules.block, rules.shard_elements)
+    held = [shard.slices for shard in manifest.shards]
     try:
-        counts = slices.partition(
-            [shard.slices for shard in manifest.shards],
-            rules.size // rules.block,
-            _most_blocks(rules.size, rules.block, rules.shard_elements),
+        counts = (
+            cut.counts
+            if held == cut.slices
+            else slices.partition(held, rules.size // rules.block, max(cut.counts))
         )
     except WireError as error:
         return error.reason, error.message
@@ -200,7 +217,7 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
         if shard.name in known:
             return "name", f"object {shard.name!r} is two shards"
         known.add(shard.name)
-        needed = shard_bytes(rules.codec, count * rules.block, rules.block)
+        needed = _size_bytes(rules.codec, count * rules.block, rules.block)
         if shard.size_bytes != needed:
             return (
                 "size",
