@@ -14,6 +14,9 @@ CASES ?= 1000000
 BENCHES ?= merge encode stall wire quality events failover flood store_gcs report
 ROOTFS ?= .rootfs
 RESULTS ?= runs/quality.jsonl
+PEER ?=
+HEADLINE ?= runs/headline
+LINK ?= ../shared/tools/wan/netns.py
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -22,7 +25,7 @@ RUN := $(BIN)/python -m
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install demo test test-slow test-systemd chaos fuzz lint types imports check \
-	bench quality sim terraform lock clean
+	bench headline quality sim terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +103,16 @@ quality: install ## sweep the quality of training, for an hour of one core; RESU
 	done
 	@$(RUN) bench.curves --results $(RESULTS) --task student
 	@$(RUN) bench.curves --results $(RESULTS) --plot $(dir $(RESULTS))quality.png
+
+# LINK joins two network namespaces, as root; PEER is a Python that has torch and torchft.
+headline: install ## goodput, a slow link and one round, beside peers; ARGS=--short; LINK=... PEER=...
+	@mkdir -p $(HEADLINE)
+	@$(RUN) bench.headline_goodput --out $(HEADLINE)/goodput.json $(ARGS)
+	@$(if $(wildcard $(LINK)), \
+		$(RUN) bench.headline_link --link $(LINK) --out $(HEADLINE)/link.json $(ARGS), \
+		echo "no slow link: there is no program $(LINK)")
+	@$(RUN) bench.headline_round $(if $(PEER),--peer $(PEER)) --out $(HEADLINE)/round.json $(ARGS)
+	@$(RUN) bench.headline_figures $(HEADLINE) --to $(HEADLINE)
 
 # setuptools builds the editable install, which runs without build isolation.
 lock: install ## resolve requirements.lock again; ARGS=--upgrade for newer versions

@@ -104,9 +104,10 @@ class GcsServer:
     Args:
         folder: keeps objects and unfinished uploads.
         buckets: that exist.
+        host: address to listen on.
     """
 
-    def __init__(self, folder: Path, *buckets: str, port: int = 0) -> None:
+    def __init__(self, folder: Path, *buckets: str, host: str = "127.0.0.1", port: int = 0) -> None:
         self.buckets = set(buckets)
         self.requests: list[Seen] = []
         self.page_size = 1000
@@ -121,10 +122,10 @@ class GcsServer:
             stored = Stored(**json.loads(path.read_text()))
             self._objects[stored.bucket, stored.name] = stored
         self._last_generation = max((o.generation for o in self._objects.values()), default=0)
-        self._http = _Http(("127.0.0.1", port), _Handler)
+        self._http = _Http((host, port), _Handler)
         self._http.gcs = self
         self.port = self._http.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
 
     def __enter__(self) -> Self:
@@ -611,9 +612,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Google Cloud Storage's JSON API, for tests")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--bucket", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     arguments = parser.parse_args()
-    with GcsServer(arguments.folder, arguments.bucket, port=arguments.port) as server:
+    place = {"host": arguments.host, "port": arguments.port}
+    with GcsServer(arguments.folder, arguments.bucket, **place) as server:
         print(server.url, flush=True)
         threading.Event().wait()
 

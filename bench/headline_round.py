@@ -1,0 +1,192 @@
+"""One synchronization round, beside torchft's DiLoCo over Gloo on the same machine.
+
+16,777,216 float32 parameters, 2 and 4 workers on loopback. A round is what a worker waits between
+an inner step and the moment that it holds the new global parameters. Of this system: learners in
+lockstep mode, one fragment, an interval of one step, so that every step is a round; it is durable:
+updates, version and record are on disk, with fsync, before anybody adopts. Of torchft: pseudo-
+gradients summed by Gloo in float32 and the outer step; nothing is stored, unless asked for, when
+rank 0 writes parameters and outer state to disk before it goes on. Systems take turns.
+
+    python -m bench.headline_round --peer PYTHON [--workers 2,4] [--rounds 10] [--turns 2]
+    python -m bench.headline_round --short
+
+PYTHON has torch and torchft (`pip install torch torchft`, for which a CPU build of torch will do);
+without --peer this system is measured alone.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from bench.streaming import table
+from common.nats_server import NatsServer
+from common.service import cancel
+from diloco.fleet import Fleet
+from diloco.observe import Observer
+from diloco.opening import open_run
+
+PARAMETERS = 1 << 24
+WARM_ROUNDS = 3
+READY_S = 300.0
+PEER = Path(__file__).with_name("headline_torchft.py")
+OURS = ("ours float32", "ours int4")
+THEIRS = ("torchft float32", "torchft float32, stored")
+
+
+# --- This system
+
+
+def ours(codec: str, workers: int, parameters: int, rounds: int, folder: Path) -> list[float]:
+    """Mean seconds of a round, by worker."""
+    folder.mkdir(parents=True)
+    with NatsServer(folder / "nats") as server, Fleet(folder / "logs") as fleet:
+        document = {
+            "run": {"name": "round", "steps": 100_000},
+            "task": {"build": "bench.devices:plain", "options": {"matrices": parameters}},
+            "sync": {
+                "mode": "lockstep",
+                "interval_steps": 1,
+                "fragments": 1,
+                "min_steps": 1,
+                "codec": codec,
+                "delta_codec": codec,
+                "snapshot_every": 64,
+            },
+            "quorum": {"min_learners": workers, "pace": 0.0},
+            "bus": {"url": server.url},
+            "store": {"url": str(folder / "store")},
+        }
+        path = folder / "run.toml"
+        path.write_text(tomli_w.dumps(document))
+        creation = fleet.start("create", ["run", "create", "--config", str(path)])
+        assert creation.process is not None
+        if creation.process.wait():
+            sys.exit(f"`diloco run create` failed:\n{fleet.tail(creation)}")
+        fleet.start("aggregator", ["aggregator", "--config", str(path)])
+        for index in range(workers):
+            arguments = ["learner", "--config", str(path), "--learner", f"learner-{index}"]
+            fleet.start(f"learner-{index}", arguments)
+        return asyncio.run(_rounds(path, workers, rounds))
+
+
+async def _rounds(path: Path, workers: int, rounds: int) -> list[float]:
+    """What heartbeats say of the wait in each round, from the first `WARM_ROUNDS` on."""
+    async with open_run(path, name="bench") as opened:
+        observer = Observer(opened.context)
+        following = asyncio.ensure_future(observer.observe())
+        try:
+            first = await _beats(observer, workers, WARM_ROUNDS)
+            begun = max(beat.local_step for beat in first.values())
+            last = await _beats(observer, workers, begun + rounds)
+        finally:
+            await cancel(following)
+    return [
+        (last[name].stall_s - beat.stall_s) / (last[name].local_step - beat.local_step)
+        for name, beat in first.items()
+    ]
+
+
+async def _beats(observer: Observer, workers: int, steps: int) -> dict[str, Any]:
+    """Everybody's first heartbeat that tells of so many steps."""
+    found: dict[str, Any] = {}
+    deadline_s = time.monotonic() + READY_S
+    while len(found) < workers:
+        for name, view in observer.observed.learners.items():
+            if view.heartbeat.local_step >= steps:
+                found.setdefault(name, view.heartbeat)
+        if time.monotonic() > deadline_s:
+            sys.exit(f"learners did not take {steps} rounds in time")
+        await asyncio.sleep(0.05)
+    return found
+
+
+# --- torchft
+
+
+def theirs(
+    python: Path, workers: int, parameters: int, rounds: int, folder: Path, *, stored: bool
+) -> list[float]:
+    """Mean seconds of a round, by worker."""
+    folder.mkdir(parents=True)
+    command = [str(python), str(PEER), "--workers", str(workers), "--parameters", str(parameters)]
+    command += ["--rounds", str(WARM_ROUNDS + rounds)]
+    command += ["--durable", str(folder / "state")] if stored else []
+    processes: list[subprocess.Popen[str]] = []
+    lighthouse: list[str] = []
+    with (folder / "log").open("w") as log:
+        try:
+            for rank in range(workers):
+                process = subprocess.Popen(
+                    [*command, "--rank", str(rank), *lighthouse],
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+                processes.append(process)
+                if not lighthouse:
+                    assert process.stdout is not None
+                    lighthouse = ["--lighthouse", process.stdout.readline().strip()]
+            printed = [process.communicate(timeout=READY_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    took = [[float(line) for line in text.split()][WARM_ROUNDS:] for text in printed]
+    if not all(len(each) == rounds for each in took):
+        sys.exit(f"torchft failed; its log is {folder / 'log'}")
+    return [statistics.mean(each) for each in took]
+
+
+def main() -> None:
+    """Take turns, print the table, keep the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--peer", type=Path, help="a Python with torch and torchft")
+    parser.add_argument("--workers", default="2,4")
+    parser.add_argument("--parameters", type=int, default=PARAMETERS)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--short", action="store_true", help="a small model, one turn")
+    parser.add_argument("--folder", type=Path, help="of the processes' logs and state")
+    parser.add_argument("--out", type=Path, help="a JSON file of the figures; rows are added to it")
+    args = parser.parse_args()
+    if args.short:
+        args.parameters, args.turns, args.rounds = 1 << 20, 1, 5
+    rows = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        for workers in map(int, args.workers.split(",")):
+            took: dict[str, list[float]] = {}
+            for turn in range(args.turns):
+                for system in (*OURS, *(THEIRS if args.peer else ())):
+                    inner = folder / f"{system.replace(' ', '-')}-{workers}-{turn}"
+                    common = (workers, args.parameters, args.rounds, inner)
+                    if system in OURS:
+                        found = ours(system.split()[1], *common)
+                    else:
+                        found = theirs(args.peer, *common, stored=system.endswith("stored"))
+                    took.setdefault(system, []).append(statistics.mean(found))
+                    print(f"{system}, {workers} workers: {took[system][-1]:.3f} s", flush=True)
+            rows += [
+                {"system": system, "workers": workers, "parameters": args.parameters, "rounds_s": s}
+                for system, s in took.items()
+            ]
+            if args.out:
+                args.out.write_text(json.dumps(rows, indent=1))
+    cells = [
+        [row["system"], str(row["workers"]), f"{statistics.mean(row['rounds_s']):.3f}"]
+        for row in rows
+    ]
+    print(table([["system", "workers", "seconds a round"], *cells]))
+
+
+if __name__ == "__main__":
+    main()

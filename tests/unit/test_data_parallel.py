@@ -1,0 +1,29 @@
+"""The baseline takes the learner's own step, over a batch that is everybody's."""
+
+import jax
+import numpy as np
+import pytest
+
+from bench import devices
+from bench.data_parallel import first_state, make_step
+from learner import tree
+from learner.train import make_inner_step
+
+
+@pytest.mark.parametrize(("gradient", "off"), [("float32", 0.0), ("bfloat16", 2**-8)])
+def test_a_step_alone_is_a_learner_s_step(gradient: str, off: float) -> None:
+    task = devices.plain(steps=9, seed=3, preset="tiny", batch=2, eval_batches=1)
+    batch = next(task.batches("learner-0", 0))
+    params, state = first_state(task, 3)
+    trained, constants = tree.split(jax.tree.map(np.copy, params))
+    alone, _, _ = make_inner_step(task, constants)(
+        trained, task.optimizer.init(trained), batch, np.int32(4)
+    )
+    mesh = jax.make_mesh((1,), ("data",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    everybody_s = jax.device_put(batch, split)
+    job, _, _ = make_step(task, mesh, gradient)(params, state, everybody_s, np.int32(4))
+    rate = float(task.schedule(4))
+    for one, two in zip(jax.tree.leaves(alone), jax.tree.leaves(job), strict=True):
+        # Adam's first step is of the size of the rate, whatever the gradient's.
+        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6 + 4 * off * rate)
