@@ -23,7 +23,6 @@ import os
 import pickle
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from common.nats_server import free_port
 from diloco.reaper import Reaper
 
 # What share of a step's time has passed when its backward pass, and so the exchange, begins.
@@ -474,7 +474,7 @@ class Scheduler:
     def _begin(self) -> None:
         self.life += 1
         self.running = True
-        address = f"{self.job.hosts[0]}:{_free_port()}"
+        address = f"{self.job.hosts[0]}:{free_port()}"
         for machine in self.machines:
             machine.tell(f"start {self.life} {address}")
 
@@ -520,13 +520,6 @@ def best_interval_steps(stall_s: float, took_s: float, mtbf_s: float, step_s: fl
         step_s: seconds a step.
     """
     return max(1, math.ceil(took_s / step_s), round(math.sqrt(2 * stall_s * mtbf_s) / step_s))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ import tomli_w
 
 from bench.data_parallel import POLL_S, Job, Progress, Scheduler, best_interval_steps
 from bench.streaming import table
+from bench.system import create
 from common.nats_server import NatsServer
 from common.tape import records_of
 from diloco.fleet import Fleet
@@ -41,7 +42,7 @@ from diloco.opening import open_run
 STEPS = 100_000  # of either system: more than a span holds
 # Both have trained so long before a span begins.
 SETTLE_S = 15.0
-READY_S = 240.0
+READY_S = 600.0
 # What a checkpoint of the job costs; `--checkpoint` for other values.
 STALL_S, TOOK_S = 0.02, 1.0
 
@@ -127,11 +128,7 @@ class Ours:
     def start(self) -> None:
         """Create the run and start everybody."""
         self.config.write_text(tomli_w.dumps(self._document()))
-        creation = self.fleet.start("create", ["run", "create", "--config", str(self.config)])
-        assert creation.process is not None
-        if creation.process.wait():
-            sys.exit(f"`diloco run create` failed:\n{self.fleet.tail(creation)}")
-        del self.fleet.daemons["create"]
+        create(self.fleet, self.config)
         self.fleet.start("aggregator", ["aggregator", "--config", str(self.config)])
         for name in self.names:
             self._spawned(name)
@@ -164,7 +161,7 @@ class Ours:
         return all(b'"started"' in self._log(name) for name in self.names)
 
     def _log(self, name: str) -> bytes:
-        return self.fleet.daemons[name].log_path.read_bytes()
+        return self.fleet.daemons[name].processes[0].log_path.read_bytes()
 
     def kill(self, machine: int) -> None:
         """SIGKILL."""

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 STORE = ROOT / "tests" / "gcs_server.py"
 MTU = 9000  # the relay is a Python program: fewer packets
 STEPS = 100_000
-READY_S = 300.0
+READY_S = 600.0
 NATS_PORT, STORE_PORT = 14222, 14223
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import tomli_w
 
 from bench.streaming import table
+from bench.system import create
 from common.nats_server import NatsServer
 from common.service import cancel
 from diloco.fleet import Fleet
@@ -36,7 +37,7 @@ from diloco.opening import open_run
 
 PARAMETERS = 1 << 24
 WARM_ROUNDS = 3
-READY_S = 300.0
+READY_S = 600.0
 PEER = Path(__file__).with_name("headline_torchft.py")
 OURS = ("ours float32", "ours int4")
 THEIRS = ("torchft float32", "torchft float32, stored")
@@ -67,10 +68,7 @@ def ours(codec: str, workers: int, parameters: int, rounds: int, folder: Path) -
         }
         path = folder / "run.toml"
         path.write_text(tomli_w.dumps(document))
-        creation = fleet.start("create", ["run", "create", "--config", str(path)])
-        assert creation.process is not None
-        if creation.process.wait():
-            sys.exit(f"`diloco run create` failed:\n{fleet.tail(creation)}")
+        create(fleet, path)
         fleet.start("aggregator", ["aggregator", "--config", str(path)])
         for index in range(workers):
             arguments = ["learner", "--config", str(path), "--learner", f"learner-{index}"]

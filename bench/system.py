@@ -3,9 +3,12 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from diloco.fleet import Fleet
 
 
 def run_local(
@@ -35,3 +38,13 @@ def run_local(
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return summary
+
+
+def create(fleet: Fleet, config_path: Path) -> None:
+    """`diloco run create`; ends this program if that fails."""
+    creation = fleet.start("create", ["run", "create", "--config", str(config_path)])
+    while (status := creation.status) is None:
+        time.sleep(0.05)
+    if status:
+        sys.exit(f"`diloco run create` failed:\n{fleet.tail(creation)}")
+    del fleet.daemons["create"]
