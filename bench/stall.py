@@ -4,7 +4,7 @@ One learner, alone on one core with all of its threads, trains the demo's model;
 NATS server are on the other core. Blocks of steps with synchronization (H = 24, P = 8, int4 both
 ways) alternate with blocks without, in one process, so that both see the same noise.
 
-    python -m bench.stall [--pairs 10] [--preset 1m]
+    python -m bench.stall [--pairs 10] [--preset 1m] [--devices 4 --mesh fsdp=2,tensor=2]
 """
 
 import argparse
@@ -43,7 +43,7 @@ ENCODES = 20
 BLOCK_STEPS = 48  # two intervals: every fragment is sent twice in a block
 
 
-def write_config(folder: Path, url: str, preset: str) -> Path:
+def write_config(folder: Path, url: str, preset: str, mesh: str) -> Path:
     """The run's file: long enough never to end."""
     document = {
         "run": {"name": "stall", "steps": 1_000_000},
@@ -51,6 +51,7 @@ def write_config(folder: Path, url: str, preset: str) -> Path:
         "sync": {"interval_steps": 24, "fragments": 8, "codec": "int4", "delta_codec": "int4"},
         "bus": {"url": url},
         "store": {"url": str(folder / "store")},
+        "learner": {"mesh": mesh},
     }
     path = folder / "run.toml"
     path.write_text(tomli_w.dumps(document))
@@ -208,14 +209,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--preset", default="1m")
+    parser.add_argument("--devices", type=int, default=1, help="that the CPU is taken for")
+    parser.add_argument("--mesh", default="fsdp=0", help="of those devices")
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", options.devices)
     log.configure("warning")
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.sched_setaffinity(0, {cores[-1]})
         with NatsServer(folder / "nats") as server:
-            path = write_config(folder, server.url, options.preset)
+            path = write_config(folder, server.url, options.preset, options.mesh)
             command = [sys.executable, "-m", "diloco"]
             subprocess.run([*command, "run", "create", "--config", str(path)], check=True)
             aggregator = subprocess.Popen(
