@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
@@ -18,8 +19,9 @@ from common.tape import records_of
 from common.views import load_view
 from diloco.create import make_streams
 from learner import sync
-from learner.adopt import Adopter, Delta, View
+from learner.adopt import Adopter, Fetcher
 from learner.publish import Context as LearnerContext
+from learner.replica import Delta, Replica, View
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot
 
@@ -219,19 +221,24 @@ class Followed:
     def __init__(self, lab: Lab) -> None:
         context = lab.context
         self.readies: list[tuple[sync.Ready, object]] = []
-        self.adopter = Adopter(
-            LearnerContext(
-                learner="a",
-                settings=context.settings,
-                layout=context.layout,
-                epoch=0,
-                bus=context.bus,
-                store=context.store,
-                runtime=context.runtime,
-                logger=context.logger,
-            ),
-            self.post,
+        self.context = LearnerContext(
+            learner="a",
+            settings=context.settings,
+            layout=context.layout,
+            epoch=0,
+            bus=context.bus,
+            store=context.store,
+            runtime=context.runtime,
+            logger=context.logger,
         )
+        self.adopter = Adopter(self.context, self.post)
+
+    async def load(self) -> None:
+        layout = self.context.layout
+        views = [(await self.adopter.load(each.index)).view for each in layout.fragments]
+        like = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
+        replica = Replica(self.context.settings.sync, layout, like, views)
+        self.adopter.fetcher = Fetcher(self.context, replica)
 
     def post(self, event: sync.Event, payload: object = None) -> None:
         if isinstance(event, sync.Ready):
@@ -261,7 +268,7 @@ def test_a_learner_that_misses_an_object_goes_on_with_the_newest_view(run_async,
     async def scenario() -> None:
         lab = await made(1)
         followed = Followed(lab)
-        await followed.adopter.load()
+        await followed.load()
         await more(lab, SNAPSHOT_EVERY)  # versions 2 to 4, with the snapshot 3
         third = (await lab.records())[3]
         if loss == "body gone":
@@ -279,7 +286,7 @@ def test_a_learner_that_slept_across_collections_jumps_to_the_newest_view(run_as
     async def scenario() -> None:
         lab = await made(1, replay_s=0)
         followed = Followed(lab)
-        await followed.adopter.load()
+        await followed.load()
         await more(lab, ODD)
         found = await followed.follow_to(lab, ODD + 1)
         assert found[0][1] is View
