@@ -115,9 +115,13 @@ class Director:
             self._then,
             sync.clock(self.rules, self.state),
             "flushing" if self._ending() else "training",
-            # One at the end of training, and whenever one is due.
-            stepped and (self._ending() or self.checkpoint_due()),
+            stepped and (self._ending() or self._checkpoint_due()),
         )
+
+    def _checkpoint_due(self) -> bool:
+        """Whether one is due that is not planned yet: it stays due until its boundary comes."""
+        planned = any(plan.checkpoint for plan in self._plans)
+        return not planned and self.checkpoint_due()
 
     def _take_events(self, wait_s: float) -> None:
         for event, payload in self.inbox.events(wait_s):

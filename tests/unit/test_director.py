@@ -106,6 +106,22 @@ def test_a_stop_ends_training_sends_the_rest_and_waits_for_the_tape():
     assert min(events.waits[2:]) > 0
 
 
+@pytest.mark.parametrize("lead", [0, 2])
+def test_one_checkpoint_is_planned_when_one_is_due(lead):
+    made = 0
+
+    def due():
+        return inbox.looks >= 4 and not made
+
+    inbox = Inbox()
+    directed = director(inbox, lead=lead, checkpoint_due=due)
+    found = []
+    for _ in range(10):
+        found.append(directed.next())
+        made += found[-1].checkpoint
+    assert [plan.checkpoint for plan in found].count(True) == 1
+
+
 def test_who_was_asked_to_leave_gives_up_after_a_while():
     inbox = Inbox()
     asked = director(inbox, leave_s=5.0, asked_to_leave=lambda: inbox.looks >= 3)
