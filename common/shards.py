@@ -81,6 +81,13 @@ def delta_bytes(codec: Codec, count: int, block: int) -> int:
     return _DeltaForm(codec, count, block).size_bytes
 
 
+def range_bytes(codec: Codec, count: int, block: int, blocks: npt.NDArray[np.int64]) -> int:
+    """Bytes that `read_blocks` reads for some blocks of a vector of `count` elements."""
+    form = _DeltaForm(codec, count, block)
+    chunks = np.unique(blocks // CHUNK_BLOCKS).tolist()
+    return sum(stop - start for start, stop in form.ranges_of(chunks)) if chunks else 0
+
+
 def pack(codec: Codec, encoded: Encoded, block: int) -> bytes:
     """Bytes of one shard, by one copy of its scales and codes."""
     return b"".join(_pieces(codec, encoded, block))

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from common import log
 from common.config import Config, load_config, make_config, with_mesh
-from common.errors import DilocoError
+from common.errors import ConfigError, DilocoError
 from diloco.auth_command import auth_app
 from diloco.replay_command import export, replay, tape_app
 
@@ -176,6 +176,31 @@ def learner(
     ] = None,
     metrics_port: MetricsPortOption = None,
     log_level: LevelOption = "info",
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="say what memory, time and traffic it will need, and train nothing; asks neither "
+            "bus nor store",
+        ),
+    ] = False,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            help="of a dry run: devices of the learner, for which this machine's CPU is taken "
+            "[default: learner.cpu_devices on each host, or what JAX finds]",
+            min=1,
+            max=65536,
+            metavar="N",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        float,
+        typer.Option(
+            help="of a dry run: GB/s of a device's memory; 819 is a TPU v5e", min=1, metavar="GB/S"
+        ),
+    ] = 819.0,
+    json: Annotated[bool, typer.Option("--json", help="of a dry run: print a JSON object")] = False,
 ) -> None:
     """Train on this island's data, send outer gradients, adopt new versions, until the run ends.
 
@@ -183,10 +208,12 @@ def learner(
     announce the leave), the second ends the process at once. Logs are JSON lines on standard error.
 
     A learner of several hosts is this command on each of them, with the same name, the same file,
-    and `--hosts`, `--host`, `--coordinator`.
+    and `--hosts`, `--host`, `--coordinator`. With `--dry-run`, programs are only compiled, from
+    shapes, for all hosts at once: no parameter is allocated.
     """
     hardware = {
-        "hosts": hosts,
+        # Those of a dry run do not meet anywhere.
+        "hosts": None if dry_run else hosts,
         "host": host,
         "coordinator": coordinator,
         "cpu_devices": cpu_devices,
@@ -194,6 +221,20 @@ def learner(
     loaded = _load(config, log_level, metrics={"port": metrics_port}, learner=hardware)
     if mesh is not None:
         loaded = with_mesh(loaded, name, mesh)
+    if dry_run:
+        from diloco.dry_run_command import DryRunOptions, run_dry
+
+        run_dry(
+            loaded,
+            name,
+            DryRunOptions(devices=devices, hosts=hosts, bandwidth=bandwidth, json=json),
+        )
+        return
+    if devices or json:
+        raise ConfigError(
+            "--devices and --json are of a dry run",
+            hint="add --dry-run; to train on the CPU as so many devices, use --cpu-devices",
+        )
     from learner.daemon import serve
 
     serve(loaded, name)

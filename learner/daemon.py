@@ -54,11 +54,7 @@ def serve(config: Config, learner: str) -> None:
     Raises:
         DilocoError: what stops it for good, with what to do.
     """
-    if not names.valid_name(learner):
-        raise ConfigError(
-            f"{learner!r} cannot name a learner",
-            hint="use lower-case letters, digits and '-', at most 40, a letter or digit first",
-        )
+    check_name(learner)
     asked = threading.Event()
     on_signals(asked.set)
     _configure(config)
@@ -81,6 +77,19 @@ def serve(config: Config, learner: str) -> None:
         stop_loop()
     if jax.process_count() > 1:
         jax.distributed.shutdown()
+
+
+def check_name(learner: str) -> None:
+    """Refuse what cannot name a learner.
+
+    Raises:
+        ConfigError: it is no name.
+    """
+    if not names.valid_name(learner):
+        raise ConfigError(
+            f"{learner!r} cannot name a learner",
+            hint="use lower-case letters, digits and '-', at most 40, a letter or digit first",
+        )
 
 
 def _configure(config: Config) -> None:

@@ -274,15 +274,17 @@ def _rows(leaf: jax.Array, start: jax.Array, part: _Part) -> jax.Array:
     """A piece's values, in the leaf's dtype."""
     if part.whole:
         return leaf
-    return jax.lax.dynamic_slice_in_dim(leaf, start, part.shape[0])
+    rows = jax.lax.dynamic_slice_in_dim(leaf, start, part.shape[0])
+    # As the leaf lies, or the compiler moves the whole leaf to where the blocks are to be.
+    return _lying(rows, part.lies)
 
 
 def _with_rows(leaf: jax.Array, start: jax.Array, part: _Part, values: jax.Array) -> jax.Array:
     """The leaf with a piece replaced; `values` are rounded to its dtype."""
-    values = values.astype(leaf.dtype)
-    if not part.whole:
-        values = jax.lax.dynamic_update_slice_in_dim(leaf, values, start, axis=0)
-    return _lying(values, part.lies)
+    values = _lying(values.astype(leaf.dtype), part.lies)
+    if part.whole:
+        return values
+    return _lying(jax.lax.dynamic_update_slice_in_dim(leaf, values, start, axis=0), part.lies)
 
 
 def _in_blocks(values: jax.Array, part: _Part, block: int) -> jax.Array:

@@ -52,7 +52,7 @@ class Island:
         self.shardings: Params = param_shardings(self.task, self.layout, self.trained, self.mesh)
         self.state = jax.eval_shape(self.task.optimizer.init, self.trained)
         self.state_shardings = state_shardings(self.state, self.trained, self.shardings, self.mesh)
-        self._anchor = hardware.anchor or settings.sync.anchor
+        self.anchor = hardware.anchor or settings.sync.anchor
         self._precision = hardware.matmul_precision
         self._compiler_options = hardware.compiler_options
         self._placer = BatchPlacer(self.mesh, next(self.task.batches(learner, 0)))
@@ -71,7 +71,7 @@ class Island:
             self.trained,
             views,
             shardings=self.shardings,
-            anchor=self._anchor,
+            anchor=self.anchor,
         )
 
     def inner_step(self, constants: Params) -> InnerStep:

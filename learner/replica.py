@@ -75,7 +75,7 @@ class Replica:
             for fragment in layout.fragments
         ]
         self.holdings = [make_holding(kernels) for kernels in self._kernels]
-        self._anchor = _anchor_memory(anchor)
+        self._anchor = anchor_memory(anchor)
         self._views: list[Blocks] = []
         self._in_flight: dict[int, Codes] = {}
         leaves = _zeros(like, by_name or _alone(self._kernels))
@@ -216,7 +216,7 @@ def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:
     return made
 
 
-def _anchor_memory(anchor: str) -> str | None:
+def anchor_memory(anchor: str) -> str | None:
     """The kind of memory that views are kept in; None: the devices' own."""
     kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
     return "pinned_host" if anchor == "host" and "pinned_host" in kinds else None

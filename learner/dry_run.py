@@ -1,0 +1,485 @@
+"""What a learner will need of its slice, before there is one: `diloco learner --dry-run`.
+
+The learner's own programs are lowered and compiled from shapes alone, for its mesh: the inner
+step, and what sending and adopting a fragment start. No parameter is allocated, so that a model
+which fills a slice is looked at on a laptop, whose CPU is taken for the slice's devices.
+
+Bytes of arrays are exact for any hardware: the sharding decides them. What programs need besides
+(activations, temporaries, what devices exchange) is what the compiler at hand says; another
+platform's fuses otherwise.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from common import shards, slices
+from common.config import Config, LearnerSection, SyncSection
+from common.errors import ConfigError
+from common.layout import Fragment
+from common.quantize import Codec, Encoded, code_count, code_dtype, scale_count
+from learner import tree
+from learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
+from learner.holding import make_holding
+from learner.island import Island
+from learner.replica import anchor_memory
+from learner.task import Params
+
+# What the compiler puts between devices, with the shapes of its results before it.
+_COLLECTIVE = re.compile(
+    r"= (\S.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes of one device, and of one host.
+
+    Attributes:
+        parameters: trained ones.
+        optimizer: the inner optimizer's state.
+        anchor: views of all fragments; 0 if they are kept in the host's memory.
+        host_anchor: bytes of a host for them, then.
+        in_flight: codes of an update of every fragment, the most that is ever unanswered.
+        batch: a batch, and the step's number.
+        activations: all that the inner step needs besides; the compiler's.
+        synchronization: results and temporaries of a send or an adoption of the fragment that
+            needs most, at most; the compiler's.
+    """
+
+    parameters: int
+    optimizer: int
+    anchor: int
+    host_anchor: int
+    in_flight: int
+    batch: int
+    activations: int
+    synchronization: int
+
+    @property
+    def training(self) -> int:
+        """Of a device, while it trains."""
+        kept = self.parameters + self.optimizer + self.anchor + self.in_flight + self.batch
+        return kept + self.activations + self.synchronization
+
+    @property
+    def start(self) -> int:
+        """Of a device while programs are compiled, and tried on a copy of the parameters."""
+        kept = 2 * self.parameters + self.optimizer + self.anchor + self.batch
+        return kept + self.activations
+
+
+class Cost(NamedTuple):
+    """What some programs need, on one device.
+
+    Attributes:
+        moved_bytes: read and written, at least.
+        extra_bytes: of results that take no argument's place, and of temporaries.
+        exchanged_bytes: received from other devices, `largest_bytes` at once.
+    """
+
+    moved_bytes: int
+    extra_bytes: int
+    exchanged_bytes: int
+    largest_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FragmentFigures:
+    """One fragment: parameters, and what each device does to send and to adopt it."""
+
+    index: int
+    elements: int
+    send: Cost
+    adopt: Cost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostTraffic:
+    """Bytes of one host in a round of every fragment; `objects_up` are the shards it stores."""
+
+    host: int
+    bytes_up: int
+    bytes_down: int
+    objects_up: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRun:
+    """All figures.
+
+    Attributes:
+        platform: whose compiler was asked; `devices` are of all `hosts`.
+        parameters: number of trained ones.
+        interval_steps: H; `overlap_steps` tau.
+    """
+
+    learner: str
+    platform: str
+    devices: int
+    hosts: int
+    mesh: dict[str, int]
+    parameters: int
+    tokens_per_batch: int
+    interval_steps: int
+    overlap_steps: int
+    memory: Memory
+    fragments: tuple[FragmentFigures, ...]
+    traffic: tuple[HostTraffic, ...]
+
+
+def stand_in(section: LearnerSection) -> LearnerSection:
+    """The section without compiler options, which are for the hardware that is not here."""
+    islands = {
+        name: island.model_copy(update={"compiler_options": {}})
+        for name, island in section.islands.items()
+    }
+    return section.model_copy(update={"compiler_options": {}, "islands": islands})
+
+
+def dry_run(
+    config: Config, learner: str, *, hosts: int = 1, devices: list[Any] | None = None
+) -> DryRun:
+    """Compile a learner's programs, and say what they need.
+
+    Args:
+        config: the learner's.
+        learner: its name.
+        hosts: that it will consist of, each with an equal part of the devices, in their order.
+        devices: of all its hosts; all that JAX has, if None.
+
+    Raises:
+        ConfigError: the devices cannot be divided among hosts.
+        DilocoError: as the learner itself: the task breaks a rule, or does not fit the mesh.
+    """
+    island = Island(config, learner, devices)
+    count = island.mesh.devices.size
+    if count % hosts:
+        raise ConfigError(
+            f"{count} devices cannot be divided among {hosts} hosts",
+            hint="each host of a learner has as many devices as the others",
+        )
+    with island.context():
+        fragments = _fragments(island)
+        figures = _measured(fragments)
+        return DryRun(
+            learner=learner,
+            platform=island.mesh.devices.flat[0].platform,
+            devices=count,
+            hosts=hosts,
+            mesh=dict(island.mesh.shape),
+            parameters=sum(each.elements for each in island.layout.fragments),
+            tokens_per_batch=island.task.tokens_per_batch,
+            interval_steps=island.settings.sync.interval_steps,
+            overlap_steps=island.settings.sync.overlap_steps,
+            memory=_memory(island, fragments, figures, count // hosts),
+            fragments=figures,
+            traffic=_traffic(island, fragments, hosts),
+        )
+
+
+def compile_step(island: Island) -> jax.stages.Compiled:
+    """The learner's inner step, from shapes."""
+    batch = jax.tree.map(_shape_of, next(island.feed(0)))
+    step: Any = island.inner_step(_constants(island))
+    lowered = step.lower(
+        _lying(island.trained, island.shardings),
+        _lying(island.state, island.state_shardings),
+        batch,
+        np.int32(0),
+    )
+    compiled: jax.stages.Compiled = lowered.compile()
+    return compiled
+
+
+def _constants(island: Island) -> Params:
+    """Leaves that are not trained, as the task begins them; the others are never computed."""
+    if not jax.tree.leaves(island.constants):
+        return island.constants
+    return jax.jit(lambda key: tree.split(island.task.init(key))[1])(
+        jax.random.key(island.settings.run.seed)
+    )
+
+
+def _memory(
+    island: Island,
+    fragments: "Sequence[_Fragment]",
+    figures: Iterable[FragmentFigures],
+    per_host: int,
+) -> Memory:
+    step = _analysis(compile_step(island))
+    parameters = device_bytes(_lying(island.trained, island.shardings))
+    optimizer = device_bytes(_lying(island.state, island.state_shardings))
+    views = sum(device_bytes(each.view) for each in fragments)
+    on_device = anchor_memory(island.anchor) is None
+    # A view that is kept elsewhere is fetched for as long as the operation lasts.
+    fetched = 0 if on_device else max(device_bytes(each.view) for each in fragments)
+    return Memory(
+        parameters=parameters,
+        optimizer=optimizer,
+        anchor=views if on_device else 0,
+        host_anchor=0 if on_device else views * per_host,
+        in_flight=sum(device_bytes(each.update) for each in fragments),
+        batch=step.argument_size_in_bytes - parameters - optimizer,
+        activations=step.temp_size_in_bytes,
+        synchronization=fetched
+        + max(max(one.send.extra_bytes, one.adopt.extra_bytes) for one in figures),
+    )
+
+
+# --- Fragments
+
+
+class _Fragment:
+    """A fragment of shapes: its operations, and what they work on.
+
+    Attributes:
+        leaves: tensors that it has parts of; `view`, `update` and `delta` are its own.
+    """
+
+    def __init__(self, island: Island, fragment: Fragment, leaves: Leaves) -> None:
+        self.sync = island.settings.sync
+        self.fragment = fragment
+        self.kernels = make_kernels(
+            island.layout,
+            fragment.index,
+            codec=self.sync.codec,
+            delta_codec=self.sync.delta_codec,
+            shardings=tree.by_name(island.shardings),
+        )
+        self.leaves = {name: leaves[name] for name in self.kernels.names}
+        block = (self.kernels.block,)
+        self.view = self._placed(block, np.dtype(np.float32))
+        self.update = self._codes(self.kernels.codec)
+        self.delta = self._codes(self.kernels.delta_codec)
+
+    def _placed(self, items: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        return tuple(
+            jax.ShapeDtypeStruct((*placed.grid, *items), dtype, sharding=placed.sharding)
+            for placed in self.kernels.placed
+        )
+
+    def _codes(self, codec: Codec) -> Any:
+        block = self.kernels.block
+        items = (code_count(codec, block),)
+        codes = self._placed(items, code_dtype(codec))
+        if not scale_count(codec, block, block):
+            empty = jax.ShapeDtypeStruct((0,), code_dtype("bfloat16"))
+            return tuple(Encoded(empty, each) for each in codes)
+        scales = self._placed((), code_dtype("bfloat16"))
+        return tuple(map(Encoded, scales, codes))
+
+    def measure(self) -> tuple[Cost, Cost]:
+        """Of a send and of an adoption that also settles an update."""
+        adopt = _adoption(self.kernels, self.sync)
+        rows = self._rows_bytes()
+        return (
+            cost(programs(self.kernels.send, self.leaves, self.view, touched=rows)),
+            cost(programs(adopt, self.leaves, self.view, self.delta, self.update, touched=rows)),
+        )
+
+    def _rows_bytes(self) -> dict[str, int]:
+        """Bytes of a device in the fragment's rows of each tensor."""
+        found = dict.fromkeys(self.kernels.names, 0)
+        for piece in self.fragment.pieces:
+            leaf = self.leaves[piece.tensor]
+            rows = jax.ShapeDtypeStruct(piece.shape, leaf.dtype, sharding=leaf.sharding)
+            found[piece.tensor] += device_bytes(rows)
+        return found
+
+
+def fragment_figures(island: Island) -> tuple[FragmentFigures, ...]:
+    """What each fragment costs, within the island's context."""
+    return _measured(_fragments(island))
+
+
+def _fragments(island: Island) -> list[_Fragment]:
+    leaves = tree.by_name(_lying(island.trained, island.shardings))
+    return [_Fragment(island, each, leaves) for each in island.layout.fragments]
+
+
+def _measured(fragments: Sequence[_Fragment]) -> tuple[FragmentFigures, ...]:
+    """Their figures; fragments of equal shapes share their programs, so they cost the same."""
+    found: dict[Any, tuple[Cost, Cost]] = {}
+    for each in fragments:
+        if each.kernels.plan not in found:
+            found[each.kernels.plan] = each.measure()
+    return tuple(
+        FragmentFigures(
+            index=each.fragment.index,
+            elements=each.fragment.elements,
+            send=found[each.kernels.plan][0],
+            adopt=found[each.kernels.plan][1],
+        )
+        for each in fragments
+    )
+
+
+def _adoption(kernels: Kernels, sync: SyncSection) -> Callable[..., tuple[Leaves, Blocks]]:
+    """What `Replica.adopt` does with a version's delta that resolves an update."""
+
+    def rebase(leaves: Leaves, view: Blocks, delta: Codes, update: Codes) -> tuple[Leaves, Blocks]:
+        leaves, view = kernels.apply(leaves, view, delta)
+        return kernels.settle(leaves, update), view
+
+    def overwrite(
+        leaves: Leaves, view: Blocks, delta: Codes, _update: Codes
+    ) -> tuple[Leaves, Blocks]:
+        view = kernels.advance(view, delta)
+        if sync.alpha:
+            return kernels.mix(leaves, view, sync.alpha), view
+        return kernels.overwrite(leaves, view), view
+
+    return overwrite if sync.adopt == "overwrite" else rebase
+
+
+# --- Traffic
+
+
+def _traffic(
+    island: Island, fragments: "Sequence[_Fragment]", hosts: int
+) -> tuple[HostTraffic, ...]:
+    devices = list(island.mesh.devices.flat)
+    host_of = {device.id: place * hosts // len(devices) for place, device in enumerate(devices)}
+    return tuple(
+        _host_traffic(fragments, host, lambda device: host_of[device.id]) for host in range(hosts)
+    )
+
+
+def _host_traffic(
+    fragments: "Sequence[_Fragment]", host: int, process_of: Callable[[Any], int]
+) -> HostTraffic:
+    found: dict[Any, tuple[int, int, int]] = {}
+    up = down = objects = 0
+    for each in fragments:
+        key = (each.kernels.placed, each.fragment.size)
+        if key not in found:
+            found[key] = _fragment_traffic(each, host, process_of)
+        up, down, objects = (a + b for a, b in zip((up, down, objects), found[key], strict=True))
+    return HostTraffic(host=host, bytes_up=up, bytes_down=down, objects_up=objects)
+
+
+def _fragment_traffic(
+    each: _Fragment, host: int, process_of: Callable[[Any], int]
+) -> tuple[int, int, int]:
+    """Bytes up and down, and objects up, of one host in a round of one fragment."""
+    sync, block, size = each.sync, each.kernels.block, each.fragment.size
+    holding = make_holding(each.kernels, host, process_of)
+    parts = slices.cut(holding.owned, max(1, sync.shard_elements // block))
+    up = sum(shards.shard_bytes(sync.codec, len(part) * block, block) for part in parts)
+    if len(holding.held) * block == size:
+        return up, shards.delta_bytes(sync.delta_codec, size, block), len(parts)
+    return up, shards.range_bytes(sync.delta_codec, size, block, holding.held), len(parts)
+
+
+# --- Programs and shapes
+
+
+class Program(NamedTuple):
+    """A compiled program, and the bytes of a device that it reads and writes at least."""
+
+    compiled: jax.stages.Compiled
+    moved_bytes: int
+
+
+def programs(
+    function: Callable[..., Any], *given: Any, touched: Mapping[str, int]
+) -> list[Program]:
+    """The programs that a call starts one after another, compiled for shapes and where they lie.
+
+    Each is compiled by itself, as JAX does when the function is called with arrays, and takes
+    what the ones before it gave as they left it.
+
+    Args:
+        function: of trees of arrays; whatever it computes is computed by jitted functions.
+        given: shapes with shardings, the first of them by name.
+        touched: bytes of a device that matter of each of the first.
+    """
+    traced = jax.make_jaxpr(function)(*given)
+    values: dict[Any, Any] = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+    values |= dict(zip(traced.jaxpr.invars, jax.tree.leaves(given), strict=True))
+    # Of a tensor of which the fragment has some rows, the others are left alone.
+    bytes_of = dict(zip(traced.jaxpr.invars, jax.tree.leaves(touched), strict=False))
+    bytes_of |= dict.fromkeys(traced.jaxpr.constvars, 0)
+    found = []
+    for call in traced.jaxpr.eqns:
+        assert "jaxpr" in call.params, f"{call.primitive} is started outside of a program"
+        taken = [one for one in call.invars if not isinstance(one, Literal)]
+        arguments = [one.val if isinstance(one, Literal) else values[one] for one in call.invars]
+        donated = [index for index, gone in enumerate(call.params["donated_invars"]) if gone]
+        program = jax.jit(jaxpr_as_fun(call.params["jaxpr"]), donate_argnums=donated)
+        compiled = program.lower(*arguments).compile()
+        places = jax.tree.leaves(compiled.output_shardings)
+        for index, (result, place) in enumerate(zip(call.outvars, places, strict=True)):
+            shape: Any = result.aval
+            values[result] = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+            before = call.invars[donated[index]] if index < len(donated) else None
+            if before in bytes_of and values[before].shape == shape.shape:
+                bytes_of[result] = bytes_of[before]
+        bytes_of |= {
+            one: device_bytes(values[one]) for one in (*taken, *call.outvars) if one not in bytes_of
+        }
+        moved = sum(bytes_of[one] for one in (*taken, *call.outvars))
+        found.append(Program(compiled, moved))
+    return found
+
+
+def cost(started: Iterable[Program]) -> Cost:
+    """What programs need that follow each other, on one device; all their results are kept."""
+    moved = results = temporary = 0
+    exchanged = [0]
+    for program in started:
+        analysis = _analysis(program.compiled)
+        results += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        temporary = max(temporary, analysis.temp_size_in_bytes)
+        between = exchanges(program.compiled.as_text() or "")
+        # What goes to other devices is read here, what comes is written.
+        moved += program.moved_bytes + 2 * sum(between)
+        exchanged += between
+    return Cost(moved, results + temporary, sum(exchanged), max(exchanged))
+
+
+def exchanges(text: str) -> list[int]:
+    """Bytes that each collective operation of a compiled program gives a device."""
+    return [
+        sum(
+            math.prod(int(size) for size in sizes.split(",") if size) * int(bits or 8) // 8
+            for _, bits, sizes in _ARRAY.findall(results)
+        )
+        for results, _ in _COLLECTIVE.findall(text)
+    ]
+
+
+def device_bytes(shapes: Any) -> int:
+    """Bytes that a tree of shapes, with shardings, takes on one device."""
+    return sum(
+        math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+        * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
+
+
+def _analysis(program: jax.stages.Compiled) -> Any:
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return analysis
+
+
+def _lying(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, lies: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies),
+        shapes,
+        shardings,
+    )
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    place = leaf.sharding if isinstance(leaf, jax.Array) else None
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=place)

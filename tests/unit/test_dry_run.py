@@ -1,0 +1,158 @@
+"""A dry run of a learner: its figures are those of the arrays that a learner has."""
+
+import io
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from common import shards
+from common.config import make_config
+from common.errors import ConfigError
+from common.quantize import Encoded, encode
+from diloco.dry_run_command import DryRunOptions, as_json, run_dry, show
+from learner.dry_run import dry_run, exchanges, fragment_figures, stand_in
+from learner.island import Island
+
+
+def config_of(mesh="fsdp=4,tensor=2", **sync):
+    return make_config(
+        {
+            "run": {"name": "small", "steps": 100},
+            "task": {"options": {"preset": "1m", "length": 16, "batch": 8}},
+            "sync": {"fragments": 6, "interval_steps": 8, **sync},
+            "store": {"url": "unused"},
+            "learner": {"mesh": mesh},
+        },
+        source="test",
+    )
+
+
+def on_first(arrays) -> int:
+    """Bytes of arrays on the first device."""
+    first = jax.devices()[0]
+    return sum(
+        shard.data.nbytes
+        for array in jax.tree.leaves(arrays)
+        for shard in array.addressable_shards
+        if shard.device == first
+    )
+
+
+@pytest.fixture(scope="module")
+def found():
+    return dry_run(config_of(anchor="host"), "l0", hosts=2)
+
+
+def test_bytes_are_those_that_a_learner_allocates(found):
+    config = config_of(anchor="host")
+    island = Island(config, "l0")
+    views = [np.zeros(fragment.size, np.float32) for fragment in island.layout.fragments]
+    with island.context():
+        replica = island.replica(iter(views))
+        memory = found.memory
+        assert memory.parameters == on_first(replica.trained)
+        assert memory.optimizer == on_first(island.init_state(replica.trained))
+        assert memory.anchor == 0
+        assert memory.host_anchor == 4 * on_first(replica._views)
+        assert memory.batch == on_first(next(island.feed(0))) + np.int32().nbytes
+        sent = [replica.send(fragment) for fragment in range(6)]
+        assert memory.in_flight == on_first(sent)
+        assert sum(host.bytes_up for host in found.traffic) == sum(
+            shards.shard_bytes("int4", len(rows.scales) * 64, 64) + shards.HEADER.size
+            for rows in (replica.collect(index, codes) for index, codes in enumerate(sent))
+        )
+    leaves = jax.tree.leaves(island.trained)
+    assert found.parameters == sum(math.prod(leaf.shape) for leaf in leaves)
+    assert memory.activations > 0
+    assert memory.training > memory.start - memory.parameters > 2 * memory.parameters
+
+
+def test_a_fragment_is_moved_and_not_its_whole_tensors(found):
+    """Work on a fragment's rows costs what the rows cost, however large the tensors are."""
+    for one in found.fragments:
+        rows_bytes = 4 * one.elements / 8
+        assert 4 * rows_bytes < one.send.moved_bytes < 12 * rows_bytes
+        assert 6 * rows_bytes < one.adopt.moved_bytes < 24 * rows_bytes
+        assert one.send.largest_bytes < 1.2 * rows_bytes
+        assert one.adopt.largest_bytes < 1.2 * rows_bytes
+        assert one.adopt.extra_bytes < 8 * rows_bytes
+
+
+@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
+def test_nothing_is_exchanged_where_blocks_lie_as_tensors_do(adopt):
+    island = Island(config_of("fsdp=2,data=4", block=16, adopt=adopt, fragments=2), "l0")
+    with island.context():
+        for one in fragment_figures(island):
+            assert (one.send.exchanged_bytes, one.adopt.exchanged_bytes) == (0, 0)
+
+
+def test_collectives_of_a_program():
+    text = """
+      %a = f32[2,8]{1,0} all-gather(%b), channel_id=1
+      ROOT %c = (s8[4]{0}, bf16[2,2]{1,0}) all-to-all(%d, %e), channel_id=2
+      %f = (f32[], f32[16]{0}) all-reduce-start(%g), to_apply=%all-reduce(%h)
+      %i = pred[3]{0} add(%j, %k)
+    """
+    assert exchanges(text) == [64, 4 + 8, 4 + 64]
+
+
+def test_bytes_of_ranges_are_those_that_are_read():
+    size, block = 4096 * 16 * 16, 16
+    encoded = encode("int4", np.ones(size, np.float32), block)
+    data = shards.pack_delta("int4", Encoded(*map(np.asarray, encoded)), block)
+    for blocks in (np.arange(5), np.arange(0, 60000, 30000), np.arange(size // block)):
+        read: list[int] = []
+
+        def ranged(start: int, stop: int, read: list[int] = read) -> bytes:
+            read.append(stop - start)
+            return data[start:stop]
+
+        shards.read_blocks(ranged, codec="int4", count=size, block=block, blocks=blocks)
+        assert shards.range_bytes("int4", size, block, blocks) == sum(read)
+
+
+def test_errors_are_the_learners():
+    with pytest.raises(ConfigError, match="does not fit the 8 devices"):
+        dry_run(config_of("fsdp=3,tensor=2"), "l0")
+    with pytest.raises(ConfigError, match="among 3 hosts"):
+        dry_run(config_of(), "l0", hosts=3)
+    with pytest.raises(ConfigError, match="cannot name a learner"):
+        run_dry(
+            config_of(),
+            "No Name",
+            DryRunOptions(devices=None, hosts=None, bandwidth=100.0, json=False),
+        )
+
+
+def test_options_of_a_compiler_that_is_not_here_are_left_out():
+    section = make_config(
+        {
+            **config_of().model_dump(),
+            "learner": {
+                "compiler_options": {"xla_tpu_x": 1},
+                "islands": {"l0": {"compiler_options": {"xla_tpu_y": 2}, "mesh": "fsdp=8"}},
+            },
+        },
+        source="test",
+    ).learner
+    island = stand_in(section).island("l0")
+    assert island.compiler_options == {}
+    assert island.mesh == section.islands["l0"].mesh
+
+
+def test_what_is_printed_and_what_programs_read(found):
+    console = Console(width=120, file=io.StringIO())
+    show(console, found, 100.0)
+    text = console.file.getvalue()
+    for word in ("994,400 parameters in 6 fragments", "2 host(s)", "activations", "host, at most"):
+        assert word in text
+    document = json.loads(json.dumps(as_json(found, 100.0)))
+    memory = document["memory"]
+    assert memory["training"] == found.memory.training
+    send = document["fragments"][1]["send"]
+    assert send["seconds"] == pytest.approx(send["moved_bytes"] / 100e9)
+    assert document["bytes_up"] == sum(host["bytes_up"] for host in document["traffic"])
