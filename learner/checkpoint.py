@@ -281,8 +281,18 @@ class Folder:
 
             # What goes wrong is raised and logged by us; sweeping up a killed save is no news.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
+            # Each host has a folder of its own. Else orbax would wait for the others, with a
+            # collective amid the training loop's.
+            host = jax.process_index()
+            alone = ocp.options.MultiprocessingOptions(
+                primary_host=host, active_processes={host}, barrier_sync_key_prefix=f"host-{host}"
+            )
+            self._path.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep, create=True, enable_async_checkpointing=False
+                max_to_keep=self._keep,
+                create=False,
+                enable_async_checkpointing=False,
+                multiprocessing_options=alone,
             )
             self._manager = ocp.CheckpointManager(self._path, options=options)
         return self._manager
