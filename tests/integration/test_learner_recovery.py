@@ -158,7 +158,8 @@ def test_who_returns_after_many_versions_catches_up_in_one_pass(new_world):
             settings=world.config.settings(), layout=layout, epoch=epoch, bus=counting,
             store=store, runtime=Runtime(), logger=log.get(), learner="b",
         )  # fmt: skip
-        loaded = await Adopter(context, lambda *_: None).load()
+        adopter = Adopter(context, lambda *_: None)
+        loaded = [await adopter.load(fragment.index) for fragment in layout.fragments]
         return [item.record.version for item in loaded], store.read, counting.asked
 
     versions, read, asked = world.ask(load)
