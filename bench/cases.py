@@ -208,6 +208,7 @@ def ablations(seed: int) -> list[Case]:
         case("codec", "float32 both ways", FLOAT32),
         case("codec", "int8 both ways", {"sync.codec": "int8", "sync.delta_codec": "int8"}),
         case("codec", "int4 up, float32 down", {"sync.delta_codec": "float32"}),
+        case("overlap", "rebase, at once", {}, latency_steps=0.0),
         case("overlap", "rebase, 2 steps", {}, latency_steps=short),
         case("overlap", "overwrite, 2 steps", overwrite, latency_steps=short),
         case("overlap", "rebase, H steps", late, latency_steps=whole),

@@ -119,8 +119,8 @@ def scavenging_table(results: Results) -> None:
         print(f"| {name} | {time:.3f} | {cases.expected_time(extra):.3f} | {over} |")
 
 
-def plot(results: Results, path: Path) -> None:
-    """Loss and gap over the budget, and the time of runs that learners join."""
+def plot(results: Results, all_tasks: dict[str, Results], path: Path) -> None:
+    """Loss and gap over the budget, and the time of runs that learners join, of every task."""
     with style.look():
         figure, (left, middle, right) = style.panels(3, 3.2)
         budgets = sorted({budget for _, budget in results.names("main")})
@@ -129,9 +129,6 @@ def plot(results: Results, path: Path) -> None:
             if name != "data-parallel":
                 _gap(results, middle, name, budgets, colour, dash)
         left.set(title="held-out loss (nats per byte)", xlabel="steps a learner")
-        left.set_yscale("log")
-        left.yaxis.set_major_formatter("{x:.1f}")
-        left.yaxis.set_minor_formatter("{x:.1f}")
         left.legend(fontsize=7.5)
         middle.set(title="above data-parallel (%)", xlabel="steps a learner")
         middle.set_ylim(bottom=0)
@@ -139,7 +136,7 @@ def plot(results: Results, path: Path) -> None:
             axes.set_xscale("log")
             axes.set_xticks(budgets, [str(budget) for budget in budgets])
             axes.minorticks_off()
-        _times(results, right)
+        _times(all_tasks, right)
         figure.savefig(path, dpi=150)
 
 
@@ -174,17 +171,20 @@ def _gap(
         axes.errorbar(x, means, yerr=errors, fmt=f"o{dash}", color=colour, ms=3, capsize=2)
 
 
-def _times(results: Results, axes: Axes) -> None:
-    extras, times = [], []
-    for name, budget in results.names("scavenging"):
-        line = next(iter(results.lines["scavenging", name, budget].values()))
-        base = results.mean("scavenging", "+0%", budget, "took_s")
-        extras.append(100 * line["extra"])
-        times.append(results.mean("scavenging", name, budget, "took_s") / base)
+def _times(all_tasks: dict[str, Results], axes: Axes) -> None:
     grid = np.linspace(0, 300, 100)
     ideal = [cases.expected_time(extra / 100) for extra in grid]
     axes.plot(grid, ideal, "-", color=style.BLACK, lw=1, label="0.5 + 0.5 / (1 + r)")
-    axes.plot(extras, times, "o", color=style.VERMILLION, ms=4, label="measured")
+    looks = zip(all_tasks.items(), ("o", "x"), (style.VERMILLION, style.BLUE), strict=True)
+    for (task, results), marker, colour in looks:
+        extras, times = [], []
+        for name, budget in results.names("scavenging"):
+            line = next(iter(results.lines["scavenging", name, budget].values()))
+            base = results.mean("scavenging", "+0%", budget, "took_s")
+            extras.append(100 * line["extra"])
+            times.append(results.mean("scavenging", name, budget, "took_s") / base)
+        if times:
+            axes.plot(extras, times, marker, color=colour, ms=5, mfc="none", label=task)
     axes.set(title="time, if r % join at half", xlabel="learners that join (%)", ylim=(0.5, 1.05))
     axes.legend()
 
@@ -203,7 +203,8 @@ def main() -> None:
             group_table(results, group)
     scavenging_table(results)
     if options.plot:
-        plot(results, options.plot)
+        all_tasks = {task: read(options.results, task) for task in get_args(Kind)}
+        plot(results, all_tasks, options.plot)
 
 
 if __name__ == "__main__":
