@@ -61,9 +61,12 @@ def single(device: Any = None) -> Mesh:
 
 
 def constrain(values: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-    """Say how an activation is cut, one item for each leading axis; nothing outside of a mesh."""
+    """Say how an activation is cut, one item for each leading axis.
+
+    Says nothing outside of a mesh, and within `shard_map`, whose body has its own part already.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or mesh.manual_axes:
         return values
     lying: jax.Array = jax.lax.with_sharding_constraint(values, PartitionSpec(*axes))
     return lying

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import pytest
+import structlog
 
 from common.nats_server import NatsServer
 
@@ -16,6 +17,11 @@ T = TypeVar("T")
 _numbers = itertools.count()
 # Devices for tests of learners that have several; whoever asks for none gets the first.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_runtest_teardown() -> None:
+    """A command that ran in this process said where its logs go; later tests do not inherit it."""
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
