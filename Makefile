@@ -8,7 +8,7 @@ MINUTES ?= 2
 LEARNERS ?= 4
 FRAGMENTS ?= 2
 INTENSITY ?= 1
-WORKERS ?= 2
+WORKERS ?= 3
 SECONDS ?= 600
 CASES ?= 1000000
 BENCHES ?= merge encode stall wire quality events failover flood store_gcs report
@@ -54,7 +54,7 @@ $(STAMP): requirements.lock pyproject.toml
 demo: install ## train with four learners and an aggregator on this machine
 	@$(BIN)/diloco local $(ARGS)
 
-test: install ## run the tests, without the slow ones; WORKERS=2 at a time
+test: install ## run the tests, without the slow ones; WORKERS=3 at a time
 	@$(RUN) pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0

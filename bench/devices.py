@@ -87,7 +87,8 @@ def _matrices(seed: int, parameters: int) -> Task:
         return {f"w{i:02}": jax.random.normal(keys[i], shape) for i in range(MATRICES)}
 
     def loss(params: Params, batch: Batch) -> jax.Array:
-        return jnp.stack([w.mean() for w in jax.tree.leaves(params)]).mean() * batch.mean()
+        means = jnp.stack([w.mean() for w in jax.tree.leaves(params)])
+        return jnp.mean(means) * jnp.mean(batch)
 
     def batches(learner: str, position: int) -> Iterator[Batch]:
         while True:

@@ -6,6 +6,7 @@ The field `action` of every line is one of those listed in docs/logs.md; `run`, 
 
 import logging
 import sys
+import warnings
 
 import structlog
 
@@ -28,6 +29,21 @@ def configure(level: str = "info") -> None:
         ),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
     )
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,  # noqa: ARG001 - as `warnings.showwarning`
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    """A library's warning as a line like all others."""
+    where = f"{filename}:{lineno}"
+    logger = get()
+    logger.warning("warned", category=category.__name__, message=str(message), where=where)
 
 
 def get(**fields: object) -> Logger:

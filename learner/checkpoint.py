@@ -1,8 +1,9 @@
 """A learner's checkpoints: the state of its inner optimizer, and the counters beside it.
 
-On disk a checkpoint is a folder that orbax writes; in the object store it is one safetensors
-object, which is safe to read from anybody. Both hold the same: one array for each leaf of the
-state, named by its number in JAX's order, and `Facts`, which say what those arrays must be.
+On disk a checkpoint is a folder that orbax writes; in the object store, and on each disk of a
+learner of several hosts, it is one safetensors file, which is safe to read from anybody. All hold
+the same: one array for each leaf of the state (of a host, for each piece of a leaf), named by its
+number in JAX's order, and `Facts`, which say what those arrays must be.
 Nothing is built from names in the data: a checkpoint fills the tree that the task's own optimizer
 gives, or it is refused.
 """
@@ -23,7 +24,7 @@ from pydantic import ValidationError
 
 from common import names, shards
 from common.errors import CheckpointError
-from common.store import ObjectStore
+from common.store import DirectoryStore, ObjectStore
 from common.wire import Count, Digest, Name, Part
 
 # What the object may be larger than its arrays: the header, by leaf and in all.
@@ -281,21 +282,73 @@ class Folder:
 
             # What goes wrong is raised and logged by us; sweeping up a killed save is no news.
             logging.getLogger("absl").setLevel(logging.CRITICAL)
-            # Each host has a folder of its own. Else orbax would wait for the others, with a
-            # collective amid the training loop's.
-            host = jax.process_index()
-            alone = ocp.options.MultiprocessingOptions(
-                primary_host=host, active_processes={host}, barrier_sync_key_prefix=f"host-{host}"
-            )
-            self._path.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep,
-                create=False,
-                enable_async_checkpointing=False,
-                multiprocessing_options=alone,
+                max_to_keep=self._keep, create=True, enable_async_checkpointing=False
             )
             self._manager = ocp.CheckpointManager(self._path, options=options)
         return self._manager
+
+
+class PartFolder:
+    """One host's parts of the checkpoints of a learner of several hosts, as `Folder`.
+
+    orbax would synchronize the hosts by collectives amid those of training, and would write the
+    part of process 0 alone.
+    """
+
+    def __init__(self, path: Path, keep: int) -> None:
+        self._path = path
+        self._keep = keep
+
+    def numbers(self) -> list[int]:
+        """What is there, newest first."""
+        found = [path.stem for path in self._path.glob("*.safetensors")]
+        return sorted((int(stem) for stem in found if stem.isdecimal()), reverse=True)
+
+    def facts(self, number: int) -> Facts:
+        """The small part of a checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return self._read(number).facts
+
+    def arrays(self, number: int, facts: Facts) -> Arrays:
+        """The arrays of a checkpoint.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        del facts
+        return self._read(number).arrays
+
+    def write(self, checkpoint: Checkpoint) -> int:
+        """Write the next checkpoint, whole or not at all; its number.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        with _refused():
+            there = self.numbers()
+            number = max(there, default=0) + 1
+            store = DirectoryStore(self._path)
+            store.put(_file(number), pack(checkpoint))
+            for old in [number, *there][self._keep :]:
+                store.delete(_file(old))
+            return number
+
+    def _read(self, number: int) -> Checkpoint:
+        with _refused():
+            data = (self._path / _file(number)).read_bytes()
+        return unpack(data)
+
+
+def _file(number: int) -> str:
+    return f"{number}.safetensors"
+
+
+# Where a learner, or one host of several, keeps its checkpoints.
+Kept = Folder | PartFolder
 
 
 # --- In the object store
@@ -342,8 +395,8 @@ def pack(checkpoint: Checkpoint) -> bytes:
     return save(contiguous, metadata={"facts": checkpoint.facts.model_dump_json()})
 
 
-def unpack(data: bytes, like: Any) -> Checkpoint:
-    """A checkpoint from an object, whose bytes may be anybody's; arrays have the dtypes of `like`.
+def unpack(data: bytes) -> Checkpoint:
+    """A checkpoint from an object, whose bytes may be anybody's; nothing in it is checked.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -353,12 +406,13 @@ def unpack(data: bytes, like: Any) -> Checkpoint:
 
         tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        facts = _parse(header["__metadata__"]["facts"])
         arrays = {}
-        for index, (_, shape) in enumerate(_shapes(like)):
+        for index, leaf in enumerate(facts.leaves):
             tensor = tensors[_key(index)]
-            raw = np.frombuffer(tensor["data"], shape.dtype)
+            raw = np.frombuffer(tensor["data"], np.dtype(leaf.dtype))
             arrays[_key(index)] = raw.reshape(tensor["shape"])
-        return Checkpoint(_parse(header["__metadata__"]["facts"]), arrays)
+        return Checkpoint(facts, arrays)
 
 
 def largest_object(like: Any) -> int:

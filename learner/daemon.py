@@ -23,7 +23,7 @@ from common.views import assemble_view
 from learner import instruments, sync, tree
 from learner.adopt import Change, start_at, whole
 from learner.background import Background, run_loop
-from learner.checkpoint import Folder
+from learner.checkpoint import Kept
 from learner.director import Director
 from learner.follower import Follower, check_same
 from learner.hosts import (
@@ -376,7 +376,7 @@ class _Life:
         trainer.compile(island.init_state)
         return trainer
 
-    def _open_folder(self, context: Context) -> Folder | None:
+    def _open_folder(self, context: Context) -> Kept | None:
         """This host's folder of checkpoints.
 
         Raises:
@@ -390,14 +390,14 @@ class _Life:
             )
         return open_folder(context, section, jax.process_index(), self._hosts)
 
-    def _parts(self, context: Context, folder: Folder | None) -> dict[Moment, Restored]:
+    def _parts(self, context: Context, folder: Kept | None) -> dict[Moment, Restored]:
         island = self._island
         return readable_parts(
             context, self._config.learner, folder, island.state, island.state_shardings
         )
 
     def _restore(
-        self, context: Context, trainer: Trainer, folder: Folder | None, fetch: Fetch
+        self, context: Context, trainer: Trainer, folder: Kept | None, fetch: Fetch
     ) -> None:
         """Give the trainer its optimizer's state, of a checkpoint if there is one."""
         island, section = self._island, self._config.learner

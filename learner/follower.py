@@ -35,6 +35,7 @@ class Follower:
         self._loop = loop
         self._asked = asked_to_leave
         self._told = False
+        self._closed = False
         self._payloads: dict[tuple[int, int], Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -87,6 +88,7 @@ class Follower:
 
     async def close(self) -> None:
         """End what still runs for this host; nobody waits for it any more."""
+        self._closed = True
         await cancel(*self._tasks)
 
     # On the event loop
@@ -95,6 +97,9 @@ class Follower:
         self._loop.call_soon_threadsafe(self._begin_task, coroutine)
 
     def _begin_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        if self._closed:  # what host 0 asked for while this host was ending
+            coroutine.close()
+            return
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

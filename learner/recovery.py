@@ -16,7 +16,7 @@ from common import names, shards
 from common.config import LearnerSection
 from common.errors import CheckpointError, DilocoError
 from learner import checkpoint as checkpoints
-from learner.checkpoint import Checkpoint, Facts, Folder, Stored
+from learner.checkpoint import Checkpoint, Facts, Folder, Kept, PartFolder, Stored
 from learner.publish import Context
 
 T = TypeVar("T")
@@ -49,12 +49,14 @@ class Restored(NamedTuple):
 
 def open_folder(
     context: Context, section: LearnerSection, host: int = 0, hosts: int = 1
-) -> Folder | None:
+) -> Kept | None:
     """This learner's folder of checkpoints, if it keeps any; of several hosts each has its own."""
     if section.checkpoint_dir is None:
         return None
     path = Path(section.checkpoint_dir) / context.run / context.learner
-    return Folder(path if hosts == 1 else path / f"host-{host}-of-{hosts}", section.checkpoint_keep)
+    if hosts == 1:
+        return Folder(path, section.checkpoint_keep)
+    return PartFolder(path / f"host-{host}-of-{hosts}", section.checkpoint_keep)
 
 
 # --- Saving
@@ -75,7 +77,7 @@ class Saver:
         self,
         context: Context,
         section: LearnerSection,
-        folder: Folder,
+        folder: Kept,
         incarnation: int,
         hosts: int = 1,
     ) -> None:
@@ -168,7 +170,7 @@ Moment = tuple[int, int]
 
 
 def readable_parts(
-    context: Context, section: LearnerSection, folder: Folder | None, like: Any, shardings: Any
+    context: Context, section: LearnerSection, folder: Kept | None, like: Any, shardings: Any
 ) -> dict[Moment, Restored]:
     """This host's parts of the checkpoints of a learner of several hosts, read and checked.
 
@@ -214,7 +216,7 @@ class _Candidate(NamedTuple):
 
 
 def restore(
-    context: Context, section: LearnerSection, folder: Folder | None, like: Any, fetch: Fetch
+    context: Context, section: LearnerSection, folder: Kept | None, like: Any, fetch: Fetch
 ) -> Restored | None:
     """The newest healthy checkpoint, from the nearest place that has one; None: begin anew.
 
@@ -250,7 +252,7 @@ class _Look(NamedTuple):
 
     context: Context
     section: LearnerSection
-    folder: Folder | None
+    folder: Kept | None
     like: Any
     fetch: Fetch
 
@@ -296,7 +298,7 @@ class _Look(NamedTuple):
         if shards.digest(data) != stored.digest:
             raise CheckpointError(f"its bytes have digest {shards.digest(data)}")
         self.context.traffic.bytes_down += len(data)
-        checkpoint = checkpoints.unpack(data, self.like)
+        checkpoint = checkpoints.unpack(data)
         self._check(checkpoint.facts, stored.learner)
         return checkpoint.facts, checkpoints.rebuild(self.like, checkpoint)
 

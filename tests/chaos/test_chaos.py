@@ -14,7 +14,7 @@ from schedule import KINDS, make_schedule
 
 CHAOS = Path(__file__).parent / "chaos.py"
 # With beginning, calm, recovery and audit it takes well under 90 s.
-SECONDS = 30.0
+SECONDS = 25.0
 
 
 def test_everything_survives_and_is_accounted_for() -> None:

@@ -216,7 +216,7 @@ def learner_checkpoint() -> bytes:
 
 
 def decode_checkpoint(data: bytes) -> None:
-    found = checkpoint.unpack(data, LIKE)
+    found = checkpoint.unpack(data)
     checkpoint.check_facts(found.facts, LIKE, run="r", layout="0" * 32, learner="x")
     checkpoint.rebuild(LIKE, found)
 

@@ -195,6 +195,7 @@ class Witness:
         raise AssertionError("a read ends with its bus alone")
 
 
+@pytest.mark.slow
 def test_the_leader_of_the_tape_dies_and_comes_back(world: World, cluster: Cluster) -> None:
     processes = start(world, cluster)
     until_versions_go_on(world, 1)

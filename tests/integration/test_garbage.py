@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, Process, World
 
@@ -34,6 +35,7 @@ def check_bounded(world: World, tape: Tape, learners: int) -> None:
     assert len(objects) - len(shards) <= FRAGMENTS * 3 * KEPT
 
 
+@pytest.mark.slow
 def test_a_run_stays_small_and_whoever_was_away_comes_back(new_world):
     world = new_world(run=ENDLESS, task=QUICK, gc=NOW)
     aggregator = world.aggregator()

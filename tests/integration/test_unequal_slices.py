@@ -79,6 +79,8 @@ def test_one_run_of_unequal_slices_loses_a_host(new_world):
         until_merged(world, name, more=2)
 
     again = start(world, "a", hosts=2, devices=4)
+    for host in again:
+        world.until(lambda host=host: host.events("checkpoint_restored"), "it goes on")
     until_merged(world, "a")
     restored = [host.events("checkpoint_restored")[0]["local_step"] for host in again]
     assert restored[0] == restored[1] > 0

@@ -58,6 +58,7 @@ def schemas(world: World) -> dict[str, set[int]]:
     return world.ask(read)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("both")
 def test_two_releases_in_a_row_work_side_by_side(new_world: NewWorld) -> None:
     world = new_world(run=ENDLESS, task=SLOWER, gc=WHOLE)

@@ -219,18 +219,30 @@ def test_a_hosts_part_comes_back_on_the_mesh_it_was_saved_on(tmp_path):
     shardings = {"mu": cut, "count": whole, "key": whole}
     like = jax.eval_shape(lambda: state)
     learner = Learner(tmp_path)
-    saver = Saver(learner.context, learner.section, learner.folder, 7, hosts=2)
-    saver.save(jax.device_put(state, shardings), PROGRESS)
+    folder = open_folder(learner.context, learner.section, host=1, hosts=2)
+    saver = Saver(learner.context, learner.section, folder, 7, hosts=2)
+    for local_step in (10, 11, 12):
+        saver.save(jax.device_put(state, shardings), PROGRESS._replace(local_step=local_step))
     saver.close()
-    (saved,) = learner.logger.fields("checkpoint_saved")
-    assert saved["size_bytes"] == 8 * 8 * 4 + 4 + 8
-    found = readable_parts(learner.context, learner.section, learner.folder, like, shardings)
+    assert folder.numbers() == [3, 2]
+    assert [saved["size_bytes"] for saved in learner.logger.fields("checkpoint_saved")] == 3 * [
+        8 * 8 * 4 + 4 + 8
+    ]
+    found = readable_parts(learner.context, learner.section, folder, like, shardings)
+    assert set(found) == {(7, 12), (7, 11)}
     restored = found[7, 12].state
     check_same(restored, state)
     assert restored["mu"].sharding == cut
     other = {**shardings, "mu": NamedSharding(mesh, PartitionSpec(None, "fsdp"))}
-    assert not readable_parts(learner.context, learner.section, learner.folder, like, other)
-    assert learner.skipped()
+    assert not readable_parts(learner.context, learner.section, folder, like, other)
+    assert len(learner.skipped()) == 2
+    (newest,) = tmp_path.rglob("3.safetensors")
+    data = newest.read_bytes()
+    for damaged in (data[:-9], flipped(data), b""):
+        newest.chmod(0o644)
+        newest.write_bytes(damaged)
+        found = readable_parts(learner.context, learner.section, folder, like, shardings)
+        assert set(found) == {(7, 11)}
 
 
 # --- What is not healthy

@@ -7,18 +7,28 @@ import pytest
 from bench import devices
 from bench.data_parallel import first_state, make_step
 from learner import tree
+from learner.task import Params, Task
 from learner.train import make_inner_step
 
 
+def task_of() -> Task:
+    return devices.plain(steps=9, seed=3, preset="sweep", batch=2, eval_batches=1)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Params:
+    """What a learner's step makes of the first parameters."""
+    task = task_of()
+    trained, constants = tree.split(first_state(task, 3)[0])
+    state, batch = task.optimizer.init(trained), next(task.batches("learner-0", 0))
+    return make_inner_step(task, constants)(trained, state, batch, np.int32(4))[0]
+
+
 @pytest.mark.parametrize(("gradient", "off"), [("float32", 0.0), ("bfloat16", 2**-8)])
-def test_a_step_alone_is_a_learner_s_step(gradient: str, off: float) -> None:
-    task = devices.plain(steps=9, seed=3, preset="tiny", batch=2, eval_batches=1)
+def test_a_step_alone_is_a_learner_s_step(alone: Params, gradient: str, off: float) -> None:
+    task = task_of()
     batch = next(task.batches("learner-0", 0))
     params, state = first_state(task, 3)
-    trained, constants = tree.split(jax.tree.map(np.copy, params))
-    alone, _, _ = make_inner_step(task, constants)(
-        trained, task.optimizer.init(trained), batch, np.int32(4)
-    )
     mesh = jax.make_mesh((1,), ("data",))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     everybody_s = jax.device_put(batch, split)

@@ -58,7 +58,7 @@ def alone():
     return updates(island_of((1, 1, 1), 1))
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((1, 4, 1), marks=pytest.mark.slow)])
 def test_a_mesh_trains_as_one_device_does(alone, sizes):
     island = island_of(sizes, int(np.prod(sizes)))
     (found, loss), (expected, alone_loss) = updates(island), alone
