@@ -231,6 +231,24 @@ def ablations(seed: int) -> list[Case]:
     ]
 
 
+def long_cases(seed: int) -> list[Case]:
+    """What could make the longest runs better, or tell why they are not."""
+    overwrite: Settings = {"sync.adopt": "overwrite"}
+    choices: dict[str, tuple[Settings, dict[str, Any]]] = {
+        "overwrite": (overwrite, {}),
+        "overwrite, kills": (overwrite, {"fleet": "kills"}),
+        "overwrite, unequal": (overwrite, {"fleet": "unequal"}),
+        "rebase, at once": ({}, {"latency_steps": 0.0}),
+        "float32 both ways": (FLOAT32, {}),
+        "nesterov 0.4/0.5": (outer("nesterov 0.4/0.5"), {}),
+        "synchronous, nesterov 0.4/0.5": (SYNCHRONOUS | outer("nesterov 0.4/0.5"), {}),
+    }
+    return [
+        Case(group="long", name=name, budget=BUDGETS[-1], seed=seed, settings=settings, **fields)
+        for name, (settings, fields) in choices.items()
+    ]
+
+
 def scavenging(seed: int) -> list[Case]:
     """Learners that join at half of the tokens."""
     return [
@@ -256,4 +274,6 @@ def matrix(task: Kind) -> list[Case]:
         cases += scavenging(seed) + ablations(seed)
     for seed in seeds:
         cases += outer_cases(seed)
+    for seed in seeds:
+        cases += long_cases(seed)
     return [replace(case, task=task) for case in cases]

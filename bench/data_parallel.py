@@ -9,7 +9,8 @@ from the last checkpoint as soon as every machine is there.
 What it is given: checkpoints are orbax's asynchronous ones, written by one rank while training goes
 on, as often as is best for the failure rate; compiled programs are kept; survivors import nothing
 again; a death is noticed at once; the exchange of gradients hides under the backward pass, two
-thirds of a step; each gradient travels as one flat vector in a ring, in bfloat16 if wished.
+thirds of a step; each gradient travels as one flat vector, reduced and gathered in parts, in
+bfloat16 if wished.
 
     python -m bench.data_parallel [--processes 2] [--steps 20] [--preset tiny] [--step-s 0.1]
 """

@@ -49,13 +49,15 @@ def draw_link(rows: list[dict[str, Any]], path: Path) -> None:
         figure, (shares, traffic) = style.panels(2, 3.2)
         labels = [f"{row['system']}, {row['islands']}" for row in rows]
         _bars(shares, labels, [100 * row["share"] for row in rows], "%", rows)
-        shares.set_title("Speed on the link, of the same system's on loopback (system, islands)")
+        shares.set_xlim(0, 115)
+        shares.set_title("Speed, % of that on loopback")
         steps = [row["link"]["steps_per_s"] for row in rows]
         both = [row["link"]["mbit_out"] + row["link"]["mbit_in"] for row in rows]
         moved = [mbit / 8 / step for mbit, step in zip(both, steps, strict=True)]
-        _bars(traffic, labels, moved, "MB", rows)
+        _bars(traffic, [""] * len(rows), moved, "MB", rows)
         traffic.set_xscale("log")
-        traffic.set_title("Bytes over the link, both ways, for one step of one island")
+        traffic.set_xlim(min(moved) / 4, 6 * max(moved))
+        traffic.set_title("Over the link, a step of one island")
         figure.savefig(path, dpi=DPI)
 
 
@@ -69,7 +71,6 @@ def _bars(
     axes.invert_yaxis()
     for place, value in zip(places, values, strict=True):
         axes.annotate(f" {value:.3g} {unit}", (value, place), va="center")
-    axes.set_xlim(right=1.15 * max(values))
 
 
 def main() -> None:

@@ -182,13 +182,13 @@ class Ours:
                 self.unplanned += 1
                 self.fleet.start_again(name)
 
-    def starts_s(self) -> list[float]:
-        """From the start of a process to its first step, of each life that got there."""
+    def restarts_s(self) -> list[float]:
+        """From the start of a process to its first step, of each later life that got there."""
         took = []
         for name in self.names:
             lines = self._log(name).splitlines()
             began = [_seconds(json.loads(line)) for line in lines if b'"started"' in line]
-            for spawned_s, next_s in itertools.pairwise([*self.spawned_s[name], float("inf")]):
+            for spawned_s, next_s in itertools.pairwise([*self.spawned_s[name][1:], float("inf")]):
                 took += [s - spawned_s for s in began if spawned_s < s < next_s]
         return took
 
@@ -277,7 +277,7 @@ def measure(
         ended_s = began_s + conditions.seconds
         merged = asyncio.run(ours.tokens(began_s, ended_s))
         progress = scheduler.progress()
-        starts = ours.starts_s()
+        starts = ours.restarts_s()
         unplanned = ours.unplanned
     steps = useful_steps(progress, began_s, ended_s)
     in_span = [step for step in progress if began_s <= step.at_s <= ended_s]
@@ -288,7 +288,7 @@ def measure(
         "machine_share": machine_share(conditions, outages),
         "all_there": all_there(conditions, outages),
         "ours_steps": merged / tokens_per_step / conditions.machines,
-        "ours_start_s": starts[conditions.machines :],
+        "ours_start_s": starts,
         "ours_unplanned": unplanned,
         "data_parallel_steps": steps,
         "data_parallel_restart_s": restarts_s(progress, there_s),

@@ -119,7 +119,7 @@ def compare(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def link_shares(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The printed table: speed over the link as a share of that on loopback, and its forecast."""
+    """The printed table: share of the time on the link in which devices work, and its forecast."""
     lines = []
     for row in rows:
         run = settings(**LINK)
@@ -132,7 +132,8 @@ def link_shares(rows: list[dict[str, Any]]) -> list[list[str]]:
         )
         made = make_plan(run, fleet, elements, sized, updates=100)
         system = made.systems[2 if row["system"] == "ours" else 0]
-        share, forecast = 100 * row["share"], 100 * system.utilization
+        share = 100 * row["link"]["steps_per_s"] * row["step_s"] / row["islands"]
+        forecast = 100 * system.utilization
         cells = [f"{share:.1f}", f"{forecast:.1f}", f"{forecast - share:+.1f}"]
         lines.append([row["system"], str(row["islands"]), *cells])
     return lines
