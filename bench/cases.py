@@ -13,8 +13,8 @@ import numpy as np
 from bench.emulate import Life, Weather
 
 LEARNERS = 4
-BUDGETS = (120, 360, 1080)
-MIDDLE = BUDGETS[1]
+BUDGETS = (120, 360, 1080, 3240)
+MIDDLE, LONG = BUDGETS[1:3]
 SEEDS = {"language": (0, 1, 2), "student": tuple(range(6))}
 UNEQUAL = (1.0, 1.0, 0.5, 0.25)
 # Of the kills: a learner lives for so many steps on average, and is away for so many.
@@ -232,7 +232,7 @@ def ablations(seed: int) -> list[Case]:
 
 
 def long_cases(seed: int) -> list[Case]:
-    """What could make the longest runs better, or tell why they are not."""
+    """What could make long runs better, or tell why they are not."""
     overwrite: Settings = {"sync.adopt": "overwrite"}
     choices: dict[str, tuple[Settings, dict[str, Any]]] = {
         "overwrite": (overwrite, {}),
@@ -244,7 +244,7 @@ def long_cases(seed: int) -> list[Case]:
         "synchronous, nesterov 0.4/0.5": (SYNCHRONOUS | outer("nesterov 0.4/0.5"), {}),
     }
     return [
-        Case(group="long", name=name, budget=BUDGETS[-1], seed=seed, settings=settings, **fields)
+        Case(group="long", name=name, budget=LONG, seed=seed, settings=settings, **fields)
         for name, (settings, fields) in choices.items()
     ]
 
@@ -267,7 +267,7 @@ def scavenging(seed: int) -> list[Case]:
 def matrix(task: Kind) -> list[Case]:
     """All cases of a task, the most telling first."""
     seeds, cases = SEEDS[task], []
-    for budget in (BUDGETS[1], BUDGETS[2], BUDGETS[0]):
+    for budget in (MIDDLE, LONG, BUDGETS[0]):
         for seed in seeds:
             cases += main_cases(budget, seed)
     for seed in seeds:
@@ -276,4 +276,6 @@ def matrix(task: Kind) -> list[Case]:
         cases += outer_cases(seed)
     for seed in seeds:
         cases += long_cases(seed)
+    for seed in seeds[:3]:
+        cases += main_cases(BUDGETS[-1], seed)
     return [replace(case, task=task) for case in cases]
