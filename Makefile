@@ -95,8 +95,8 @@ bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
 		$(RUN) bench.$$name $(ARGS) || exit 1; \
 	done
 
-# Of some hundred runs in virtual time; those that RESULTS holds are not run again.
-quality: install ## sweep the quality of training, for an hour of one core; RESULTS=runs/quality.jsonl
+# Of some hundreds of runs in virtual time; those that RESULTS holds are not run again.
+quality: install ## sweep the quality of training, for two hours of one core; RESULTS=runs/quality.jsonl
 	@mkdir -p $(dir $(RESULTS))
 	@for task in language student; do \
 		$(RUN) bench.sweep --results $(RESULTS) --task $$task $(ARGS) || exit 1; \

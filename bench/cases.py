@@ -240,6 +240,10 @@ def long_cases(seed: int) -> list[Case]:
         "overwrite, unequal": (overwrite, {"fleet": "unequal"}),
         "rebase, at once": ({}, {"latency_steps": 0.0}),
         "float32 both ways": (FLOAT32, {}),
+        "quorum of all": ({"quorum.min_learners": LEARNERS}, {}),
+        "tau = 4": ({"sync.overlap_steps": 4}, {}),
+        "tau = 4, unequal": ({"sync.overlap_steps": 4}, {"fleet": "unequal"}),
+        "tau = 4, kills": ({"sync.overlap_steps": 4}, {"fleet": "kills"}),
         "nesterov 0.4/0.5": (outer("nesterov 0.4/0.5"), {}),
         "synchronous, nesterov 0.4/0.5": (SYNCHRONOUS | outer("nesterov 0.4/0.5"), {}),
     }
