@@ -6,7 +6,7 @@ import pytest
 from simrun import KINDS, Plan, simulate
 from simshrink import explain, shrink
 
-SEEDS = 100
+SEEDS = 60
 
 
 @pytest.mark.timeout(600)
