@@ -218,8 +218,7 @@ def make_step(task: Any, mesh: Any, gradient_dtype: str) -> Any:
     def mean_of(flat: Any, dtype: Any, size: int) -> Any:
         """Everybody sums a part and sends it to all: the bytes of a ring, without its rounds.
 
-        Gloo's own sum waits for the far side every megabyte, which halves it on a long link, and
-        on CPU XLA would send float32 in any case.
+        XLA's own sum would send float32 on CPU in any case.
         """
         bits = jnp.uint16 if dtype.itemsize == 2 else jnp.uint32
         parts = jnp.pad(flat, (0, -len(flat) % size)).reshape(size, -1).astype(dtype)
