@@ -102,7 +102,7 @@ def local_shapes(like: Any, shardings: Any) -> dict[str, jax.ShapeDtypeStruct]:
     return part
 
 
-def of_local_part(like: Any, shardings: Any, part: dict[str, jax.Array]) -> Any:
+def of_local_part(like: Any, shardings: Any, part: Arrays) -> Any:
     """The state, on the devices of all hosts, of which this host has this part."""
     leaves = []
     for (path, bits, sharding), leaf in zip(
@@ -110,7 +110,7 @@ def of_local_part(like: Any, shardings: Any, part: dict[str, jax.Array]) -> Any:
     ):
 
         def piece(index: Any, path: Any = path, bits: Any = bits) -> np.ndarray:
-            return np.asarray(part[_piece(path, index, bits.shape)])
+            return part[_piece(path, index, bits.shape)]
 
         array = jax.make_array_from_callback(bits.shape, sharding, piece)
         leaves.append(jax.random.wrap_key_data(array) if _is_key(leaf) else array)
@@ -155,9 +155,30 @@ def rebuild(like: Any, checkpoint: Checkpoint) -> Any:
     Raises:
         CheckpointError: an array is not what the facts say.
     """
-    leaves = []
-    shapes = zip(_shapes(like), jax.tree.leaves(like), checkpoint.facts.leaves, strict=True)
-    for index, ((path, shape), wanted, said) in enumerate(shapes):
+    leaves = [
+        _on_device(path, array, wanted)
+        for (path, _), array, wanted in zip(
+            _shapes(like), _checked(like, checkpoint), jax.tree.leaves(like), strict=True
+        )
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def part_of(like: dict[str, jax.ShapeDtypeStruct], checkpoint: Checkpoint) -> Arrays:
+    """One host's part of a state again, on the host; `like` as of `local_shapes`.
+
+    Raises:
+        CheckpointError: as `rebuild`.
+    """
+    part: Arrays = jax.tree.unflatten(jax.tree.structure(like), _checked(like, checkpoint))
+    return part
+
+
+def _checked(like: Any, checkpoint: Checkpoint) -> list[np.ndarray]:
+    """The arrays, which are what their facts say and suit `like`."""
+    arrays = []
+    shapes = zip(_shapes(like), checkpoint.facts.leaves, strict=True)
+    for index, ((path, shape), said) in enumerate(shapes):
         array = checkpoint.arrays.get(_key(index))
         if array is None or array.shape != shape.shape or array.dtype != shape.dtype:
             found = "missing" if array is None else f"{array.dtype}{list(array.shape)}"
@@ -165,8 +186,8 @@ def rebuild(like: Any, checkpoint: Checkpoint) -> Any:
         if shards.digest(array) != said.digest:
             raise CheckpointError(f"{path} has digest {shards.digest(array)}, not {said.digest}")
         _check_finite(path, array)
-        leaves.append(_on_device(path, array, wanted))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        arrays.append(array)
+    return arrays
 
 
 def check_facts(facts: Facts, like: Any, *, run: str, layout: str, learner: str) -> None:

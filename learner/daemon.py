@@ -253,7 +253,7 @@ class _Life:
                 key=lambda found: found[::-1],
                 default=None,
             )
-            self._go_on_from(context, trainer, None if moment is None else parts[moment])
+            self._go_on_from(context, trainer, None if moment is None else parts[moment]())
         meter = trainer.meter
         incarnation = background.join(meter.heartbeat, config.learner.heartbeat_s)
         if folder is not None:
@@ -328,7 +328,8 @@ class _Life:
         parts = self._parts(context, folder)
         link.tell({"kind": "have", "moments": list(parts)})
         go = link.receive("go")
-        self._go_on_from(context, trainer, None if go["moment"] is None else parts[go["moment"]])
+        moment = go["moment"]
+        self._go_on_from(context, trainer, None if moment is None else parts[moment]())
         if folder is not None:
             trainer.saver = Saver(
                 context, self._config.learner, folder, go["incarnation"], self._hosts
@@ -390,7 +391,7 @@ class _Life:
             )
         return open_folder(context, section, jax.process_index(), self._hosts)
 
-    def _parts(self, context: Context, folder: Kept | None) -> dict[Moment, Restored]:
+    def _parts(self, context: Context, folder: Kept | None) -> dict[Moment, Callable[[], Restored]]:
         island = self._island
         return readable_parts(
             context, self._config.learner, folder, island.state, island.state_shardings

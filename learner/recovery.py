@@ -171,12 +171,12 @@ Moment = tuple[int, int]
 
 def readable_parts(
     context: Context, section: LearnerSection, folder: Kept | None, like: Any, shardings: Any
-) -> dict[Moment, Restored]:
+) -> dict[Moment, Callable[[], Restored]]:
     """This host's parts of the checkpoints of a learner of several hosts, read and checked.
 
     Each host has its part on its own disk; a learner goes on from a moment of which all hosts have
-    theirs. One that comes back on a slice of another shape has none, and begins with a fresh
-    inner optimizer.
+    theirs. Only what is called is brought to the devices. One that comes back on a slice of another
+    shape has none, and begins with a fresh inner optimizer.
 
     Args:
         context: the learner's.
@@ -185,20 +185,19 @@ def readable_parts(
         like: shapes of the whole state.
         shardings: how it lies.
     """
-    found: dict[Moment, Restored] = {}
     if folder is None:
-        return found
+        return {}
     shapes = checkpoints.local_shapes(like, shardings)
-    look = _Look(context, section, folder, shapes, _now)
-    for candidate in look.of_folder():
-        try:
-            facts, part = candidate.read()
-        except DilocoError as error:
-            _skip(context, candidate.where, candidate.name, error)
-            continue
+    look = _Look(context, section, folder, shapes, _now, checkpoints.part_of)
+
+    def restored(facts: Facts, part: Any) -> Restored:
         state = checkpoints.of_local_part(like, shardings, part)
-        found[facts.incarnation, facts.local_step] = Restored(state, facts.local_step, facts.tokens)
-    return found
+        return Restored(state, facts.local_step, facts.tokens)
+
+    return {
+        (facts.incarnation, facts.local_step): partial(restored, facts, part)
+        for _, facts, part in _healthy(context, look.of_folder())
+    }
 
 
 def _now(what: str, function: Callable[[], T]) -> T:  # noqa: ARG001 - as `Fetch`
@@ -227,13 +226,8 @@ def restore(
         like: shapes of the optimizer's state.
         fetch: reads the store, and waits out passing faults.
     """
-    look = _Look(context, section, folder, like, fetch)
-    for candidate in look.candidates():
-        try:
-            facts, state = candidate.read()
-        except DilocoError as error:
-            _skip(context, candidate.where, candidate.name, error)
-            continue
+    look = _Look(context, section, folder, like, fetch, checkpoints.rebuild)
+    for candidate, facts, state in _healthy(context, look.candidates()):
         context.logger.info(
             "checkpoint_restored",
             where=candidate.where,
@@ -247,14 +241,28 @@ def restore(
     return None
 
 
+def _healthy(
+    context: Context, candidates: Iterator[_Candidate]
+) -> Iterator[tuple[_Candidate, Facts, Any]]:
+    """Those that can be read, each read when it is asked for."""
+    for candidate in candidates:
+        try:
+            facts, state = candidate.read()
+        except DilocoError as error:
+            _skip(context, candidate.where, candidate.name, error)
+            continue
+        yield candidate, facts, state
+
+
 class _Look(NamedTuple):
-    """Where to look for a checkpoint, in order."""
+    """Where to look for a checkpoint, in order; `build` makes a state of what was read."""
 
     context: Context
     section: LearnerSection
     folder: Kept | None
     like: Any
     fetch: Fetch
+    build: Callable[[Any, Checkpoint], Any]
 
     def candidates(self) -> Iterator[_Candidate]:
         own = self.context.learner
@@ -288,7 +296,7 @@ class _Look(NamedTuple):
         facts = self.folder.facts(number)
         self._check(facts, self.context.learner)
         arrays = self.folder.arrays(number, facts)
-        return facts, checkpoints.rebuild(self.like, Checkpoint(facts, arrays))
+        return facts, self.build(self.like, Checkpoint(facts, arrays))
 
     def _read_stored(self, stored: Stored) -> tuple[Facts, Any]:
         largest = checkpoints.largest_object(self.like)
@@ -300,7 +308,7 @@ class _Look(NamedTuple):
         self.context.traffic.bytes_down += len(data)
         checkpoint = checkpoints.unpack(data)
         self._check(checkpoint.facts, stored.learner)
-        return checkpoint.facts, checkpoints.rebuild(self.like, checkpoint)
+        return checkpoint.facts, self.build(self.like, checkpoint)
 
     def _check(self, facts: Facts, learner: str) -> None:
         context = self.context

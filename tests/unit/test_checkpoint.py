@@ -230,7 +230,7 @@ def test_a_hosts_part_comes_back_on_the_mesh_it_was_saved_on(tmp_path):
     ]
     found = readable_parts(learner.context, learner.section, folder, like, shardings)
     assert set(found) == {(7, 12), (7, 11)}
-    restored = found[7, 12].state
+    restored = found[7, 12]().state
     check_same(restored, state)
     assert restored["mu"].sharding == cut
     other = {**shardings, "mu": NamedSharding(mesh, PartitionSpec(None, "fsdp"))}
