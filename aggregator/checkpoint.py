@@ -11,23 +11,23 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from aggregator import machine
-from aggregator.context import Context, commit_record, identity, swap
-from aggregator.quarantine import shut_out
-from aggregator.recovery import rebuild
-from aggregator.rollback import whole
-from aggregator.settings import effective_settings
-from common import names, wire
-from common.bus import Bus
-from common.errors import (
+from diloco.aggregator import machine
+from diloco.aggregator.context import Context, commit_record, identity, swap
+from diloco.aggregator.quarantine import shut_out
+from diloco.aggregator.recovery import rebuild
+from diloco.aggregator.rollback import whole
+from diloco.aggregator.settings import effective_settings
+from diloco.common import names, wire
+from diloco.common.bus import Bus
+from diloco.common.errors import (
     ConfigError,
     ObjectExistsError,
     ObjectMissingError,
     RunMismatchError,
     SwapLostError,
 )
-from common.store import ObjectStore
-from common.tape import Recorded, data_position, last_record, load_specification, records_of
+from diloco.common.store import ObjectStore
+from diloco.common.tape import Recorded, data_position, last_record, load_specification, records_of
 
 
 class Marked(NamedTuple):

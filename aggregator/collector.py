@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from aggregator import garbage, machine
-from aggregator.context import Context
-from aggregator.garbage import Fleet, Ledger, Trim
-from aggregator.machine import UpdateId
-from common import log, metrics, names, wire
-from common.errors import DilocoError, ObjectMissingError, RunMismatchError, WireError
-from common.store import ObjectInfo, ObjectStore
-from common.tape import RunContext, last_record, records_of
+from diloco.aggregator import garbage, machine
+from diloco.aggregator.context import Context
+from diloco.aggregator.garbage import Fleet, Ledger, Trim
+from diloco.aggregator.machine import UpdateId
+from diloco.common import log, metrics, names, wire
+from diloco.common.errors import DilocoError, ObjectMissingError, RunMismatchError, WireError
+from diloco.common.store import ObjectInfo, ObjectStore
+from diloco.common.tape import RunContext, last_record, records_of
 
 # Deleted by one call off the event loop.
 BATCH = 64

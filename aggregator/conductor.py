@@ -6,13 +6,13 @@ subject, and whoever comes second is content.
 
 from dataclasses import dataclass, field
 
-from aggregator.context import Context, identity, swap
-from common import names, wire
-from common.bus import Message
-from common.config import RunSettings
-from common.errors import ObjectMissingError, SwapLostError, WireError
-from common.layout import next_step
-from common.tape import last_record, parse_changed, read_record
+from diloco.aggregator.context import Context, identity, swap
+from diloco.common import names, wire
+from diloco.common.bus import Message
+from diloco.common.config import RunSettings
+from diloco.common.errors import ObjectMissingError, SwapLostError, WireError
+from diloco.common.layout import next_step
+from diloco.common.tape import last_record, parse_changed, read_record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

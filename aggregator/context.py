@@ -5,12 +5,12 @@ Objects go to names that hold their content; messages that commit go by compare-
 
 from dataclasses import dataclass, field
 
-from common import log, metrics, names, shards, wire
-from common.config import GcSection
-from common.errors import BusUnavailableError, SwapLostError
-from common.health import Health
-from common.metrics import Metrics
-from common.tape import RunContext
+from diloco.common import log, metrics, names, shards, wire
+from diloco.common.config import GcSection
+from diloco.common.errors import BusUnavailableError, SwapLostError
+from diloco.common.health import Health
+from diloco.common.metrics import Metrics
+from diloco.common.tape import RunContext
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,27 +4,27 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
-from aggregator import instruments
-from aggregator.conductor import Conductor
-from aggregator.context import Context
-from aggregator.driver import FragmentOwner, LivenessWatch
-from aggregator.leases import Everything, Leases
-from aggregator.tape_watch import watch_tape
-from common import bus_nats, log, names
-from common.bus import Bus
-from common.config import (
+from diloco.aggregator import instruments
+from diloco.aggregator.conductor import Conductor
+from diloco.aggregator.context import Context
+from diloco.aggregator.driver import FragmentOwner, LivenessWatch
+from diloco.aggregator.leases import Everything, Leases
+from diloco.aggregator.tape_watch import watch_tape
+from diloco.common import bus_nats, log, names
+from diloco.common.bus import Bus
+from diloco.common.config import (
     Config,
     check_same_run,
     parse_settings,
     warnings,
 )
-from common.errors import ConfigError, IntegrityError
-from common.layout import Layout, parse_layout
-from common.manager import report, tell, tell_stopping
-from common.probes import Probes, make_probes, serving
-from common.service import Runtime, all_of, cancel, first_of, on_signals
-from common.store import ObjectStore, open_store
-from common.tape import load_specification
+from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.layout import Layout, parse_layout
+from diloco.common.manager import report, tell, tell_stopping
+from diloco.common.probes import Probes, make_probes, serving
+from diloco.common.service import Runtime, all_of, cancel, first_of, on_signals
+from diloco.common.store import ObjectStore, open_store
+from diloco.common.tape import load_specification
 
 
 async def load_run(

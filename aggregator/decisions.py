@@ -13,10 +13,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from aggregator import machine, policy
-from aggregator.machine import Commit, Refused, State
-from aggregator.policy import FragmentRules
-from common import wire
+from diloco.aggregator import machine, policy
+from diloco.aggregator.machine import Commit, Refused, State
+from diloco.aggregator.policy import FragmentRules
+from diloco.common import wire
 
 
 def decided(rules: FragmentRules, commit: Commit) -> dict[str, Any]:

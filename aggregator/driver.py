@@ -12,20 +12,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
-from aggregator import instruments, machine, policy
-from aggregator.collector import Collector
-from aggregator.context import Context, commit_record, identity, store_version_object
-from aggregator.decisions import decided
-from aggregator.fragment import FragmentArrays, Payload, read_payload
-from aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound, ShutOut
-from aggregator.quarantine import quarantine
-from aggregator.recovery import recover
-from common import metrics, names, wire
-from common.bus import Message
-from common.config import RunSettings
-from common.errors import DilocoError, ObjectMissingError, SwapLostError, WireError
-from common.service import cancel, first_of
-from common.tape import parse_changed
+from diloco.aggregator import instruments, machine, policy
+from diloco.aggregator.collector import Collector
+from diloco.aggregator.context import Context, commit_record, identity, store_version_object
+from diloco.aggregator.decisions import decided
+from diloco.aggregator.fragment import FragmentArrays, Payload, read_payload
+from diloco.aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound, ShutOut
+from diloco.aggregator.quarantine import quarantine
+from diloco.aggregator.recovery import recover
+from diloco.common import metrics, names, wire
+from diloco.common.bus import Message
+from diloco.common.config import RunSettings
+from diloco.common.errors import DilocoError, ObjectMissingError, SwapLostError, WireError
+from diloco.common.service import cancel, first_of
+from diloco.common.tape import parse_changed
 
 # Payloads of one fragment that may be in memory before they are merged.
 FETCHES = 2

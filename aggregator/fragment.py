@@ -8,16 +8,16 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
-from aggregator import merge, outer
-from aggregator.machine import Admitted
-from aggregator.merge import Contribution, Grid, Vector
-from aggregator.outer import OuterOptimizer, State
-from common import shards, slices, wire
-from common.config import RunSettings
-from common.errors import IntegrityError, ObjectMissingError, ObjectTooLargeError, WireError
-from common.layout import Layout
-from common.quantize import Encoded, aligned_empty, code_count, code_dtype, scale_count
-from common.store import ObjectStore
+from diloco.aggregator import merge, outer
+from diloco.aggregator.machine import Admitted
+from diloco.aggregator.merge import Contribution, Grid, Vector
+from diloco.aggregator.outer import OuterOptimizer, State
+from diloco.common import shards, slices, wire
+from diloco.common.config import RunSettings
+from diloco.common.errors import IntegrityError, ObjectMissingError, ObjectTooLargeError, WireError
+from diloco.common.layout import Layout
+from diloco.common.quantize import Encoded, aligned_empty, code_count, code_dtype, scale_count
+from diloco.common.store import ObjectStore
 
 
 class Payload(NamedTuple):

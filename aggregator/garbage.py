@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from aggregator.machine import UpdateId
-from common import names, wire
+from diloco.aggregator.machine import UpdateId
+from diloco.common import names, wire
 
 
 class Entry(NamedTuple):

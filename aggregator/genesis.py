@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aggregator import machine
-from aggregator.context import Context, commit_record, identity, store_version_object
-from aggregator.fragment import FragmentArrays
-from common import names, shards, wire
-from common.errors import RunMismatchError, SwapLostError
+from diloco.aggregator import machine
+from diloco.aggregator.context import Context, commit_record, identity, store_version_object
+from diloco.aggregator.fragment import FragmentArrays
+from diloco.common import names, shards, wire
+from diloco.common.errors import RunMismatchError, SwapLostError
 
 NOTHING = wire.Totals(
     updates_merged=0, updates_rejected=0, tokens_merged=0, tokens_rejected=0, steps_merged=0

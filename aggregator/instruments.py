@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from aggregator import machine
-from common import metrics, wire
-from common.health import View
-from common.metrics import Metrics
+from diloco.aggregator import machine
+from diloco.common import metrics, wire
+from diloco.common.health import View
+from diloco.common.metrics import Metrics
 
 # Of the fragments that are ours; others have those of the rest.
 BY_FRAGMENT = (

@@ -18,10 +18,10 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from aggregator.context import Context, identity
-from common import names, shards, wire
-from common.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
-from common.service import first_of
+from diloco.aggregator.context import Context, identity
+from diloco.common import names, shards, wire
+from diloco.common.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
+from diloco.common.service import first_of
 
 # How often one looks for fragments to take, at most.
 LOOK_S = 0.5

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from aggregator import policy
-from aggregator.policy import FragmentRules
-from common import wire
-from common.layout import next_step
+from diloco.aggregator import policy
+from diloco.aggregator.policy import FragmentRules
+from diloco.common import wire
+from diloco.common.layout import next_step
 
 # How many earlier lives of a learner keep their mark. An update of a life older than that, which
 # is announced once more, is ignored instead of answered.

@@ -27,8 +27,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from common.layout import Fragment
-from common.quantize import (
+from diloco.common.layout import Fragment
+from diloco.common.quantize import (
     GREATEST_CODE,
     Codec,
     Encoded,
@@ -37,7 +37,7 @@ from common.quantize import (
     lanes_of,
     reduce_to_lanes,
 )
-from common.shards import shard_ranges
+from diloco.common.shards import shard_ranges
 
 Vector = npt.NDArray[np.float32]
 Norms = npt.NDArray[np.float64]

@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from aggregator.merge import CHUNK, Accumulator, Grid, Vector
-from common.quantize import (
+from diloco.aggregator.merge import CHUNK, Accumulator, Grid, Vector
+from diloco.common.quantize import (
     Codec,
     Encoded,
     aligned_zeros,

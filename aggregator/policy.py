@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from common import names, slices, wire
-from common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
-from common.errors import WireError
-from common.layout import Layout, Rhythm
-from common.quantize import Codec
-from common.shards import shard_bytes, shard_ranges
+from diloco.common import names, slices, wire
+from diloco.common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
+from diloco.common.errors import WireError
+from diloco.common.layout import Layout, Rhythm
+from diloco.common.quantize import Codec
+from diloco.common.shards import shard_bytes, shard_ranges
 
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without
 # constants (P §3); a half follows a learner that changed its speed within a few rounds.

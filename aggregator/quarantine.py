@@ -4,9 +4,9 @@ The machine of a fragment counts offences and asks for it (`machine.ShutOut`); a
 or imposes it. Said twice it means what it means said once.
 """
 
-from aggregator.context import Context, identity
-from common import names, wire
-from common.tape import last_record
+from diloco.aggregator.context import Context, identity
+from diloco.common import names, wire
+from diloco.common.tape import last_record
 
 
 async def quarantine(context: Context, learner: str, *, active: bool, reason: str) -> int:

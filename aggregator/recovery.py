@@ -7,11 +7,11 @@ are compared. Nothing else is needed, and nothing is trusted that does not repro
 import contextlib
 from typing import NamedTuple
 
-from aggregator.fragment import FragmentArrays
-from common import names, wire
-from common.config import RunSettings
-from common.errors import DilocoError, IntegrityError, ObjectMissingError
-from common.tape import (
+from diloco.aggregator.fragment import FragmentArrays
+from diloco.common import names, wire
+from diloco.common.config import RunSettings
+from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError
+from diloco.common.tape import (
     RunContext,
     get_object,
     last_record,
@@ -19,7 +19,7 @@ from common.tape import (
     read_record,
     settings_at,
 )
-from common.views import older_snapshot
+from diloco.common.views import older_snapshot
 
 
 class Recovered(NamedTuple):

@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from aggregator.context import Context, commit_record, identity, store_version_object
-from aggregator.recovery import Recovered, missing_object, rebuild
-from aggregator.settings import check_goes_on
-from common import wire
-from common.errors import ConfigError, IntegrityError, ObjectMissingError, SwapLostError
-from common.tape import Recorded, RunContext, last_record, records_of
+from diloco.aggregator.context import Context, commit_record, identity, store_version_object
+from diloco.aggregator.recovery import Recovered, missing_object, rebuild
+from diloco.aggregator.settings import check_goes_on
+from diloco.common import wire
+from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, SwapLostError
+from diloco.common.tape import Recorded, RunContext, last_record, records_of
 
 
 async def find_versions(context: RunContext, wanted: Mapping[int, int]) -> dict[int, Recorded]:

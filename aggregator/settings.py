@@ -4,11 +4,11 @@ Every fragment takes them from its next version on, every learner at its next st
 comes later finds the last such message, or the one that a record names.
 """
 
-from aggregator.context import Context, identity, swap
-from common import names, wire
-from common.config import RunSettings, changes, check_changeable
-from common.errors import RunMismatchError, SwapLostError
-from common.tape import parse_changed
+from diloco.aggregator.context import Context, identity, swap
+from diloco.common import names, wire
+from diloco.common.config import RunSettings, changes, check_changeable
+from diloco.common.errors import RunMismatchError, SwapLostError
+from diloco.common.tape import parse_changed
 
 
 async def effective_settings(context: Context) -> tuple[RunSettings, int]:

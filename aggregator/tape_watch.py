@@ -2,10 +2,10 @@
 
 import asyncio
 
-from aggregator.context import Context
-from common import metrics
-from common.bus import Filled
-from common.errors import BusUnavailableError
+from diloco.aggregator.context import Context
+from diloco.common import metrics
+from diloco.common.bus import Filled
+from diloco.common.errors import BusUnavailableError
 
 LOOK_S = 30.0
 # The tape is nearly full from this share of its limit on.

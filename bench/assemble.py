@@ -11,13 +11,13 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from aggregator.fragment import read_parts
-from aggregator.merge import Grid, make_grid
 from bench.streaming import median, seconds, table
-from common import shards, slices, wire
-from common.layout import Tensor, make_layout
-from common.quantize import Encoded
-from common.store import MemoryStore
+from diloco.aggregator.fragment import read_parts
+from diloco.aggregator.merge import Grid, make_grid
+from diloco.common import shards, slices, wire
+from diloco.common.layout import Tensor, make_layout
+from diloco.common.quantize import Encoded
+from diloco.common.store import MemoryStore
 
 BLOCK = 64
 SHARDS = 8

@@ -36,8 +36,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from common.nats_server import free_port
-from diloco.reaper import Reaper
+from diloco.common.nats_server import free_port
+from diloco.local.reaper import Reaper
 
 # What share of a step's time has passed when its backward pass, and so the exchange, begins.
 FORWARD = 1 / 3
@@ -199,7 +199,7 @@ def first_state(task: Any, seed: int) -> tuple[Any, Any]:
 def make_step(task: Any, mesh: Any, gradient_dtype: str) -> Any:
     """The jitted step of the whole job: (parameters, state, global batch, step) -> the next ones.
 
-    As `learner.train.make_inner_step`, but for the mean of the gradients over all processes.
+    As `diloco.learner.train.make_inner_step`, but for the mean of the gradients over all processes.
     """
     import jax
     import jax.numpy as jnp

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from bench import tasks
-from learner.task import Batch, Params, Task
+from diloco.learner.task import Batch, Params, Task
 
 MATRICES = 32
 WIDTH = 1024

@@ -1,6 +1,6 @@
 """A run in virtual time, in one process: the system's cores, kernels and merge, without its IO.
 
-Learners run `learner.sync` over a `Replica`, fragments `aggregator.machine` over
+Learners run `diloco.learner.sync` over a `Replica`, fragments `diloco.aggregator.machine` over
 `FragmentArrays`, as the daemons do; only bus, store and clock are replaced, by a queue of calls
 ordered by virtual time. A full-speed step takes a second. So the outer settings can be swept in
 a fraction of the time that processes would need, with speeds and latencies as chosen.
@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from aggregator import machine, merge, policy
-from aggregator.conductor import Newest, stop_reason
-from aggregator.fragment import FragmentArrays, Payload
 from bench import loops
-from common import names, shards, slices, wire
-from common.config import RunSettings
-from common.layout import Layout
-from common.quantize import Encoded
-from common.shards import shard_bytes, shard_ranges
-from learner import sync, tree
-from learner.checkpoint import copied
-from learner.delta import vector_of
-from learner.replica import Replica
-from learner.task import Batch, Params, Task
+from diloco.aggregator import machine, merge, policy
+from diloco.aggregator.conductor import Newest, stop_reason
+from diloco.aggregator.fragment import FragmentArrays, Payload
+from diloco.common import names, shards, slices, wire
+from diloco.common.config import RunSettings
+from diloco.common.layout import Layout
+from diloco.common.quantize import Encoded
+from diloco.common.shards import shard_bytes, shard_ranges
+from diloco.learner import sync, tree
+from diloco.learner.checkpoint import copied
+from diloco.learner.delta import vector_of
+from diloco.learner.replica import Replica
+from diloco.learner.task import Batch, Params, Task
 
 
 class Life(NamedTuple):
@@ -176,7 +176,7 @@ class _Owner:
 
 @dataclass
 class _Learner:
-    """One life of a learner: `learner.train.Trainer` with virtual time for its clock."""
+    """One life of a learner: `diloco.learner.train.Trainer` with virtual time for its clock."""
 
     world: "_World"
     name: str

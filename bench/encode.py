@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from bench.streaming import Stream, median, seconds, table
-from common.quantize import CODECS, encode_blocks
+from diloco.common.quantize import CODECS, encode_blocks
 
 Work = Callable[[], Any]
 REPEATS = 11

@@ -10,10 +10,10 @@ import sys
 import time
 from typing import NamedTuple
 
-from aggregator import machine, policy
-from common import names, shards, slices, wire
-from common.config import make_config
-from common.layout import Tensor, make_layout
+from diloco.aggregator import machine, policy
+from diloco.common import names, shards, slices, wire
+from diloco.common.config import make_config
+from diloco.common.layout import Tensor, make_layout
 
 LEARNERS = 16
 FRAGMENTS = 24

@@ -27,15 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 import tomli_w
 
-from common import bus_nats, log, names, shards, slices, wire
-from common.bus import Bus
-from common.config import Config, load_config
-from common.layout import Layout, Tensor, make_layout
-from common.nats_server import NatsServer
-from common.quantize import encode
-from common.service import Runtime, cancel
-from common.store import DirectoryStore
-from diloco.create import create_run
+from diloco.common import bus_nats, log, names, shards, slices, wire
+from diloco.common.bus import Bus
+from diloco.common.config import Config, load_config
+from diloco.common.layout import Layout, Tensor, make_layout
+from diloco.common.nats_server import NatsServer
+from diloco.common.quantize import encode
+from diloco.common.service import Runtime, cancel
+from diloco.common.store import DirectoryStore
+from diloco.operate.create import create_run
 
 FRAGMENTS = 8
 TENSORS = 32

@@ -27,11 +27,11 @@ from bench.failover import (
     prepare,
     store_updates,
 )
-from common import bus_nats, log, names, slices, wire
-from common.bus import Bus
-from common.config import load_config
-from common.nats_server import NatsServer
-from common.service import cancel
+from diloco.common import bus_nats, log, names, slices, wire
+from diloco.common.bus import Bus
+from diloco.common.config import load_config
+from diloco.common.nats_server import NatsServer
+from diloco.common.service import cancel
 
 GOAL = 0.95
 PARAMETERS = 1 << 20

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from common import names, shards, slices, wire
-from common.bus import Bus
-from common.tape import RunContext, last_record
+from diloco.common import names, shards, slices, wire
+from diloco.common.bus import Bus
+from diloco.common.tape import RunContext, last_record
 
 STEPS = 24
 STEP_S = 0.01

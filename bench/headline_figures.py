@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from bench.headline_goodput import goodputs
-from diloco import style
+from diloco.report import style
 
 DPI = 110
 

@@ -34,10 +34,10 @@ import tomli_w
 from bench.data_parallel import POLL_S, Job, Progress, Scheduler, best_interval_steps
 from bench.streaming import table
 from bench.system import create
-from common.nats_server import NatsServer
-from common.tape import records_of
-from diloco.fleet import Fleet
-from diloco.opening import open_run
+from diloco.cli.opening import open_run
+from diloco.common.nats_server import NatsServer
+from diloco.common.tape import records_of
+from diloco.local.fleet import Fleet
 
 STEPS = 100_000  # of either system: more than a span holds
 # Both have trained so long before a span begins.

@@ -29,11 +29,11 @@ import tomli_w
 
 from bench.data_parallel import POLL_S, Job, Scheduler
 from bench.streaming import table
-from common.nats_server import find_binary
-from common.service import cancel
-from diloco.observe import Observed, Observer
-from diloco.opening import open_run
-from diloco.reaper import Reaper
+from diloco.cli.opening import open_run
+from diloco.common.nats_server import find_binary
+from diloco.common.service import cancel
+from diloco.local.reaper import Reaper
+from diloco.look.observe import Observed, Observer
 
 ROOT = Path(__file__).parents[1]
 STORE = ROOT / "tests" / "gcs_server.py"

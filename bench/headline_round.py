@@ -29,11 +29,11 @@ import tomli_w
 
 from bench.streaming import table
 from bench.system import create
-from common.nats_server import NatsServer
-from common.service import cancel
-from diloco.fleet import Fleet
-from diloco.observe import Observer
-from diloco.opening import open_run
+from diloco.cli.opening import open_run
+from diloco.common.nats_server import NatsServer
+from diloco.common.service import cancel
+from diloco.local.fleet import Fleet
+from diloco.look.observe import Observer
 
 PARAMETERS = 1 << 24
 WARM_ROUNDS = 3

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from learner import tree
-from learner.task import Batch, Params, Task
-from learner.train import InnerStep, make_inner_step
+from diloco.learner import tree
+from diloco.learner.task import Batch, Params, Task
+from diloco.learner.train import InnerStep, make_inner_step
 
 
 def learner_names(count: int) -> list[str]:

@@ -21,7 +21,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from aggregator.merge import (
+from bench.streaming import Stream, median, seconds, table
+from diloco.aggregator.merge import (
     Accumulator,
     Contribution,
     Grid,
@@ -30,11 +31,10 @@ from aggregator.merge import (
     make_grid,
     segment_norms,
 )
-from aggregator.outer import Gradient, advance_view, make_outer
-from bench.streaming import Stream, median, seconds, table
-from common.layout import Tensor, TensorHint, make_layout
-from common.quantize import Encoded
-from common.shards import pack, unpack
+from diloco.aggregator.outer import Gradient, advance_view, make_outer
+from diloco.common.layout import Tensor, TensorHint, make_layout
+from diloco.common.quantize import Encoded
+from diloco.common.shards import pack, unpack
 
 BLOCK = 64
 SEGMENTS = 16

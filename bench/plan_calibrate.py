@@ -19,11 +19,13 @@ import numpy as np
 
 from bench.headline_goodput import Conditions, make_schedule
 from bench.streaming import table
-from common.config import RunSettings, parse_settings
-from diloco import plan_outages, plan_rounds, plan_traffic
-from diloco.plan import Fleet, Island, System, make_plan
-from diloco.plan_outages import Outages
-from diloco.plan_rounds import Worker
+from diloco.common.config import RunSettings, parse_settings
+from diloco.plan import outages as plan_outages
+from diloco.plan import rounds as plan_rounds
+from diloco.plan import traffic as plan_traffic
+from diloco.plan.forecast import Fleet, Island, System, make_plan
+from diloco.plan.outages import Outages
+from diloco.plan.rounds import Worker
 
 # Of the model, which is small enough that its bytes cost no time.
 PARAMETERS = 100_000

@@ -11,8 +11,8 @@ import itertools
 
 import numpy as np
 
-from diloco import plan_outages
-from diloco.plan_outages import Outages
+from diloco.plan import outages as plan_outages
+from diloco.plan.outages import Outages
 
 YEAR_S = 365.25 * 86400
 CHIPS = (150_000, 300_000, 600_000, 1_200_000)

@@ -24,8 +24,8 @@ from typing import Any
 
 from bench import emulate, loops, tasks
 from bench.system import run_local
-from common.config import RunSettings, make_config
-from learner.task import Task
+from diloco.common.config import RunSettings, make_config
+from diloco.learner.task import Task
 
 DILOCO = loops.Nesterov(0.7, 0.9)
 LABELS = {

@@ -20,10 +20,10 @@ from pathlib import Path
 import tomli_w
 
 from bench.forger import Forger
-from common.config import load_config
-from common.nats_server import NatsServer
-from diloco.create import create
-from diloco.opening import open_run
+from diloco.cli.opening import open_run
+from diloco.common.config import load_config
+from diloco.common.nats_server import NatsServer
+from diloco.operate.create import create
 
 RUN = "bench"
 GOAL_S, GOAL_GB = 60.0, 2.0

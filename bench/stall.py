@@ -23,20 +23,20 @@ import jax
 import numpy as np
 import tomli_w
 
-from common import bus_nats, log
-from common.config import Config, LearnerSection, RunSettings, load_config
-from common.nats_server import NatsServer
-from common.service import Runtime
-from common.store import open_store
-from learner import sync
-from learner.adopt import start_at
-from learner.background import Background, run_loop
-from learner.checkpoint import Folder
-from learner.director import Director
-from learner.island import Island
-from learner.publish import Context, Traffic
-from learner.recovery import Saver
-from learner.train import Meter, Trainer
+from diloco.common import bus_nats, log
+from diloco.common.config import Config, LearnerSection, RunSettings, load_config
+from diloco.common.nats_server import NatsServer
+from diloco.common.service import Runtime
+from diloco.common.store import open_store
+from diloco.learner import sync
+from diloco.learner.adopt import start_at
+from diloco.learner.background import Background, run_loop
+from diloco.learner.checkpoint import Folder
+from diloco.learner.director import Director
+from diloco.learner.island import Island
+from diloco.learner.publish import Context, Traffic
+from diloco.learner.recovery import Saver
+from diloco.learner.train import Meter, Trainer
 
 FLOOR = 0.99
 ENCODES = 20
@@ -59,7 +59,7 @@ def write_config(folder: Path, url: str, preset: str, mesh: str) -> Path:
 
 
 def make_trainer(island: Island, background: Background, traffic: Traffic) -> Trainer:
-    """A learner as `learner.daemon` makes it."""
+    """A learner as `diloco.learner.daemon` makes it."""
     starts: list[sync.Start] = []
 
     def views() -> Iterator[np.ndarray]:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from learner.optimizer import adamw, warmup_cosine
-from learner.task import Batch, Params, Task
+from diloco.learner.optimizer import adamw, warmup_cosine
+from diloco.learner.task import Batch, Params, Task
 
 BATCH, INPUTS, HIDDEN, NOISE = 8, 16, 32, 0.5
 POOL, HELD_OUT = 1 << 15, 1 << 12

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco.fleet import Fleet
+from diloco.local.fleet import Fleet
 
 
 def run_local(

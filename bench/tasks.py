@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from learner import model
-from learner.task import Task
+from diloco.learner import model
+from diloco.learner.task import Task
 
 # 123,200 parameters with the embedding: small enough for sweeps on one core.
 TINY = model.Preset(layers=2, width=64, heads=2, learning_rate=4e-3, tied=True)
@@ -13,7 +13,7 @@ SMALL = {"tiny": TINY, "sweep": SWEEP}
 
 
 def build(*, steps: int, seed: int, preset: str = "1m", **options: Any) -> Task:
-    """`learner.model:build` with two presets more, of 64-byte windows: "tiny" and "sweep"."""
+    """The built-in task with two presets more, of 64-byte windows: "tiny" and "sweep"."""
     if preset in SMALL:
         model.PRESETS.setdefault(preset, SMALL[preset])
         options = {"length": 64, **options}

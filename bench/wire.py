@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.system import run_local
-from common import bus_nats, names, wire
-from common.bus import Bus
-from common.config import Config, load_config
-from common.layout import Layout, parse_layout
-from common.nats_server import NatsServer
-from common.store import open_store
-from common.tape import load_specification
+from diloco.common import bus_nats, names, wire
+from diloco.common.bus import Bus
+from diloco.common.config import Config, load_config
+from diloco.common.layout import Layout, parse_layout
+from diloco.common.nats_server import NatsServer
+from diloco.common.store import open_store
+from diloco.common.tape import load_specification
 
 FLOAT32_BYTES = 4
 FLOOR = 0.55

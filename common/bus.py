@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
+from diloco.common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
 
 # Broadcasts that one listener may leave unread; then the oldest are dropped.
 LISTEN_BACKLOG = 1024

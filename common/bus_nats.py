@@ -19,7 +19,7 @@ Permissions a client needs: publish on its own subjects; `<api>.STREAM.INFO.<str
 `<api>.STREAM.MSG.GET.<stream>` (or `<api>.DIRECT.GET.<stream>.<subject>` with `direct_reads`);
 `<api>.CONSUMER.CREATE.<stream>.*.<subject>` for each subject it reads alone, without the subject
 to read several in one order; `<api>.CONSUMER.{MSG.NEXT,DELETE}.<stream>.*`; subscribe on
-`<inbox_prefix>.>`. `<api>` is `$JS.API`, or what the credentials say. `diloco/permissions.py`
+`<inbox_prefix>.>`. `<api>` is `$JS.API`, or what the credentials say. `diloco/auth/permissions.py`
 grants this.
 """
 
@@ -44,7 +44,7 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
-from common.bus import (
+from diloco.common.bus import (
     LISTEN_BACKLOG,
     Filled,
     Message,
@@ -59,8 +59,8 @@ from common.bus import (
     stream_settings,
     stream_went_back,
 )
-from common.credentials import OWN_API, Credentials, load_credentials
-from common.errors import (
+from diloco.common.credentials import OWN_API, Credentials, load_credentials
+from diloco.common.errors import (
     BusError,
     BusUnavailableError,
     ConfigError,

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from common.errors import ConfigError, RunMismatchError
-from common.layout import Rhythm
-from common.names import NAME
+from diloco.common.errors import ConfigError, RunMismatchError
+from diloco.common.layout import Rhythm
+from diloco.common.names import NAME
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -48,7 +48,7 @@ class RunSection(Section):
 class TaskSection(Section):
     """The user's task: `build` names a function "package.module:function"."""
 
-    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "learner.model:build"
+    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "diloco.learner.model:build"
     options: dict[str, Any] = {}
 
 

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import tomli_w
 from pydantic import BaseModel, ConfigDict
 
-from common.errors import ConfigError
+from diloco.common.errors import ConfigError
 
 Role = Literal["learner", "aggregator", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 import xxhash
 
-from common.errors import ConfigError, IntegrityError
+from diloco.common.errors import ConfigError, IntegrityError
 
 # A tensor larger than this many mean fragments is split along its first axis. The greedy
 # assignment is within 4/3 of the optimum for what remains (Graham's bound, P App. C).

@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import socket
 
-from common.config import ServiceManager
-from common.health import Health
+from diloco.common.config import ServiceManager
+from diloco.common.health import Health
 
 # Between two looks at the daemon, unless the watchdog wants more of them.
 LOOK_S = 1.0

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from common.errors import BusError, ConfigError
+from diloco.common.errors import BusError, ConfigError
 
 LOOPBACK = "127.0.0.1"
 _PORT_TAKEN = "address already in use"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from common import metrics
-from common.config import MetricsSection, ServiceManager, service_manager
-from common.errors import ConfigError
-from common.health import Health
-from common.metrics import Metrics
-from common.service import Waits
+from diloco.common import metrics
+from diloco.common.config import MetricsSection, ServiceManager, service_manager
+from diloco.common.errors import ConfigError
+from diloco.common.health import Health
+from diloco.common.metrics import Metrics
+from diloco.common.service import Waits
 
 ANSWER_S = 10.0
 

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from common import log
-from common.errors import BusError, DilocoError, StoreError
+from diloco.common import log
+from diloco.common.errors import BusError, DilocoError, StoreError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -34,8 +34,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from common.errors import IntegrityError, ObjectRangeError, WireError
-from common.quantize import (
+from diloco.common.errors import IntegrityError, ObjectRangeError, WireError
+from diloco.common.quantize import (
     GREATEST_SCALE,
     GREATEST_VALUE,
     LEAST_SCALE,

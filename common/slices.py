@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import WireError
-from common.wire import MAX_AXES, Slice
+from diloco.common.errors import WireError
+from diloco.common.wire import MAX_AXES, Slice
 
 Blocks = npt.NDArray[np.int64]
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
-from common.config import storage_emulator
-from common.errors import (
+from diloco.common.config import storage_emulator
+from diloco.common.errors import (
     ConfigError,
     ObjectExistsError,
     ObjectMissingError,
@@ -397,7 +397,7 @@ def open_store(url: str, *, emulator: bool = False) -> ObjectStore:
             raise ConfigError(f"{url!r} names no absolute path", hint="write file:///path")
         return DirectoryStore(Path(urllib.parse.unquote(rest)))
     if scheme == "gs":
-        from common.store_gcs import open_gcs
+        from diloco.common.store_gcs import open_gcs
 
         return open_gcs(url, storage_emulator(asked_for=emulator))
     raise ConfigError(

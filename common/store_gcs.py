@@ -36,7 +36,7 @@ from google.auth.transport.requests import AuthorizedSession
 from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
-from common.errors import (
+from diloco.common.errors import (
     ConfigError,
     ObjectMissingError,
     ObjectRangeError,
@@ -44,7 +44,7 @@ from common.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from common.store import (
+from diloco.common.store import (
     ObjectInfo,
     check_object_name,
     check_range,

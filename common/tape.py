@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common import log, names, shards, wire
-from common.bus import Bus
-from common.config import RunSettings, check_changeable, parse_settings
-from common.errors import (
+from diloco.common import log, names, shards, wire
+from diloco.common.bus import Bus
+from diloco.common.config import RunSettings, check_changeable, parse_settings
+from diloco.common.errors import (
     ConfigError,
     IntegrityError,
     ObjectLostError,
@@ -18,9 +18,9 @@ from common.errors import (
     StreamMissingError,
     WireError,
 )
-from common.layout import Layout
-from common.service import Runtime
-from common.store import ObjectStore
+from diloco.common.layout import Layout
+from diloco.common.service import Runtime
+from diloco.common.store import ObjectStore
 
 
 @dataclass(frozen=True, kw_only=True)

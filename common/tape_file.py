@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 
 import msgpack
 
-from common.bus import Message
-from common.errors import ConfigError, IntegrityError
-from common.shards import crc32c
+from diloco.common.bus import Message
+from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.shards import crc32c
 
 MAGIC = b"DLTAPE1\n"
 # A message, its subject and its id, with room to spare.

@@ -7,10 +7,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from common import shards, wire
-from common.errors import IntegrityError, ObjectMissingError
-from common.quantize import decode_numpy
-from common.tape import Recorded, RunContext, get_object, last_record, lost_for_good, records_of
+from diloco.common import shards, wire
+from diloco.common.errors import IntegrityError, ObjectMissingError
+from diloco.common.quantize import decode_numpy
+from diloco.common.tape import (
+    Recorded,
+    RunContext,
+    get_object,
+    last_record,
+    lost_for_good,
+    records_of,
+)
 
 
 class Loaded(NamedTuple):

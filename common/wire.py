@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import WireError
-from common.names import NAME
+from diloco.common.errors import WireError
+from diloco.common.names import NAME
 
 SCHEMA = 1
 # A reader accepts its own schema and the one before; schema 0 was never published. A new schema is

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from common import log
-from common.config import Config, load_config, make_config, with_mesh
-from common.errors import ConfigError, DilocoError
-from diloco.auth_command import auth_app
-from diloco.replay_command import export, replay, tape_app
+from diloco.auth.command import auth_app
+from diloco.common import log
+from diloco.common.config import Config, load_config, make_config, with_mesh
+from diloco.common.errors import ConfigError, DilocoError
+from diloco.replay.command import export, replay, tape_app
 
 app = typer.Typer(
     name="diloco",
@@ -83,7 +83,7 @@ def options(
 ) -> None:
     """Train one model on islands of accelerators that are far apart, unequal and unreliable."""
     if bus is not None or store is not None:
-        from diloco.opening import Place, use_place
+        from diloco.cli.opening import Place, use_place
 
         use_place(Place(bus, store))
 
@@ -125,11 +125,11 @@ def aggregator(
     first SIGINT or SIGTERM asks for a clean stop, the second ends the process at once. Killed at
     any point, a new one goes on where it was. Logs are JSON lines on standard error.
     """
-    from diloco.settings import parse_fragments
+    from diloco.cli.settings import parse_fragments
 
     pinned = None if fragments is None else parse_fragments(fragments)
     loaded = _load(config, log_level, aggregator={"name": name}, metrics={"port": metrics_port})
-    from aggregator.daemon import serve
+    from diloco.aggregator.daemon import serve
 
     serve(loaded, pinned)
 
@@ -222,7 +222,7 @@ def learner(
     if mesh is not None:
         loaded = with_mesh(loaded, name, mesh)
     if dry_run:
-        from diloco.dry_run_command import DryRunOptions, run_dry
+        from diloco.daemons.dry_run import DryRunOptions, run_dry
 
         run_dry(
             loaded,
@@ -235,7 +235,7 @@ def learner(
             "--devices and --json are of a dry run",
             hint="add --dry-run; to train on the CPU as so many devices, use --cpu-devices",
         )
-    from learner.daemon import serve
+    from diloco.learner.daemon import serve
 
     serve(loaded, name)
 
@@ -251,7 +251,7 @@ def run_create(
 ) -> None:
     """Create a run: its streams, its specification, and version 0 of every fragment."""
     loaded = _load(config, log_level)
-    from diloco.create import create
+    from diloco.operate.create import create
 
     layout = create(loaded, source)
     elements = sum(fragment.elements for fragment in layout.fragments)
@@ -275,7 +275,7 @@ def run_set(
     `bounds` can be changed; docs/configuration.md marks each key. It stands on the tape.
     """
     log.configure("error")
-    from diloco.operate import change
+    from diloco.operate.change import change
 
     changed, sentences = asyncio.run(change(run, assignments))
     for sentence in changed:
@@ -294,7 +294,7 @@ def checkpoint(run: RunArgument) -> None:
     on meanwhile.
     """
     log.configure("error")
-    from diloco.operate import mark
+    from diloco.operate.change import mark
 
     marked = asyncio.run(mark(run))
     _say(f"checkpoint [bold]{marked.name}[/]: versions {_vector(marked.versions)}")
@@ -313,7 +313,7 @@ def resume(
     Aggregators and learners are then started as always: data goes on where the checkpoint was.
     """
     log.configure("error")
-    from diloco.operate import resume as begin_again
+    from diloco.operate.change import resume as begin_again
 
     resumed = asyncio.run(begin_again(run, source))
     _say(
@@ -341,7 +341,7 @@ def rollback(
     clock goes back; data does not. Nothing is deleted: a rollback can be rolled back.
     """
     log.configure("error")
-    from diloco.operate import plan_rollback, roll_back
+    from diloco.operate.change import plan_rollback, roll_back
 
     moves = asyncio.run(plan_rollback(run, to))
     for move in moves:
@@ -369,7 +369,7 @@ def gc(
     such as the shards of learners that are long gone. Training may go on meanwhile.
     """
     log.configure("error")
-    from diloco.collect import collect, table
+    from diloco.operate.collect import collect, table
 
     found = asyncio.run(collect(run, dry_run=dry_run))
     Console().print(table(found, dry_run=dry_run))
@@ -395,7 +395,7 @@ def learners(
     are rejected, nobody waits for it, and it stays so until it is released.
     """
     log.configure("error")
-    from diloco.learners import as_json, chosen, judge, look, table
+    from diloco.look.learners import as_json, chosen, judge, look, table
 
     judged = chosen(shut_out, release)
     if judged is not None:
@@ -496,7 +496,7 @@ def local(
     the same protocol. Learners may have different numbers of devices (`--mesh`) and consist of
     several processes (`--hosts`). Ctrl-C stops all of them cleanly; a second Ctrl-C at once.
     """
-    from diloco.local import LocalOptions, run_local
+    from diloco.local.run import LocalOptions, run_local
 
     options = LocalOptions(
         learners=learners,
@@ -527,7 +527,7 @@ def status(
     Ends with the run, or with Ctrl-C; where the output is no terminal it is shown once.
     """
     log.configure("error")
-    from diloco.status_screen import show_status
+    from diloco.look.status_screen import show_status
 
     show_status(run, once=once, json=json)
 
@@ -546,7 +546,7 @@ def runs(
 ) -> None:
     """List the runs on a bus, the newest first."""
     log.configure("error")
-    from diloco.runs import list_runs
+    from diloco.look.runs import list_runs
 
     list_runs(bus, json=json)
 
@@ -574,7 +574,7 @@ def install_units(
 
     The same again brings them up to date. docs/systemd.md has the rest of the way.
     """
-    from diloco.units import install_units as install
+    from diloco.operate.units import install_units as install
 
     for path in install(to, programs, credentials=credentials, dry_run=dry_run):
         _say(f"{'would write' if dry_run else 'wrote'} {path}")
@@ -597,7 +597,7 @@ def doctor(
     The exit status is 1 if something is an error.
     """
     log.configure("error")
-    from diloco.doctor import run_doctor
+    from diloco.check.doctor import run_doctor
 
     raise typer.Exit(run_doctor(run, deep=deep, json=json))
 
@@ -629,7 +629,7 @@ def report(
     rejected and why. The run may be going on, or have ended; nothing of it is changed.
     """
     log.configure("error")
-    from diloco.report import run_report
+    from diloco.report.build import run_report
 
     # On standard output stands the file alone, for scripts.
     Console().print(str(run_report(run, out=out, evaluations=evaluations)), soft_wrap=True)
@@ -651,7 +651,7 @@ def evaluate(
 ) -> None:
     """Score the run's global view on the task's held-out data."""
     log.configure("error")
-    from diloco.evaluate import run_evaluate
+    from diloco.model.evaluate import run_evaluate
 
     asyncio.run(run_evaluate(run, follow=follow, every_s=every_s, keep=keep, json=json))
 
@@ -672,7 +672,7 @@ def sample(
     For the built-in task, and for tasks of yours that have a `sample` (docs/tasks.md).
     """
     log.configure("error")
-    from diloco.sample import run_sample
+    from diloco.model.sample import run_sample
 
     asyncio.run(run_sample(run, prompt, length=length, temperature=temperature, seed=seed))
 
@@ -772,7 +772,7 @@ def plan(
     simulated and what the constants are.
     """
     log.configure("error")
-    from diloco.plan_command import PlanOptions, run_plan
+    from diloco.plan.command import PlanOptions, run_plan
 
     run_plan(
         PlanOptions(

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common import names, shards, wire
-from common.bus import Message
-from common.errors import IntegrityError, ObjectMissingError, WireError
-from common.service import cancel
-from common.tape import (
+from diloco.common import names, shards, wire
+from diloco.common.bus import Message
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.service import cancel
+from diloco.common.tape import (
     data_position,
     get_object,
     parse_changed,
     read_record,
 )
-from common.views import Loaded, assemble_view, load_view
-from learner import sync
-from learner.publish import Context, Post, Tensors
+from diloco.common.views import Loaded, assemble_view, load_view
+from diloco.learner import sync
+from diloco.learner.publish import Context, Post, Tensors
 
 
 class Change(NamedTuple):

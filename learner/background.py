@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from common import wire
-from common.service import cancel
-from common.views import Loaded
-from learner import sync
-from learner.adopt import Adopter, Fetcher
-from learner.hosts import Crew
-from learner.publish import Arrived, Context, Outgoing, Publisher, Tensors, Uploader
+from diloco.common import wire
+from diloco.common.service import cancel
+from diloco.common.views import Loaded
+from diloco.learner import sync
+from diloco.learner.adopt import Adopter, Fetcher
+from diloco.learner.hosts import Crew
+from diloco.learner.publish import Arrived, Context, Outgoing, Publisher, Tensors, Uploader
 
 T = TypeVar("T")
 

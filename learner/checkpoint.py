@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import ValidationError
 
-from common import names, shards
-from common.errors import CheckpointError
-from common.store import DirectoryStore, ObjectStore
-from common.wire import Count, Digest, Name, Part
+from diloco.common import names, shards
+from diloco.common.errors import CheckpointError
+from diloco.common.store import DirectoryStore, ObjectStore
+from diloco.common.wire import Count, Digest, Name, Part
 
 # What the object may be larger than its arrays: the header, by leaf and in all.
 _LEAF_BYTES = 4096

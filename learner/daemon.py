@@ -9,24 +9,24 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from common import bus_nats, log, names, wire
-from common.bus import Bus, MemoryBus
-from common.config import Config, check_same_run, parse_settings
-from common.errors import ConfigError, HostLostError
-from common.health import step_limit_s
-from common.manager import report, tell, tell_stopping
-from common.probes import Probes, make_probes, serving
-from common.service import Runtime, on_signals
-from common.store import open_store
-from common.tape import load_specification
-from common.views import assemble_view
-from learner import instruments, sync, tree
-from learner.adopt import Change, start_at, whole
-from learner.background import Background, run_loop
-from learner.checkpoint import Kept
-from learner.director import Director
-from learner.follower import Follower, check_same
-from learner.hosts import (
+from diloco.common import bus_nats, log, names, wire
+from diloco.common.bus import Bus, MemoryBus
+from diloco.common.config import Config, check_same_run, parse_settings
+from diloco.common.errors import ConfigError, HostLostError
+from diloco.common.health import step_limit_s
+from diloco.common.manager import report, tell, tell_stopping
+from diloco.common.probes import Probes, make_probes, serving
+from diloco.common.service import Runtime, on_signals
+from diloco.common.store import open_store
+from diloco.common.tape import load_specification
+from diloco.common.views import assemble_view
+from diloco.learner import instruments, sync, tree
+from diloco.learner.adopt import Change, start_at, whole
+from diloco.learner.background import Background, run_loop
+from diloco.learner.checkpoint import Kept
+from diloco.learner.director import Director
+from diloco.learner.follower import Follower, check_same
+from diloco.learner.hosts import (
     MEET_S,
     Crew,
     Link,
@@ -35,12 +35,20 @@ from learner.hosts import (
     pack_change,
     unpack_change,
 )
-from learner.island import Island
-from learner.publish import Context
-from learner.recovery import Fetch, Moment, Restored, Saver, open_folder, readable_parts, restore
-from learner.replica import Replica
-from learner.task import Params
-from learner.train import Meter, Outbox, Trainer
+from diloco.learner.island import Island
+from diloco.learner.publish import Context
+from diloco.learner.recovery import (
+    Fetch,
+    Moment,
+    Restored,
+    Saver,
+    open_folder,
+    readable_parts,
+    restore,
+)
+from diloco.learner.replica import Replica
+from diloco.learner.task import Params
+from diloco.learner.train import Meter, Outbox, Trainer
 
 T = TypeVar("T")
 CONNECT_S = 60.0

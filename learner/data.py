@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import TaskError
+from diloco.common.errors import TaskError
 
 Bytes = npt.NDArray[np.uint8]
 Windows = npt.NDArray[np.int32]

@@ -34,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from common.layout import Layout, Piece
-from common.quantize import Codec, Encoded, decode_blocks, encode_blocks
-from learner.mesh import Cuts, cuts_of, fit, sharding_of, single
+from diloco.common.layout import Layout, Piece
+from diloco.common.quantize import Codec, Encoded, decode_blocks, encode_blocks
+from diloco.learner.mesh import Cuts, cuts_of, fit, sharding_of, single
 
 Leaves = dict[str, jax.Array]
 # One item for each piece: float32 [*G, n, b], or codes and scales of such.

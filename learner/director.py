@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from learner import sync
-from learner.publish import Arrived
+from diloco.learner import sync
+from diloco.learner.publish import Arrived
 
 # How long a plan without a step before it waits for something to arrive.
 HOLD_S = 0.05

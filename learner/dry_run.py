@@ -19,17 +19,17 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from common import shards, slices
-from common.config import Config, LearnerSection, SyncSection
-from common.errors import ConfigError
-from common.layout import Fragment
-from common.quantize import Codec, Encoded, code_count, code_dtype, scale_count
-from learner import tree
-from learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
-from learner.holding import make_holding
-from learner.island import Island
-from learner.replica import anchor_memory
-from learner.task import Params
+from diloco.common import shards, slices
+from diloco.common.config import Config, LearnerSection, SyncSection
+from diloco.common.errors import ConfigError
+from diloco.common.layout import Fragment
+from diloco.common.quantize import Codec, Encoded, code_count, code_dtype, scale_count
+from diloco.learner import tree
+from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
+from diloco.learner.holding import make_holding
+from diloco.learner.island import Island
+from diloco.learner.replica import anchor_memory
+from diloco.learner.task import Params
 
 # What the compiler puts between devices, with the shapes of its results before it.
 _COLLECTIVE = re.compile(

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from common.errors import DilocoError, IntegrityError, ObjectMissingError
-from common.service import cancel
-from learner import sync
-from learner.adopt import Change, Fetcher
-from learner.director import Plan
-from learner.hosts import Link, unpack_plan
-from learner.publish import Context, Outgoing, Tensors, Uploader
+from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError
+from diloco.common.service import cancel
+from diloco.learner import sync
+from diloco.learner.adopt import Change, Fetcher
+from diloco.learner.director import Plan
+from diloco.learner.hosts import Link, unpack_plan
+from diloco.learner.publish import Context, Outgoing, Tensors, Uploader
 
 
 class Follower:

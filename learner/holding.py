@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from common.quantize import Codec, Encoded, code_dtype
-from learner.delta import Codes, Kernels, Placed
+from diloco.common.quantize import Codec, Encoded, code_dtype
+from diloco.learner.delta import Codes, Kernels, Placed
 
 ProcessOf = Callable[[Any], int]
 Box = tuple[tuple[int, int], ...]  # [start, stop) along each axis

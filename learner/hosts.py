@@ -33,11 +33,11 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
-from common import wire
-from common.errors import HostLostError, IntegrityError, ObjectMissingError, WireError
-from learner import sync
-from learner.adopt import Change
-from learner.director import Plan
+from diloco.common import wire
+from diloco.common.errors import HostLostError, IntegrityError, ObjectMissingError, WireError
+from diloco.learner import sync
+from diloco.learner.adopt import Change
+from diloco.learner.director import Plan
 
 _LENGTH: Final = struct.Struct(">I")
 _FRAME_BYTES: Final = 64 << 20

@@ -1,10 +1,10 @@
 """What a learner counts, as `common/metrics.py` defines it: read from its meter and its core."""
 
-from common import metrics
-from common.health import View
-from common.metrics import Metrics
-from learner import sync
-from learner.train import Meter, Trainer
+from diloco.common import metrics
+from diloco.common.health import View
+from diloco.common.metrics import Metrics
+from diloco.learner import sync
+from diloco.learner.train import Meter, Trainer
 
 STATES = ("starting", "training", "flushing", "leaving")
 # States that are no training, as whoever asks for health reads them.

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from common.config import Config
-from common.layout import Layout
-from learner import tree
-from learner.mesh import BatchPlacer, make_mesh, param_shardings, state_shardings, within
-from learner.replica import Replica
-from learner.task import Batch, Params, Task, params_shapes, run_task
-from learner.train import InnerStep, make_inner_step
+from diloco.common.config import Config
+from diloco.common.layout import Layout
+from diloco.learner import tree
+from diloco.learner.mesh import BatchPlacer, make_mesh, param_shardings, state_shardings, within
+from diloco.learner.replica import Replica
+from diloco.learner.task import Batch, Params, Task, params_shapes, run_task
+from diloco.learner.train import InnerStep, make_inner_step
 
 
 class Island:

@@ -19,11 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from common.config import MeshSection
-from common.errors import ConfigError, TaskError
-from common.layout import Layout
-from learner import tree
-from learner.task import Params, Task
+from diloco.common.config import MeshSection
+from diloco.common.errors import ConfigError, TaskError
+from diloco.common.layout import Layout
+from diloco.learner import tree
+from diloco.learner.task import Params, Task
 
 AXES = ("data", "fsdp", "tensor")
 # Mesh axes of one axis of a tensor, for each of its axes.

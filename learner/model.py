@@ -21,13 +21,13 @@ import optax
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 
-from common.errors import TaskError
-from common.layout import TensorHint
-from learner import data
-from learner.mesh import constrain
-from learner.optimizer import adamw, warmup_cosine
-from learner.sample import BYTES, make_sampler
-from learner.task import Batch, Params, Task
+from diloco.common.errors import TaskError
+from diloco.common.layout import TensorHint
+from diloco.learner import data
+from diloco.learner.mesh import constrain
+from diloco.learner.optimizer import adamw, warmup_cosine
+from diloco.learner.sample import BYTES, make_sampler
+from diloco.learner.task import Batch, Params, Task
 
 ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
@@ -406,6 +406,6 @@ def _check_number(name: str, value: Any) -> None:
 def _require(name: str, value: Any, ok: bool, expected: str) -> None:
     if not ok:
         raise TaskError(
-            f"learner.model:build: the option {name} must be {expected}, but it is {value!r}",
+            f"the built-in task: the option {name} must be {expected}, but it is {value!r}",
             hint="see the task's options in the run's configuration",
         )

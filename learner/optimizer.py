@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from common.errors import TaskError
-from common.layout import Hint, default_hint
-from learner.task import Params, named_leaves
+from diloco.common.errors import TaskError
+from diloco.common.layout import Hint, default_hint
+from diloco.learner.task import Params, named_leaves
 
 
 def adamw(

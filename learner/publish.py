@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from common import metrics, names, shards, slices, wire
-from common.errors import DilocoError
-from common.health import Health
-from common.metrics import Metrics
-from common.quantize import Encoded
-from common.tape import RunContext
-from learner import sync
+from diloco.common import metrics, names, shards, slices, wire
+from diloco.common.errors import DilocoError
+from diloco.common.health import Health
+from diloco.common.metrics import Metrics
+from diloco.common.quantize import Encoded
+from diloco.common.tape import RunContext
+from diloco.learner import sync
 
 
 class Outgoing(NamedTuple):

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from common import names, shards
-from common.config import LearnerSection
-from common.errors import CheckpointError, DilocoError
-from learner import checkpoint as checkpoints
-from learner.checkpoint import Checkpoint, Facts, Folder, Kept, PartFolder, Stored
-from learner.publish import Context
+from diloco.common import names, shards
+from diloco.common.config import LearnerSection
+from diloco.common.errors import CheckpointError, DilocoError
+from diloco.learner import checkpoint as checkpoints
+from diloco.learner.checkpoint import Checkpoint, Facts, Folder, Kept, PartFolder, Stored
+from diloco.learner.publish import Context
 
 T = TypeVar("T")
 Read = Callable[[], tuple[Facts, Any]]

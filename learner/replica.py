@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from common.config import SyncSection
-from common.layout import Layout
-from common.quantize import Encoded, encode
-from learner import tree
-from learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
-from learner.holding import make_holding
-from learner.task import Params
+from diloco.common.config import SyncSection
+from diloco.common.layout import Layout
+from diloco.common.quantize import Encoded, encode
+from diloco.learner import tree
+from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
+from diloco.learner.holding import make_holding
+from diloco.learner.task import Params
 
 
 class Delta(NamedTuple):

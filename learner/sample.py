@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from learner.task import Params
+from diloco.learner.task import Params
 
 BYTES = 256
 # What a text without a beginning begins with.

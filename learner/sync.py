@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from common.config import SyncSection
-from common.layout import Rhythm, next_step, offset_steps
+from diloco.common.config import SyncSection
+from diloco.common.layout import Rhythm, next_step, offset_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

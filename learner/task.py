@@ -33,9 +33,9 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from common.config import RunSettings
-from common.errors import TaskError
-from common.layout import FLOATING, Hint, TensorHint, default_hint
+from diloco.common.config import RunSettings
+from diloco.common.errors import TaskError
+from diloco.common.layout import FLOATING, Hint, TensorHint, default_hint
 
 Params = Any  # a pytree of arrays
 Batch = Any  # a pytree of numpy arrays on the host
@@ -224,7 +224,7 @@ def _find(build: str) -> Callable[..., Any]:
     if not (module_name and colon and function_name):
         raise TaskError(
             f'a task is named "package.module:function", but {build!r} came',
-            hint='for example "learner.model:build" or "examples.digits:build"',
+            hint='for example "diloco.learner.model:build" or "examples.digits:build"',
         )
     function = getattr(_import(module_name), function_name, None)
     if not callable(function):

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from common import wire
-from common.errors import TaskError
-from learner import sync, tree
-from learner.checkpoint import copied
-from learner.director import Plan
-from learner.publish import Outgoing, Traffic
-from learner.recovery import Progress, Saver
-from learner.replica import Delta, Replica, View
-from learner.task import Batch, Params, Task
+from diloco.common import wire
+from diloco.common.errors import TaskError
+from diloco.learner import sync, tree
+from diloco.learner.checkpoint import copied
+from diloco.learner.director import Plan
+from diloco.learner.publish import Outgoing, Traffic
+from diloco.learner.recovery import Progress, Saver
+from diloco.learner.replica import Delta, Replica, View
+from diloco.learner.task import Batch, Params, Task
 
 # Weight of the newest step in the averages of loss and step time.
 EMA = 0.1

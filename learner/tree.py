@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from common import shards
-from common.config import SyncSection
-from common.errors import IntegrityError
-from common.layout import Layout, Tensor, make_layout
-from learner.task import Params, Task, is_trained, named_leaves, params_shapes
+from diloco.common import shards
+from diloco.common.config import SyncSection
+from diloco.common.errors import IntegrityError
+from diloco.common.layout import Layout, Tensor, make_layout
+from diloco.learner.task import Params, Task, is_trained, named_leaves, params_shapes
 
 
 def task_layout(task: Task, sync: SyncSection) -> Layout:

@@ -11,7 +11,7 @@ import jax
 import pytest
 import structlog
 
-from common.nats_server import NatsServer
+from diloco.common.nats_server import NatsServer
 
 T = TypeVar("T")
 _numbers = itertools.count()

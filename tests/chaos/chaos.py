@@ -44,17 +44,17 @@ from rich.table import Table  # noqa: E402
 from schedule import make_schedule  # noqa: E402
 from stage import BrokenError, Stage, mount_disk, unmount_disk  # noqa: E402
 
-from common import bus_nats, names, wire  # noqa: E402
-from common.bus import Message  # noqa: E402
-from common.config import make_config  # noqa: E402
-from common.nats_server import NatsServer  # noqa: E402
-from diloco.audit import audit  # noqa: E402
-from diloco.create import create  # noqa: E402
-from diloco.doctor import examine, show  # noqa: E402
-from diloco.fleet import Fleet  # noqa: E402
-from diloco.history import History, read_history, sort_all  # noqa: E402
-from diloco.opening import open_run  # noqa: E402
-from diloco.remake import check_objects  # noqa: E402
+from diloco.check.audit import audit  # noqa: E402
+from diloco.check.doctor import examine, show  # noqa: E402
+from diloco.check.history import History, read_history, sort_all  # noqa: E402
+from diloco.check.remake import check_objects  # noqa: E402
+from diloco.cli.opening import open_run  # noqa: E402
+from diloco.common import bus_nats, names, wire  # noqa: E402
+from diloco.common.bus import Message  # noqa: E402
+from diloco.common.config import make_config  # noqa: E402
+from diloco.common.nats_server import NatsServer  # noqa: E402
+from diloco.local.fleet import Fleet  # noqa: E402
+from diloco.operate.create import create  # noqa: E402
 
 LEARNERS = [f"learner-{index}" for index in range(3)]
 AGGREGATORS = [f"aggregator-{index}" for index in range(2)]

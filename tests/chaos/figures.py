@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from schedule import ALL
 
-from common import wire
-from diloco.history import History
+from diloco.check.history import History
+from diloco.common import wire
 
 
 class Suffered(NamedTuple):

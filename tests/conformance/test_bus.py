@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.bus import (
+from diloco.common.bus import (
     LISTEN_BACKLOG,
     Bus,
     MemoryBroker,
@@ -22,8 +22,8 @@ from common.bus import (
     subject_matches,
     subjects_overlap,
 )
-from common.bus_nats import connect
-from common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
+from diloco.common.bus_nats import connect
+from diloco.common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
 
 Connect: TypeAlias = Callable[[], Awaitable[Bus]]
 Scenario: TypeAlias = Callable[[Connect, str], Coroutine[Any, Any, None]]

@@ -21,20 +21,20 @@ import tomli_w
 from hypothesis import strategies as st
 from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
-from aggregator import policy
-from aggregator.driver import decode_event
-from aggregator.fragment import FragmentArrays
-from common import names, shards, wire
-from common import tape_file as tape_files
-from common.bus import Message
-from common.config import RunSettings, load_config, parse_settings, warnings
-from common.credentials import Credentials, load_credentials, render_credentials
-from common.errors import IntegrityError, WireError
-from common.layout import Tensor, layout_bytes, make_layout, parse_layout
-from common.quantize import CODECS, Encoded, code_dtype, encode
-from common.store import MemoryStore
-from common.tape import parse_changed
-from learner import checkpoint
+from diloco.aggregator import policy
+from diloco.aggregator.driver import decode_event
+from diloco.aggregator.fragment import FragmentArrays
+from diloco.common import names, shards, wire
+from diloco.common import tape_file as tape_files
+from diloco.common.bus import Message
+from diloco.common.config import RunSettings, load_config, parse_settings, warnings
+from diloco.common.credentials import Credentials, load_credentials, render_credentials
+from diloco.common.errors import IntegrityError, WireError
+from diloco.common.layout import Tensor, layout_bytes, make_layout, parse_layout
+from diloco.common.quantize import CODECS, Encoded, code_dtype, encode
+from diloco.common.store import MemoryStore
+from diloco.common.tape import parse_changed
+from diloco.learner import checkpoint
 
 BLOCK = 16
 COUNT = 8 * BLOCK

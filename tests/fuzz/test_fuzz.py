@@ -10,7 +10,7 @@ from decoders import Decoder, decoders
 from fuzzing import BATCH, CaseError, check, damage, fuzz
 from hypothesis import strategies as st
 
-from common.errors import WireError
+from diloco.common.errors import WireError
 
 CASES = 8 * BATCH
 

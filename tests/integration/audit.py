@@ -1,6 +1,6 @@
 """A run's tape as tests read it, with every invariant held against tape and objects.
 
-`Tape.check` is `diloco.audit` and `diloco.remake`, as the operator's command has them: it wants
+`Tape.check` is `diloco.check.audit` and `diloco.check.remake`, as the operator's command has them: it wants
 nothing but read access.
 """
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from harness import World
 
-from diloco.audit import audit
-from diloco.history import History, read_history
-from diloco.opening import open_run
-from diloco.remake import check_objects, remake
+from diloco.check.audit import audit
+from diloco.check.history import History, read_history
+from diloco.check.remake import check_objects, remake
+from diloco.cli.opening import open_run
 
 
 class Tape(History):

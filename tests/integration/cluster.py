@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from harness import eventually
 
-from common.bus_nats import NatsBus, connect
-from common.nats_server import _DIE_WITH_PARENT, find_binary, free_port
-from diloco import auth
+from diloco.auth import files as auth
+from diloco.common.bus_nats import NatsBus, connect
+from diloco.common.nats_server import _DIE_WITH_PARENT, find_binary, free_port
 
 HOST = "127.0.0.1"
 NODES = 3

@@ -21,17 +21,17 @@ import numpy as np
 import psutil
 import tomli_w
 
-from aggregator.daemon import load_run
-from common import bus_nats, log, names, wire
-from common.bus_nats import NatsBus
-from common.config import Config, load_config
-from common.service import Runtime
-from common.store import open_store
-from common.tape import RunContext
-from diloco.create import create
-from diloco.view import load_params
-from learner import tree
-from learner.task import load_task
+from diloco.aggregator.daemon import load_run
+from diloco.common import bus_nats, log, names, wire
+from diloco.common.bus_nats import NatsBus
+from diloco.common.config import Config, load_config
+from diloco.common.service import Runtime
+from diloco.common.store import open_store
+from diloco.common.tape import RunContext
+from diloco.learner import tree
+from diloco.learner.task import load_task
+from diloco.model.view import load_params
+from diloco.operate.create import create
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

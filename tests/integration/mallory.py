@@ -8,12 +8,12 @@ import numpy as np
 from audit import Tape
 from harness import World
 
-from common import names, shards, slices, wire
-from common.bus import Bus
-from common.quantize import encode
-from common.shards import shard_ranges
-from common.store import open_store
-from diloco.history import Sent
+from diloco.check.history import Sent
+from diloco.common import names, shards, slices, wire
+from diloco.common.bus import Bus
+from diloco.common.quantize import encode
+from diloco.common.shards import shard_ranges
+from diloco.common.store import open_store
 
 TOKENS_PER_STEP = 1000
 

@@ -5,8 +5,8 @@ Run as: python -m other_release WRITES READS COMMAND ..., READS being a list suc
 
 import sys
 
-from common import wire
 from diloco.__main__ import main
+from diloco.common import wire
 
 if __name__ == "__main__":
     writes, reads = sys.argv[1:3]

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from proxy import Network, Proxy
 
-from common.bus import Message, StreamLimits
-from common.bus_nats import CALL_TIMEOUT_S, NatsBus, connect
-from common.errors import BusError, BusUnavailableError, ConfigError, SwapLostError
-from common.nats_server import NatsServer
+from diloco.common.bus import Message, StreamLimits
+from diloco.common.bus_nats import CALL_TIMEOUT_S, NatsBus, connect
+from diloco.common.errors import BusError, BusUnavailableError, ConfigError, SwapLostError
+from diloco.common.nats_server import NatsServer
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 

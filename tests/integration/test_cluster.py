@@ -15,10 +15,10 @@ from audit import Tape, read_tape
 from cluster import Cluster, Node, open_cluster
 from harness import ENDLESS, Process, World, open_world
 
-from common import bus_nats, names
-from common.bus import StreamLimits
-from common.bus_nats import NatsBus
-from common.errors import BusUnavailableError, SwapLostError
+from diloco.common import bus_nats, names
+from diloco.common.bus import StreamLimits
+from diloco.common.bus_nats import NatsBus
+from diloco.common.errors import BusUnavailableError, SwapLostError
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 RUN = "triple"

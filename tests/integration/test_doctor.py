@@ -16,13 +16,13 @@ import tomli_w
 from audit import Tape, read_tape
 from harness import World, environment, make_world
 
-from common import names, wire
-from common.nats_server import NatsServer
-from diloco.audit import audit
-from diloco.doctor import Report, examine
-from diloco.history import sort_all
-from diloco.remake import check_objects, remake
-from diloco.symptoms import Finding
+from diloco.check.audit import audit
+from diloco.check.doctor import Report, examine
+from diloco.check.history import sort_all
+from diloco.check.remake import check_objects, remake
+from diloco.check.symptoms import Finding
+from diloco.common import names, wire
+from diloco.common.nats_server import NatsServer
 
 STEPS = 64
 

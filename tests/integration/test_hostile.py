@@ -16,12 +16,12 @@ from audit import read_tape
 from harness import ENDLESS, World
 from mallory import TOKENS_PER_STEP, Mallory
 
-from aggregator.policy import NORM_LEAST
-from common import names, shards, slices, wire
-from common.bus import Bus
-from common.errors import WireError
-from common.shards import HEADER
-from diloco.history import Sent, read_stream
+from diloco.aggregator.policy import NORM_LEAST
+from diloco.check.history import Sent, read_stream
+from diloco.common import names, shards, slices, wire
+from diloco.common.bus import Bus
+from diloco.common.errors import WireError
+from diloco.common.shards import HEADER
 
 
 async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:

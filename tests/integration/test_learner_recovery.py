@@ -9,14 +9,14 @@ from typing import Any
 from audit import read_tape
 from harness import ENDLESS, Process, World
 
-from aggregator.daemon import load_run
-from common import log
-from common.bus import Message
-from common.bus_nats import NatsBus
-from common.service import Runtime
-from common.store import DirectoryStore, open_store
-from learner.adopt import Adopter
-from learner.publish import Context
+from diloco.aggregator.daemon import load_run
+from diloco.common import log
+from diloco.common.bus import Message
+from diloco.common.bus_nats import NatsBus
+from diloco.common.service import Runtime
+from diloco.common.store import DirectoryStore, open_store
+from diloco.learner.adopt import Adopter
+from diloco.learner.publish import Context
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 # The tape keeps every life's messages, to be looked at afterwards.

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from harness import World, make_world
 
-from common.errors import BusError, BusUnavailableError, ConfigError, RunMismatchError
-from common.nats_server import NatsServer
-from diloco.opening import open_run
+from diloco.cli.opening import open_run
+from diloco.common.errors import BusError, BusUnavailableError, ConfigError, RunMismatchError
+from diloco.common.nats_server import NatsServer
 
 FRAGMENTS = 3
 

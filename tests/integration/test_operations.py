@@ -9,9 +9,9 @@ import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, World, open_world
 
-from common.errors import ConfigError, RunMismatchError
-from common.nats_server import NatsServer
-from diloco import operate
+from diloco.common.errors import ConfigError, RunMismatchError
+from diloco.common.nats_server import NatsServer
+from diloco.operate import change as operate
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 LEARNERS = ("learner-0", "learner-1")

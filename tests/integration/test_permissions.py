@@ -17,15 +17,15 @@ import nats
 import pytest
 from harness import ENDLESS, World, open_world
 
-from common import bus_nats, names, wire
-from common.bus import StreamLimits
-from common.bus_nats import NatsBus, connect
-from common.config import BusSection
-from common.credentials import SHARED_API, load_credentials
-from common.errors import BusError, BusUnavailableError, ConfigError
-from common.nats_server import NatsServer, free_port
-from diloco import auth
-from diloco.create import make_streams
+from diloco.auth import files as auth
+from diloco.common import bus_nats, names, wire
+from diloco.common.bus import StreamLimits
+from diloco.common.bus_nats import NatsBus, connect
+from diloco.common.config import BusSection
+from diloco.common.credentials import SHARED_API, load_credentials
+from diloco.common.errors import BusError, BusUnavailableError, ConfigError
+from diloco.common.nats_server import NatsServer, free_port
+from diloco.operate.create import make_streams
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 RUN = "fenced"

@@ -13,14 +13,15 @@ from rich.console import Console
 from safetensors.numpy import load_file
 from test_operations import LEARNERS, SLOWER, ask, until_versions
 
-from common import names, wire
-from common.errors import BusError, ConfigError
-from common.nats_server import NatsServer
-from common.store import open_store
-from common.tape_file import read_tape_file, write_tape_file
-from diloco import operate, replay
-from diloco.opening import Place, use_place
-from diloco.replay import Options
+from diloco.cli.opening import Place, use_place
+from diloco.common import names, wire
+from diloco.common.errors import BusError, ConfigError
+from diloco.common.nats_server import NatsServer
+from diloco.common.store import open_store
+from diloco.common.tape_file import read_tape_file, write_tape_file
+from diloco.operate import change as operate
+from diloco.replay import run as replay
+from diloco.replay.run import Options
 
 
 @pytest.fixture(autouse=True)

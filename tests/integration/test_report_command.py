@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from harness import ENDLESS, ROOT, World, environment, make_world
 
-from common import names, wire
-from common.nats_server import NatsServer
-from diloco.chronicle import Chronicle
-from diloco.lanes import make_lanes
-from diloco.opening import open_run
-from diloco.report import gather
-from diloco.scores import Scorer
+from diloco.cli.opening import open_run
+from diloco.common import names, wire
+from diloco.common.nats_server import NatsServer
+from diloco.model.scores import Scorer
+from diloco.report.build import gather
+from diloco.report.chronicle import Chronicle
+from diloco.report.lanes import make_lanes
 
 
 def diloco(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":

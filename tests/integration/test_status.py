@@ -10,11 +10,11 @@ import pytest
 from harness import ENDLESS, World, environment
 from rich.console import Console
 
-from common.config import BusSection
-from diloco.opening import open_run
-from diloco.runs import read_runs
-from diloco.status import Status, Watch
-from diloco.status_screen import picture
+from diloco.cli.opening import open_run
+from diloco.common.config import BusSection
+from diloco.look.runs import read_runs
+from diloco.look.status import Status, Watch
+from diloco.look.status_screen import picture
 
 
 def diloco(world: World, *arguments: str) -> str:
@@ -114,7 +114,7 @@ def test_the_end_of_a_long_tape_is_enough(new_world, monkeypatch) -> None:
     world.learner("a")
     world.until(lambda: status_of(world).updates_merged >= 12, "some updates are merged")
     whole = status_of(world)
-    monkeypatch.setattr("diloco.status.WINDOW", 2)
+    monkeypatch.setattr("diloco.look.status.WINDOW", 2)
     short = status_of(world)
     assert [one.fragment for one in short.fragments] == [0, 1, 2]
     assert short.updates_merged >= whole.updates_merged

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ObjectMissingError, StoreUnavailableError
-from common.store import DirectoryStore
+from diloco.common.errors import ObjectMissingError, StoreUnavailableError
+from diloco.common.store import DirectoryStore
 
 
 @pytest.mark.parametrize("mount_point_stays", [False, True])

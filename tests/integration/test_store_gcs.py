@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from google.auth.credentials import AnonymousCredentials
 
-from common.errors import (
+from diloco.common.errors import (
     ObjectExistsError,
     ObjectMissingError,
     StoreError,
     StoreUnavailableError,
 )
-from common.store import ObjectInfo, open_store
-from common.store_gcs import PART_BYTES, GcsStore
+from diloco.common.store import ObjectInfo, open_store
+from diloco.common.store_gcs import PART_BYTES, GcsStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gcs_server import GcsServer
@@ -376,7 +376,7 @@ def test_many_threads_keep_their_connections(server: GcsServer, store: GcsStore)
 
 MEMORY = """
 import resource, sys, threading
-from common.store_gcs import PART_BYTES, open_gcs
+from diloco.common.store_gcs import PART_BYTES, open_gcs
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

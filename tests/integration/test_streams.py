@@ -8,8 +8,8 @@ import nats
 import pytest
 from harness import World
 
-from common import names
-from common.nats_server import NatsServer
+from diloco.common import names
+from diloco.common.nats_server import NatsServer
 
 BUS = {
     "duplicate_window_s": 60.0,

@@ -8,8 +8,8 @@ import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, World
 
-from common import names, wire
-from common.bus_nats import NatsBus
+from diloco.common import names, wire
+from diloco.common.bus_nats import NatsBus
 
 # Two releases in a row: the later one writes a schema that the earlier one can read already.
 EARLIER = ("other_release", "1", "1,2")

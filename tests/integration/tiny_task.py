@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from learner.task import Task
+from diloco.learner.task import Task
 
 FEATURES = 12
 HIDDEN = 384  # three fragments of several shards each

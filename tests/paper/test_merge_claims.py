@@ -6,7 +6,7 @@ Each test names its section of PAPER.md.
 import numpy as np
 import pytest
 
-from aggregator.merge import (
+from diloco.aggregator.merge import (
     Accumulator,
     Contribution,
     Grid,
@@ -15,9 +15,9 @@ from aggregator.merge import (
     make_grid,
     segment_norms,
 )
-from aggregator.outer import Gradient, make_outer
-from common.layout import Tensor, TensorHint, make_layout
-from common.quantize import encode
+from diloco.aggregator.outer import Gradient, make_outer
+from diloco.common.layout import Tensor, TensorHint, make_layout
+from diloco.common.quantize import encode
 
 SIZE = 1 << 14
 BLOCK = 64

@@ -6,10 +6,10 @@ The planner's defaults are the constants that docs/plan.md fits; nothing here se
 import numpy as np
 import pytest
 
-from common.config import parse_settings
-from diloco import plan_traffic
-from diloco.plan import Fleet, Island, make_plan
-from diloco.plan_outages import Outages
+from diloco.common.config import parse_settings
+from diloco.plan import traffic as plan_traffic
+from diloco.plan.forecast import Fleet, Island, make_plan
+from diloco.plan.outages import Outages
 
 YEAR_S = 365.25 * 86400
 CHIPS = (150_000, 300_000, 600_000, 1_200_000)

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from aggregator import policy
-from aggregator.policy import fragment_rules
-from common.config import RunSettings
-from common.layout import Tensor, make_layout, offset_steps
-from learner import sync
+from diloco.aggregator import policy
+from diloco.aggregator.policy import fragment_rules
+from diloco.common.config import RunSettings
+from diloco.common.layout import Tensor, make_layout, offset_steps
+from diloco.learner import sync
 
 
 def settings(**sections):

@@ -5,10 +5,10 @@ Shared by the scenario scripts and the property tests. The lab does what the dri
 can crash: `resume` from the last record and meet the tape again from its position.
 """
 
-from aggregator import machine, policy
-from common import names, shards, slices, wire
-from common.config import make_config
-from common.layout import Tensor, make_layout
+from diloco.aggregator import machine, policy
+from diloco.common import names, shards, slices, wire
+from diloco.common.config import make_config
+from diloco.common.layout import Tensor, make_layout
 
 BLOCK = 16
 LAYOUT = make_layout([Tensor(name="w", shape=(32, 64), dtype="float32")], fragments=1, block=BLOCK)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from aggregator import garbage
-from aggregator.garbage import Fleet, Ledger
-from aggregator.machine import UpdateId
-from common import names, wire
+from diloco.aggregator import garbage
+from diloco.aggregator.garbage import Fleet, Ledger
+from diloco.aggregator.machine import UpdateId
+from diloco.common import names, wire
 
 RUN, FRAGMENT, EPOCH = "lab", 3, 1
 LEARNERS = ("a", "b", "c")

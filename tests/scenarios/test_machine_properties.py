@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 from machinelab import Lab, digest_of, lab_rules, make_manifest
 
-from aggregator import machine
-from common import wire
+from diloco.aggregator import machine
+from diloco.common import wire
 
 LEARNERS = ("a", "b", "c")
 LIVES = 4

@@ -24,8 +24,8 @@ import pytest
 from machinelab import BLOCK, Lab, lab_rules, make_manifest
 from scripts import check, files, split
 
-from aggregator import machine
-from common import slices
+from diloco.aggregator import machine
+from diloco.common import slices
 
 FIELDS = {"step": "step_time_s"}
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import SyncSection
-from learner import sync
+from diloco.common.config import SyncSection
+from diloco.learner import sync
 
 FRAGMENTS = 3
 fragment = st.integers(0, FRAGMENTS - 1)

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from scripts import check, files, split
 
-from common.config import SyncSection
-from common.layout import Rhythm, next_step
-from learner import sync
+from diloco.common.config import SyncSection
+from diloco.common.layout import Rhythm, next_step
+from diloco.learner import sync
 
 TOKENS = 10
 EVENTS = {"stop": sync.Stop, "leave": sync.Leave, "end": sync.End}

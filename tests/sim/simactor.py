@@ -17,8 +17,8 @@ from simbus import ActorBus
 from simloop import ACTOR
 from simstore import ActorStore
 
-from common.errors import DilocoError
-from common.service import Runtime
+from diloco.common.errors import DilocoError
+from diloco.common.service import Runtime
 
 if TYPE_CHECKING:
     from simworld import World

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from common.bus import (
+from diloco.common.bus import (
     Filled,
     MemoryBroker,
     MemoryBus,
@@ -20,7 +20,7 @@ from common.bus import (
     stream_went_back,
     subject_matches,
 )
-from common.errors import BusUnavailableError
+from diloco.common.errors import BusUnavailableError
 
 if TYPE_CHECKING:
     from simactor import Actor

@@ -13,10 +13,10 @@ import numpy as np
 from simgarbage import GarbageChecker
 from simtensors import TOKENS, Covers
 
-from aggregator.fragment import FragmentArrays
-from common import names, shards, wire
-from common.bus import Message
-from common.errors import DilocoError
+from diloco.aggregator.fragment import FragmentArrays
+from diloco.common import names, shards, wire
+from diloco.common.bus import Message
+from diloco.common.errors import DilocoError
 
 if TYPE_CHECKING:
     from simworld import World

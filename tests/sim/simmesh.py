@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from common.quantize import Encoded
-from learner import sync
-from learner.publish import Context, Stored, Tensors, Uploader
+from diloco.common.quantize import Encoded
+from diloco.learner import sync
+from diloco.learner.publish import Context, Stored, Tensors, Uploader
 
 
 class _Host:

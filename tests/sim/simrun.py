@@ -22,11 +22,11 @@ from simcheck import Violation
 from simtensors import Ledger, Light
 from simworld import SimLearner, World, ended
 
-from aggregator import checkpoint, rollback
-from aggregator import settings as run_settings
-from aggregator.context import Context
-from common.config import BusSection, GcSection, parse_settings
-from common.errors import DilocoError, IntegrityError
+from diloco.aggregator import checkpoint, rollback
+from diloco.aggregator import settings as run_settings
+from diloco.aggregator.context import Context
+from diloco.common.config import BusSection, GcSection, parse_settings
+from diloco.common.errors import DilocoError, IntegrityError
 
 # Kinds of faults of single operations, with the greatest probability of each.
 OPERATIONS = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from simrun import Outcome, Plan, simulate
 from simworld import World
 
-from common import names, wire
-from common.bus import Message
+from diloco.common import names, wire
+from diloco.common.bus import Message
 
 # Processor time that shrinking may take, and events that a trace shows.
 SHRINK_S = 120.0

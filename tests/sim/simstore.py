@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from common.errors import ObjectExistsError, ObjectMissingError, StoreUnavailableError
-from common.store import MemoryStore, ObjectInfo
+from diloco.common.errors import ObjectExistsError, ObjectMissingError, StoreUnavailableError
+from diloco.common.store import MemoryStore, ObjectInfo
 
 if TYPE_CHECKING:
     from simactor import Actor

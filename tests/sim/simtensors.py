@@ -23,13 +23,13 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-from aggregator import merge, outer
-from aggregator.merge import Contribution, Grid
-from common import shards, slices, wire
-from common.layout import Layout
-from common.quantize import Encoded, decode_numpy
-from common.store import ObjectStore
-from learner.replica import Delta, Replica, View
+from diloco.aggregator import merge, outer
+from diloco.aggregator.merge import Contribution, Grid
+from diloco.common import shards, slices, wire
+from diloco.common.layout import Layout
+from diloco.common.quantize import Encoded, decode_numpy
+from diloco.common.store import ObjectStore
+from diloco.learner.replica import Delta, Replica, View
 
 TOKENS = 100
 NO_SCALES = np.zeros(0, ml_dtypes.bfloat16)
@@ -59,7 +59,7 @@ def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -
 
 
 class LightReplica:
-    """`learner.replica.Replica` as far as it matters which steps are unsent, in flight or sent.
+    """`diloco.learner.replica.Replica` as far as it matters which steps are unsent, in flight or sent.
 
     Of each fragment: V - q - theta covers the steps [start, position), q those in flight.
     """
@@ -168,7 +168,7 @@ def _light_close_round(
 
 
 class _LightMerge:
-    """Stands for the module `aggregator.merge` in `aggregator.fragment`."""
+    """Stands for the module `diloco.aggregator.merge` in `diloco.aggregator.fragment`."""
 
     Accumulator = _LightSum
     segment_norms = staticmethod(_light_norms)
@@ -178,7 +178,7 @@ class _LightMerge:
 
 
 class _LightOuter:
-    """Stands for the module `aggregator.outer` in `aggregator.fragment`."""
+    """Stands for the module `diloco.aggregator.outer` in `diloco.aggregator.fragment`."""
 
     close_round = staticmethod(_light_close_round)
     make_outer = staticmethod(outer.make_outer)
@@ -198,10 +198,10 @@ def _unchecked(_codec: str, _codes: np.ndarray) -> None:
 def light() -> Iterator[None]:
     """Within this, fragments are merged as digests, and equal bytes are decoded once."""
     with (
-        mock.patch("aggregator.fragment.merge", _LightMerge),
-        mock.patch("aggregator.fragment.outer", _LightOuter),
-        mock.patch("diloco.create._flatten", _light_flatten),
-        mock.patch("common.shards._check_codes", new=_unchecked),
+        mock.patch("diloco.aggregator.fragment.merge", _LightMerge),
+        mock.patch("diloco.aggregator.fragment.outer", _LightOuter),
+        mock.patch("diloco.operate.create._flatten", _light_flatten),
+        mock.patch("diloco.common.shards._check_codes", new=_unchecked),
         decoded_once(),
     ):
         yield
@@ -211,10 +211,10 @@ def light() -> Iterator[None]:
 def decoded_once() -> Iterator[None]:
     """Within this, equal bytes are decoded once, however many actors read them."""
     with (
-        mock.patch("common.wire.decode", lru_cache(1 << 10)(wire.decode)),
-        mock.patch("common.wire.decode_record", lru_cache(1 << 9)(wire.decode_record)),
-        mock.patch("common.shards.unpack", lru_cache(1 << 10)(shards.unpack)),
-        mock.patch("common.shards.unpack_delta", lru_cache(1 << 10)(shards.unpack_delta)),
+        mock.patch("diloco.common.wire.decode", lru_cache(1 << 10)(wire.decode)),
+        mock.patch("diloco.common.wire.decode_record", lru_cache(1 << 9)(wire.decode_record)),
+        mock.patch("diloco.common.shards.unpack", lru_cache(1 << 10)(shards.unpack)),
+        mock.patch("diloco.common.shards.unpack_delta", lru_cache(1 << 10)(shards.unpack_delta)),
     ):
         yield
 

@@ -23,22 +23,22 @@ from simmesh import MeshUploader
 from simstore import SimStore
 from simtensors import TOKENS, Ledger, Light
 
-from aggregator import checkpoint
-from aggregator.context import Context as AggregatorContext
-from aggregator.daemon import aggregate
-from aggregator.leases import Leases
-from common import names, wire
-from common.bus import Message, subject_matches
-from common.config import BusSection, GcSection, RunSettings
-from common.layout import Layout, Tensor, make_layout
-from common.service import cancel
-from diloco.create import create_run, make_streams
-from learner import sync
-from learner.adopt import Adopter, Fetcher, start_at
-from learner.director import HOLD_S, Director
-from learner.publish import Arrived, Publisher, Uploader
-from learner.publish import Context as LearnerContext
-from learner.train import Meter, Trainer
+from diloco.aggregator import checkpoint
+from diloco.aggregator.context import Context as AggregatorContext
+from diloco.aggregator.daemon import aggregate
+from diloco.aggregator.leases import Leases
+from diloco.common import names, wire
+from diloco.common.bus import Message, subject_matches
+from diloco.common.config import BusSection, GcSection, RunSettings
+from diloco.common.layout import Layout, Tensor, make_layout
+from diloco.common.service import cancel
+from diloco.learner import sync
+from diloco.learner.adopt import Adopter, Fetcher, start_at
+from diloco.learner.director import HOLD_S, Director
+from diloco.learner.publish import Arrived, Publisher, Uploader
+from diloco.learner.publish import Context as LearnerContext
+from diloco.learner.train import Meter, Trainer
+from diloco.operate.create import create_run, make_streams
 
 EPOCH_S = 1_000_000.0
 # Events kept for the trace of a failure.
@@ -176,7 +176,7 @@ class World:
         self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
 
     async def resume(self, actor: Actor) -> None:
-        """As `diloco.operate.resume`: begin a new tape from the newest checkpoint."""
+        """As `diloco.operate.change.resume`: begin a new tape from the newest checkpoint."""
         file = checkpoint.load_file(actor.store, self.run_name, None)
         await make_streams(actor.bus, self.run_name, self.streams)
         context = replace(
@@ -269,7 +269,7 @@ async def ended(actor: Actor) -> None:
 
 
 class SimBackground:
-    """`learner.background.Background` within the virtual loop."""
+    """`diloco.learner.background.Background` within the virtual loop."""
 
     def __init__(self, actor: Actor, context: LearnerContext) -> None:
         self.actor = actor
@@ -370,7 +370,7 @@ class SimLearner:
         return not actor.dead
 
     async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
-        """As `learner.daemon` does it."""
+        """As `diloco.learner.daemon` does it."""
         world, tensors = self.world, self.world.tensors
         fragments = range(len(world.layout.fragments))
         loaded = [await background.adopter.load(fragment) for fragment in fragments]

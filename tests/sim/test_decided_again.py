@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 from simrun import Plan, simulate
 
-from common import names, wire
-from common.config import parse_settings
-from diloco.decide import decide
-from diloco.history import History, sort_all
+from diloco.check.history import History, sort_all
+from diloco.common import names, wire
+from diloco.common.config import parse_settings
+from diloco.replay.decide import decide
 
 SEEDS = 6
 

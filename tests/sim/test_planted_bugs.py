@@ -6,17 +6,17 @@ import pytest
 from simrun import KINDS, Plan, simulate
 from simshrink import commit, explain, shrink
 
-from aggregator import garbage, machine
-from aggregator.context import Context
-from aggregator.fragment import FragmentArrays
-from common import slices
+from diloco.aggregator import garbage, machine
+from diloco.aggregator.context import Context
+from diloco.aggregator.fragment import FragmentArrays
+from diloco.common import slices
 
 SEEDS = 500
 
 
 def position_before_the_commit():
     """Records say that all is resolved that was seen, also what waits."""
-    return mock.patch("aggregator.machine.position", lambda state: state.seen_seq + 1)
+    return mock.patch("diloco.aggregator.machine.position", lambda state: state.seen_seq + 1)
 
 
 def no_fence():
@@ -31,7 +31,7 @@ def no_fence():
             logger=context.logger,
         )
 
-    return mock.patch("aggregator.context.swap", publish)
+    return mock.patch("diloco.aggregator.context.swap", publish)
 
 
 def merged_again_out_of_order():
@@ -42,7 +42,7 @@ def merged_again_out_of_order():
             backwards = record.model_copy(update={"inputs": record.inputs[::-1]})
             super().merge_again(backwards, store)
 
-    return mock.patch("aggregator.recovery.FragmentArrays", Reversed)
+    return mock.patch("diloco.aggregator.recovery.FragmentArrays", Reversed)
 
 
 def redelivery_merged_again():
@@ -51,7 +51,7 @@ def redelivery_merged_again():
     def is_known(state: machine.State, update: machine.UpdateId) -> bool:
         return update in state.pending
 
-    return mock.patch("aggregator.machine._is_known", is_known)
+    return mock.patch("diloco.aggregator.machine._is_known", is_known)
 
 
 def garbage_one_version_early():
@@ -62,7 +62,7 @@ def garbage_one_version_early():
         index = floor(entries, replay_s)
         return None if index is None else min(index + 1, len(entries) - 1)
 
-    return mock.patch("aggregator.garbage._floor", early)
+    return mock.patch("diloco.aggregator.garbage._floor", early)
 
 
 def blocks_where_they_come():
@@ -72,7 +72,7 @@ def blocks_where_they_come():
     def in_a_row(rows_BxW, parts, rows_nxW):
         scatter(rows_BxW, slices.of_range(0, len(rows_nxW), 1), rows_nxW)
 
-    return mock.patch("common.slices.scatter", in_a_row)
+    return mock.patch("diloco.common.slices.scatter", in_a_row)
 
 
 BUGS = {

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
-from diloco.units import BACKOFF, install_units, render_units
+from diloco.common.errors import ConfigError
+from diloco.operate.units import BACKOFF, install_units, render_units
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT.parent / "shared" / "tools" / "systemd-nspawn" / "run_units.sh"

@@ -11,17 +11,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from aggregator.context import Context
-from aggregator.daemon import aggregate
-from common import log, names, shards, slices, wire
-from common.bus import Bus, MemoryBus
-from common.config import BusSection, GcSection, RunSettings
-from common.layout import Tensor, make_layout
-from common.quantize import encode
-from common.service import Runtime, cancel
-from common.store import MemoryStore
-from common.tape import Recorded, last_record, records_of
-from diloco.create import create_run
+from diloco.aggregator.context import Context
+from diloco.aggregator.daemon import aggregate
+from diloco.common import log, names, shards, slices, wire
+from diloco.common.bus import Bus, MemoryBus
+from diloco.common.config import BusSection, GcSection, RunSettings
+from diloco.common.layout import Tensor, make_layout
+from diloco.common.quantize import encode
+from diloco.common.service import Runtime, cancel
+from diloco.common.store import MemoryStore
+from diloco.common.tape import Recorded, last_record, records_of
+from diloco.operate.create import create_run
 
 RUN = "lab"
 ROWS = 8

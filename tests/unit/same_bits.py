@@ -6,13 +6,13 @@ discounts and norms are such that products of float32s would be rounded.
 
 import numpy as np
 
-from aggregator.merge import Accumulator, Contribution, coefficients, make_grid
-from aggregator.outer import close_round, make_outer
-from common.layout import Tensor, TensorHint, make_layout
-from common.quantize import CODECS, encode
-from common.shards import digest
-from learner.delta import make_kernels
-from learner.holding import make_holding
+from diloco.aggregator.merge import Accumulator, Contribution, coefficients, make_grid
+from diloco.aggregator.outer import close_round, make_outer
+from diloco.common.layout import Tensor, TensorHint, make_layout
+from diloco.common.quantize import CODECS, encode
+from diloco.common.shards import digest
+from diloco.learner.delta import make_kernels
+from diloco.learner.holding import make_holding
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 SIZE = 200_000

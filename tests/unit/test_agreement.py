@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aggregator import merge
-from common import shards, slices, wire
-from common.config import SyncSection
-from common.layout import Tensor, TensorHint, make_layout
-from common.quantize import decode_numpy, encode
-from common.store import MemoryStore
-from diloco.agreement import Pairs, mean_cosine, pair_cosines
+from diloco.aggregator import merge
+from diloco.common import shards, slices, wire
+from diloco.common.config import SyncSection
+from diloco.common.layout import Tensor, TensorHint, make_layout
+from diloco.common.quantize import decode_numpy, encode
+from diloco.common.store import MemoryStore
+from diloco.report.agreement import Pairs, mean_cosine, pair_cosines
 
 BLOCK = 16
 CODEC = "int4"

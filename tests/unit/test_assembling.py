@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator import merge
-from aggregator.fragment import read_parts, read_payload
-from aggregator.merge import Contribution, make_grid
-from common import shards, slices, wire
-from common.errors import WireError
-from common.layout import Tensor, make_layout
-from common.quantize import CODECS, Encoded, encode
-from common.store import MemoryStore
+from diloco.aggregator import merge
+from diloco.aggregator.fragment import read_parts, read_payload
+from diloco.aggregator.merge import Contribution, make_grid
+from diloco.common import shards, slices, wire
+from diloco.common.errors import WireError
+from diloco.common.layout import Tensor, make_layout
+from diloco.common.quantize import CODECS, Encoded, encode
+from diloco.common.store import MemoryStore
 
 BLOCK = 16
 LAYOUT = make_layout(

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common import log
-from common.credentials import Credentials, load_credentials, render_credentials
-from common.errors import ConfigError
-from common.nats_server import find_binary
-from diloco import auth
 from diloco.__main__ import app
-from diloco.permissions import Identity, grants
+from diloco.auth import files as auth
+from diloco.auth.permissions import Identity, grants
+from diloco.common import log
+from diloco.common.credentials import Credentials, load_credentials, render_credentials
+from diloco.common.errors import ConfigError
+from diloco.common.nats_server import find_binary
 
 
 def checked(configuration: Path) -> None:

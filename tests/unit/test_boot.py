@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from infra import boot
+from diloco.infra import boot
 
 ROOT = Path(__file__).parents[2]
 SEED = b'seed = "SU-of-central"\n'

@@ -12,16 +12,16 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from common.config import LearnerSection, MeshSection, RunSettings
-from common.errors import CheckpointError
-from common.layout import Tensor, make_layout
-from common.service import Runtime
-from common.store import MemoryStore
-from learner import checkpoint
-from learner.mesh import make_mesh
-from learner.optimizer import adamw
-from learner.publish import Context
-from learner.recovery import Progress, Restored, Saver, open_folder, readable_parts, restore
+from diloco.common.config import LearnerSection, MeshSection, RunSettings
+from diloco.common.errors import CheckpointError
+from diloco.common.layout import Tensor, make_layout
+from diloco.common.service import Runtime
+from diloco.common.store import MemoryStore
+from diloco.learner import checkpoint
+from diloco.learner.mesh import make_mesh
+from diloco.learner.optimizer import adamw
+from diloco.learner.publish import Context
+from diloco.learner.recovery import Progress, Restored, Saver, open_folder, readable_parts, restore
 
 PROGRESS = Progress(local_step=12, tokens=96, position=14, global_step=11)
 PARAMS = {
@@ -395,7 +395,7 @@ def uploaded(store):
 def replace(store, name, data):
     """Other bytes, under a name that fits them."""
     store.delete(name)
-    from common import shards
+    from diloco.common import shards
 
     store.put(f"{name.rsplit('-', 1)[0]}-{shards.digest(data)}", data)
 

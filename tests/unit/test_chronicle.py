@@ -7,9 +7,9 @@ import pytest
 from runlab import RUN, Lab
 
 from bench.forger import Forger
-from common import names, wire
-from diloco.chronicle import Chronicle, Table, read_chronicle
-from diloco.history import History, read_history
+from diloco.check.history import History, read_history
+from diloco.common import names, wire
+from diloco.report.chronicle import Chronicle, Table, read_chronicle
 
 
 def test_a_table_has_columns() -> None:

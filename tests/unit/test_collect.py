@@ -2,13 +2,13 @@
 
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 
-from aggregator.collector import delete, trim_tape
-from aggregator.recovery import recover
-from common import names
-from common.config import GcSection
-from common.store import ObjectInfo
-from common.views import load_view
-from diloco.collect import Found, find, table
+from diloco.aggregator.collector import delete, trim_tape
+from diloco.aggregator.recovery import recover
+from diloco.common import names
+from diloco.common.config import GcSection
+from diloco.common.store import ObjectInfo
+from diloco.common.views import load_view
+from diloco.operate.collect import Found, find, table
 
 NOW = GcSection(replay_s=0, keep_checkpoints=1)
 
@@ -113,7 +113,7 @@ def test_the_replay_window_of_the_file_holds(run_async):
 def test_the_table_has_a_row_for_each_kind(capsys):
     from rich.console import Console
 
-    from aggregator.garbage import Garbage
+    from diloco.aggregator.garbage import Garbage
 
     objects = [Garbage("shard", *ObjectInfo("x", 1500)), Garbage("view", *ObjectInfo("y", 20))]
     Console(width=60).print(table(Found(objects=objects, messages=7), dry_run=True))

@@ -7,15 +7,15 @@ import pytest
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
-from aggregator import machine
-from aggregator.checkpoint import mark
-from aggregator.collector import Collector, fleet_of, read_pins
-from aggregator.garbage import Fleet
-from aggregator.machine import UpdateId
-from aggregator.recovery import recover
-from common import names, wire
-from common.errors import BusUnavailableError, StoreUnavailableError
-from common.views import load_view
+from diloco.aggregator import machine
+from diloco.aggregator.checkpoint import mark
+from diloco.aggregator.collector import Collector, fleet_of, read_pins
+from diloco.aggregator.garbage import Fleet
+from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.recovery import recover
+from diloco.common import names, wire
+from diloco.common.errors import BusUnavailableError, StoreUnavailableError
+from diloco.common.views import load_view
 
 
 async def collected_to(lab: Lab, floor: int, fragment: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config import (
+from diloco.common.config import (
     DAEMON_SECTIONS,
     Config,
     RunSettings,
@@ -14,7 +14,7 @@ from common.config import (
     storage_emulator,
     warnings,
 )
-from common.errors import ConfigError, RunMismatchError
+from diloco.common.errors import ConfigError, RunMismatchError
 
 LEAST = {"run": {"name": "r", "steps": 100}, "store": {"url": "file:///tmp/x"}}
 

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from common.errors import TaskError
-from learner.data import (
+from diloco.common.errors import TaskError
+from diloco.learner.data import (
     STDLIB_MAX_BYTES,
     Corpus,
     batches,

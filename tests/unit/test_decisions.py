@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from runlab import RUN, Lab
 
-from aggregator.rollback import find_versions, roll_back
-from aggregator.settings import change_settings, effective_settings
-from common import names, shards
-from common.errors import ConfigError
-from diloco import whatif
-from diloco.decide import decide
-from diloco.history import History, read_history
-from diloco.remake import Objects, remake
-from diloco.verify import Memory, chains, verify
+from diloco.aggregator.rollback import find_versions, roll_back
+from diloco.aggregator.settings import change_settings, effective_settings
+from diloco.check.history import History, read_history
+from diloco.check.remake import Objects, remake
+from diloco.common import names, shards
+from diloco.common.errors import ConfigError
+from diloco.replay import whatif
+from diloco.replay.decide import decide
+from diloco.replay.verify import Memory, chains, verify
 
 WHOLE = {"enabled": False}
 

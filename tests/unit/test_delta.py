@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator import outer
-from common.layout import Layout, Tensor, TensorHint, make_layout
-from common.quantize import CODECS, Encoded, decode_numpy, encode
-from common.shards import pack, unpack
-from learner.delta import Kernels, Leaves, make_kernels
-from learner.holding import make_holding
+from diloco.aggregator import outer
+from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
+from diloco.common.quantize import CODECS, Encoded, decode_numpy, encode
+from diloco.common.shards import pack, unpack
+from diloco.learner.delta import Kernels, Leaves, make_kernels
+from diloco.learner.holding import make_holding
 
 codecs = st.sampled_from(CODECS)
 DTYPES = ("float32", "bfloat16", "float16")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import IntegrityError, ObjectMissingError, WireError
-from common.quantize import CODECS, GREATEST_CODE, Codec, Encoded, decode_numpy, encode
-from common.shards import (
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.quantize import CODECS, GREATEST_CODE, Codec, Encoded, decode_numpy, encode
+from diloco.common.shards import (
     CHUNK_BLOCKS,
     GAP_BYTES,
     HEADER,
@@ -21,7 +21,7 @@ from common.shards import (
     read_blocks,
     unpack_delta,
 )
-from common.store import MemoryStore
+from diloco.common.store import MemoryStore
 
 BLOCK = 16
 BLOCKS = 9 * CHUNK_BLOCKS + 6  # The last chunk is short.

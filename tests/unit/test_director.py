@@ -5,12 +5,12 @@ from dataclasses import replace
 import msgpack
 import pytest
 
-from common import wire
-from learner import sync
-from learner.adopt import Change
-from learner.director import Director, Plan
-from learner.hosts import pack_change, pack_plan, unpack_change, unpack_plan
-from learner.publish import Arrived
+from diloco.common import wire
+from diloco.learner import sync
+from diloco.learner.adopt import Change
+from diloco.learner.director import Director, Plan
+from diloco.learner.hosts import pack_change, pack_plan, unpack_change, unpack_plan
+from diloco.learner.publish import Arrived
 
 RULES = sync.SyncRules(
     interval_steps=6, min_steps=2, announce_again_s=30.0, lockstep=False, overwrite=False,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
-from common.config import (
+from diloco.common.config import (
     DAEMON_SECTIONS,
     Config,
     IslandSection,

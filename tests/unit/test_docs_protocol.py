@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aggregator import machine
-from aggregator.fragment import FragmentArrays, read_payload
-from common import names, shards, slices, wire
-from common.config import RunSettings
-from common.layout import Tensor, layout_bytes, make_layout
-from common.quantize import decode_numpy, encode
-from common.store import MemoryStore
+from diloco.aggregator import machine
+from diloco.aggregator.fragment import FragmentArrays, read_payload
+from diloco.common import names, shards, slices, wire
+from diloco.common.config import RunSettings
+from diloco.common.layout import Tensor, layout_bytes, make_layout
+from diloco.common.quantize import decode_numpy, encode
+from diloco.common.store import MemoryStore
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "protocol.md"

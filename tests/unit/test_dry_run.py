@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from common import shards
-from common.config import make_config
-from common.errors import ConfigError
-from common.quantize import Encoded, encode
-from diloco.dry_run_command import DryRunOptions, as_json, run_dry, show
-from learner.dry_run import dry_run, exchanges, fragment_figures, stand_in
-from learner.island import Island
+from diloco.common import shards
+from diloco.common.config import make_config
+from diloco.common.errors import ConfigError
+from diloco.common.quantize import Encoded, encode
+from diloco.daemons.dry_run import DryRunOptions, as_json, run_dry, show
+from diloco.learner.dry_run import dry_run, exchanges, fragment_figures, stand_in
+from diloco.learner.island import Island
 
 
 def config_of(mesh="fsdp=4,tensor=2", **sync):

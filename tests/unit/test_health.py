@@ -8,12 +8,12 @@ import urllib.request
 
 import pytest
 
-from common.config import MetricsSection, ServiceManager, service_manager
-from common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
-from common.health import Health, View, step_limit_s
-from common.manager import report, tell, tell_stopping
-from common.probes import make_probes, serving
-from common.service import Runtime, Waits
+from diloco.common.config import MetricsSection, ServiceManager, service_manager
+from diloco.common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
+from diloco.common.health import Health, View, step_limit_s
+from diloco.common.manager import report, tell, tell_stopping
+from diloco.common.probes import make_probes, serving
+from diloco.common.service import Runtime, Waits
 
 
 class Clock:
@@ -195,14 +195,14 @@ def test_waits_name_what_passing_faults_keep_waiting(run_async, monkeypatch) -> 
     async def no_sleep(_seconds: float) -> None:
         seen.append(runtime.waits.now())
 
-    monkeypatch.setattr("common.service.asyncio.sleep", no_sleep)
+    monkeypatch.setattr("diloco.common.service.asyncio.sleep", no_sleep)
     left = [BusUnavailableError("away"), StoreUnavailableError("away"), None]
 
     async def attempt() -> None:
         if (error := left.pop(0)) is not None:
             raise error
 
-    from common import log
+    from diloco.common import log
 
     run_async(runtime.retry("publishing", attempt, logger=log.get()))
     assert seen == [("publishing",), ("publishing",)]

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from common.config import MeshSection, SyncSection
-from common.layout import Layout, Tensor, TensorHint, make_layout
-from common.quantize import CODECS, Encoded, encode
-from learner import tree
-from learner.delta import make_kernels
-from learner.holding import Holding, make_holding
-from learner.mesh import AXES, make_mesh, param_shardings, within
-from learner.replica import Replica
+from diloco.common.config import MeshSection, SyncSection
+from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
+from diloco.common.quantize import CODECS, Encoded, encode
+from diloco.learner import tree
+from diloco.learner.delta import make_kernels
+from diloco.learner.holding import Holding, make_holding
+from diloco.learner.mesh import AXES, make_mesh, param_shardings, within
+from diloco.learner.replica import Replica
 
 BLOCK = 16
 # Odd sizes, a scalar, stacks, rows of several fragments, and axes of whole and of broken blocks.

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from common.config import MeshSection, make_config
-from common.errors import ConfigError, TaskError
-from common.quantize import decode_numpy
-from learner import mesh, tree
-from learner.delta import vector_of
-from learner.island import Island
+from diloco.common.config import MeshSection, make_config
+from diloco.common.errors import ConfigError, TaskError
+from diloco.common.quantize import decode_numpy
+from diloco.learner import mesh, tree
+from diloco.learner.delta import vector_of
+from diloco.learner.island import Island
 
 STEPS = 3
 DOCUMENT = {

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from common.config import RunSettings
-from common.layout import Tensor, make_layout
-from diloco.chronicle import Chronicle, Life
-from diloco.lanes import Lane, make_lanes
+from diloco.common.config import RunSettings
+from diloco.common.layout import Tensor, make_layout
+from diloco.report.chronicle import Chronicle, Life
+from diloco.report.lanes import Lane, make_lanes
 
 STEP_S = 0.5
 EVERY = 4  # steps between two updates

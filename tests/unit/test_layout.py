@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import ConfigError, IntegrityError
-from common.layout import (
+from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.layout import (
     OVERSIZE,
     Fragment,
     Layout,

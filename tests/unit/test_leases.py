@@ -1,9 +1,9 @@
-"""How aggregators divide fragments: `aggregator.leases.plan`, step by step until nothing moves."""
+"""How aggregators divide fragments: `diloco.aggregator.leases.plan`, step by step until nothing moves."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.leases import plan
+from diloco.aggregator.leases import plan
 
 lives = st.lists(st.from_regex(r"[0-9a-f]{4}", fullmatch=True), min_size=1, max_size=6, unique=True)
 

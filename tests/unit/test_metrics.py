@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common import metrics
-from common.metrics import Metrics
+from diloco.common import metrics
+from diloco.common.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 CATALOGUE = metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from common.errors import TaskError
-from common.layout import TensorHint
-from learner.model import PRESETS, Decoder, ModelConfig, build, hint, rotary, rotate
-from learner.task import check_task, named_leaves, params_shapes
+from diloco.common.errors import TaskError
+from diloco.common.layout import TensorHint
+from diloco.learner.model import PRESETS, Decoder, ModelConfig, build, hint, rotary, rotate
+from diloco.learner.task import check_task, named_leaves, params_shapes
 
 SMALL = ModelConfig(layers=2, width=32, heads=2)
 TOKENS_BxL = np.random.default_rng(0).integers(256, size=(2, 12)).astype(np.int32)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common import names
+from diloco.common import names
 
 valid = st.from_regex(names.NAME, fullmatch=True)
 anything = st.text(max_size=50)

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from common.errors import TaskError
-from common.layout import TensorHint
-from learner.optimizer import adamw, warmup_cosine
+from diloco.common.errors import TaskError
+from diloco.common.layout import TensorHint
+from diloco.learner.optimizer import adamw, warmup_cosine
 
 
 def first_update(params, gradients, **options):

@@ -11,8 +11,8 @@ import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator import outer
-from aggregator.merge import (
+from diloco.aggregator import outer
+from diloco.aggregator.merge import (
     Accumulator,
     Contribution,
     Grid,
@@ -21,10 +21,10 @@ from aggregator.merge import (
     make_grid,
     segment_norms,
 )
-from aggregator.outer import Gradient, apply_delta, close_round, make_outer, participation
-from common.layout import Tensor, TensorHint, make_layout
-from common.quantize import CODECS, Encoded, decode_numpy, encode
-from common.shards import shard_ranges
+from diloco.aggregator.outer import Gradient, apply_delta, close_round, make_outer, participation
+from diloco.common.layout import Tensor, TensorHint, make_layout
+from diloco.common.quantize import CODECS, Encoded, decode_numpy, encode
+from diloco.common.shards import shard_ranges
 
 BLOCK = 16
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")

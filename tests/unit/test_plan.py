@@ -11,14 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from common.config import parse_settings
-from common.errors import ConfigError
-from common.quantize import encoded_bytes
-from diloco import plan, plan_command, plan_outages, plan_rounds, plan_traffic
 from diloco.__main__ import app
-from diloco.plan_command import PlanOptions
-from diloco.plan_outages import Outages
-from diloco.plan_rounds import Worker
+from diloco.common.config import parse_settings
+from diloco.common.errors import ConfigError
+from diloco.common.quantize import encoded_bytes
+from diloco.plan import command as plan_command
+from diloco.plan import forecast as plan
+from diloco.plan import outages as plan_outages
+from diloco.plan import rounds as plan_rounds
+from diloco.plan import traffic as plan_traffic
+from diloco.plan.command import PlanOptions
+from diloco.plan.outages import Outages
+from diloco.plan.rounds import Worker
 
 YEAR_S = 365.25 * 86400
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator import policy
-from common import names, shards, slices, wire
-from common.config import BoundsSection, QuorumSection, StalenessSection, make_config
-from common.layout import Rhythm, Tensor, make_layout
+from diloco.aggregator import policy
+from diloco.common import names, shards, slices, wire
+from diloco.common.config import BoundsSection, QuorumSection, StalenessSection, make_config
+from diloco.common.layout import Rhythm, Tensor, make_layout
 
 LAYOUT = make_layout([Tensor(name="w", shape=(48, 64), dtype="float32")], fragments=1, block=32)
 

@@ -6,15 +6,15 @@ import contextlib
 import numpy as np
 import structlog
 
-from common import names, wire
-from common.bus import MemoryBus, StreamLimits
-from common.config import RunSettings, SyncSection
-from common.layout import Tensor, make_layout
-from common.service import Runtime
-from common.store import MemoryStore
-from learner import sync
-from learner.publish import Context, Outgoing, Publisher, Uploader
-from learner.replica import Replica
+from diloco.common import names, wire
+from diloco.common.bus import MemoryBus, StreamLimits
+from diloco.common.config import RunSettings, SyncSection
+from diloco.common.layout import Tensor, make_layout
+from diloco.common.service import Runtime
+from diloco.common.store import MemoryStore
+from diloco.learner import sync
+from diloco.learner.publish import Context, Outgoing, Publisher, Uploader
+from diloco.learner.replica import Replica
 
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
 LIKE = {"w": np.zeros(32, np.float32)}

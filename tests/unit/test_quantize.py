@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.quantize import (
+from diloco.common.quantize import (
     CODECS,
     GREATEST_CODE,
     GREATEST_SCALE,

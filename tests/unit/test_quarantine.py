@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from runlab import RUN, Lab
 
-from aggregator import checkpoint
-from aggregator.quarantine import quarantine, shut_out
+from diloco.aggregator import checkpoint
+from diloco.aggregator.quarantine import quarantine, shut_out
 
 
 def kept(lab: Lab, name: str) -> list[tuple[str, ...]]:

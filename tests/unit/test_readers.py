@@ -8,20 +8,20 @@ import pytest
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
-from aggregator.recovery import rebuild, recover
-from aggregator.rollback import find_versions, roll_back
-from common import names, shards, wire
-from common.bus import MemoryBus, Message
-from common.config import BusSection
-from common.errors import IntegrityError, ObjectMissingError
-from common.service import cancel
-from common.tape import records_of
-from common.views import load_view
-from diloco.create import make_streams
-from learner import sync
-from learner.adopt import Adopter, Fetcher
-from learner.publish import Context as LearnerContext
-from learner.replica import Delta, Replica, View
+from diloco.aggregator.recovery import rebuild, recover
+from diloco.aggregator.rollback import find_versions, roll_back
+from diloco.common import names, shards, wire
+from diloco.common.bus import MemoryBus, Message
+from diloco.common.config import BusSection
+from diloco.common.errors import IntegrityError, ObjectMissingError
+from diloco.common.service import cancel
+from diloco.common.tape import records_of
+from diloco.common.views import load_view
+from diloco.learner import sync
+from diloco.learner.adopt import Adopter, Fetcher
+from diloco.learner.publish import Context as LearnerContext
+from diloco.learner.replica import Delta, Replica, View
+from diloco.operate.create import make_streams
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot
 

@@ -11,13 +11,13 @@ from PIL import Image
 from runlab import Lab
 
 from bench.forger import Forger
-from common import wire
-from diloco.chronicle import read_chronicle
-from diloco.figures_run import Shown
-from diloco.lanes import make_lanes
-from diloco.page import Fact, Page, Section, Table, render
-from diloco.report import DRAWINGS, sample_pairs, write
-from diloco.scores import keep, kept
+from diloco.common import wire
+from diloco.model.scores import keep, kept
+from diloco.report.build import DRAWINGS, sample_pairs, write
+from diloco.report.chronicle import read_chronicle
+from diloco.report.figures_run import Shown
+from diloco.report.lanes import make_lanes
+from diloco.report.page import Fact, Page, Section, Table, render
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</p><script>alert(1)</script><img src=http://example.com/x>"

@@ -6,9 +6,14 @@ import random
 import pytest
 import structlog
 
-from common import service
-from common.errors import BusUnavailableError, ConfigError, ObjectLostError, StoreUnavailableError
-from common.service import FIRST_BACKOFF_S, LAST_BACKOFF_S, Runtime, cancel, first_of
+from diloco.common import service
+from diloco.common.errors import (
+    BusUnavailableError,
+    ConfigError,
+    ObjectLostError,
+    StoreUnavailableError,
+)
+from diloco.common.service import FIRST_BACKOFF_S, LAST_BACKOFF_S, Runtime, cancel, first_of
 
 
 class Clock:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import WireError
-from common.quantize import CODECS, GREATEST_CODE, decode_numpy, encode
-from common.shards import HEADER, crc32c, digest, pack, shard_bytes, shard_ranges, unpack
+from diloco.common.errors import WireError
+from diloco.common.quantize import CODECS, GREATEST_CODE, decode_numpy, encode
+from diloco.common.shards import HEADER, crc32c, digest, pack, shard_bytes, shard_ranges, unpack
 
 BLOCK = 16
 COUNT = 8 * BLOCK

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import slices
-from common.errors import WireError
-from common.wire import MAX_SLICES, Shard, Slice
+from diloco.common import slices
+from diloco.common.errors import WireError
+from diloco.common.wire import MAX_SLICES, Shard, Slice
 
 BLOCKS = 200
 GREATEST = (1 << 63) - 1

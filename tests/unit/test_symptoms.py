@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from runlab import RUN, Lab
 
-from common import names, wire
-from common.service import Runtime
-from diloco import symptoms
-from diloco.audit import audit
-from diloco.history import History, read_history
-from diloco.observe import LearnerView
-from diloco.symptoms import Finding
+from diloco.check import symptoms
+from diloco.check.audit import audit
+from diloco.check.history import History, read_history
+from diloco.check.symptoms import Finding
+from diloco.common import names, wire
+from diloco.common.service import Runtime
+from diloco.look.observe import LearnerView
 
 
 def ask(work: Coroutine[Any, Any, Any]) -> Any:

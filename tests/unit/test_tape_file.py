@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.bus import Message
-from common.errors import ConfigError, IntegrityError
-from common.tape_file import (
+from diloco.common.bus import Message
+from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.tape_file import (
     MAGIC,
     is_tape_file,
     read_tape_file,

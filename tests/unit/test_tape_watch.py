@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import structlog
 
-from aggregator import tape_watch
-from aggregator.tape_watch import watch_tape
-from common.bus import Filled, MemoryBus, StreamLimits
-from common.metrics import Metrics
-from diloco import symptoms
+from diloco.aggregator import tape_watch
+from diloco.aggregator.tape_watch import watch_tape
+from diloco.check import symptoms
+from diloco.common.bus import Filled, MemoryBus, StreamLimits
+from diloco.common.metrics import Metrics
 
 LIMITS = StreamLimits(max_bytes=100_000, keep_old=True)
 

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 
-from common.errors import TaskError
-from common.layout import TensorHint
-from learner.task import Task, check_task, is_trained, load_task, named_leaves, params_shapes
+from diloco.common.errors import TaskError
+from diloco.common.layout import TensorHint
+from diloco.learner.task import Task, check_task, is_trained, load_task, named_leaves, params_shapes
 
 STEPS = 10
 

@@ -1,0 +1,1 @@
+"""`diloco auth`: credentials, permissions, and the guard of the tape."""

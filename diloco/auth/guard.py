@@ -1,0 +1,110 @@
+"""`diloco auth guard`: cuts off who floods the tape, before it is full.
+
+nats-server limits connections and sizes, but not messages in a second. The guard reads the tape
+with the operator's credentials as it grows; a learner that publishes faster than any honest one
+could is revoked, and the servers are told to reload. It runs where the folder of credentials is.
+"""
+
+import asyncio
+import shlex
+import subprocess
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from diloco.auth import files as auth
+from diloco.cli.opening import open_run
+from diloco.common import log, names
+from diloco.common.errors import ConfigError
+from diloco.common.tape import RunContext
+
+# A rate is taken over so many seconds: a learner that comes back from an outage may send at once
+# what it has.
+SPAN_S = 10.0
+COMMAND_S = 60.0
+
+
+class Rates:
+    """Messages a second of each sender, over the last `SPAN_S`. Pure: times come in."""
+
+    def __init__(self, most_per_s: float) -> None:
+        self._most = most_per_s * SPAN_S
+        self._times_s: dict[str, deque[float]] = {}
+
+    def count(self, sender: str, at_s: float) -> bool:
+        """Whether a message is one too many of its sender's."""
+        times_s = self._times_s.setdefault(sender, deque())
+        times_s.append(at_s)
+        while times_s[0] <= at_s - SPAN_S:
+            times_s.popleft()
+        if len(times_s) <= self._most:
+            return False
+        times_s.clear()
+        return True
+
+
+def reload_command(folder: Path, given: str | None) -> list[str]:
+    """What makes the servers reload: a command line, or a signal to the folder's own server.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if given is not None:
+        return shlex.split(given)
+    pid_file = folder / "nats-server.pid"
+    if not pid_file.exists():
+        raise ConfigError(
+            f"no nats-server runs from {folder}: there is no {pid_file.name} in it",
+            hint="give --reload with a command that copies accounts.conf to every server and "
+            "has it reload",
+        )
+    return ["nats-server", "--signal", f"reload={pid_file}"]
+
+
+async def guard(folder: Path, target: str, *, most_per_s: float, reload: list[str]) -> None:
+    """Read the tape from its end on, for ever, and revoke who floods it.
+
+    Raises:
+        ConfigError: RUN cannot be opened, or the folder is none of `diloco auth init`.
+    """
+    auth.identities(folder)
+    async with open_run(target, name="guard") as opened:
+        context = opened.context
+        logger = log.get(run=context.run)
+        logger.info("guarding", most_per_s=most_per_s)
+
+        async def revoke(learner: str) -> None:
+            await asyncio.to_thread(auth.revoke, folder, learner)
+            failure = await context.runtime.call(_run, reload)
+            if failure:
+                logger.error("reload_failed", error=failure)
+            logger.warning(
+                "revoked", learner=learner, most_per_s=most_per_s, runbook="runbooks/credentials.md"
+            )
+
+        await watch(context, most_per_s, revoke)
+
+
+async def watch(
+    context: RunContext, most_per_s: float, revoke: Callable[[str], Awaitable[None]]
+) -> None:
+    """Call `revoke` once for each learner that publishes more than `most_per_s`."""
+    run, rates, revoked = context.run, Rates(most_per_s), set[str]()
+    subjects = [names.join(run, "*"), names.leave(run, "*"), names.update(run, "*", "*")]
+    start = await context.bus.last_sequence(context.tape) + 1
+    async for message in context.bus.read(context.tape, subjects, start):
+        learner = message.subject.split(".")[3]
+        if rates.count(learner, message.time_s) and learner not in revoked:
+            revoked.add(learner)
+            await revoke(learner)
+
+
+def _run(command: list[str]) -> str:
+    """Run the command that has the servers reload; what went wrong, or nothing."""
+    try:
+        done = subprocess.run(  # noqa: S603 - the operator's own command
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stderr or done.stdout or "it failed").strip()[:1000] if done.returncode else ""

@@ -1,0 +1,401 @@
+"""Holds DESIGN.md's invariants against what a run has on its tape and in its store.
+
+It wants nothing but read access, and believes no daemon: what a record claims is compared with the
+manifests it answers and the records before it. A run may be under way, and its tape trimmed; then
+each fragment is judged from its oldest record on. `remake.py` goes on with the objects' contents.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from diloco.check.history import (
+    Announced,
+    Chain,
+    History,
+    Sent,
+    answered,
+    identity,
+    resolves,
+    settled,
+)
+from diloco.common import wire
+from diloco.common.layout import next_step
+
+
+class Breach(NamedTuple):
+    """An invariant that does not hold.
+
+    Attributes:
+        rule: "chain", "resolved", "position", "totals", "inputs", "data", "end", "objects" or
+            "digests".
+        where: which part of the run.
+        what: what was expected and what stands there.
+    """
+
+    rule: str
+    where: str
+    what: str
+
+
+@dataclass
+class Account:
+    """The updates of a run since each fragment's oldest record; tokens beside their counts."""
+
+    sent: int = 0
+    merged: int = 0
+    rejected: int = 0
+    in_flight: int = 0
+    tokens_sent: int = 0
+    tokens_merged: int = 0
+    tokens_rejected: int = 0
+    tokens_in_flight: int = 0
+
+
+@dataclass
+class Audit:
+    """What an audit found: breaches, the account, and what is still in flight."""
+
+    history: History
+    breaches: list[Breach] = field(default_factory=list)
+    account: Account = field(default_factory=Account)
+    in_flight: dict[Sent, Announced] = field(default_factory=dict)
+
+    def hold(self, condition: bool, rule: str, where: str, what: str) -> None:
+        """Note a breach unless `condition` holds."""
+        if not condition:
+            self.breaches.append(Breach(rule, where, what))
+
+
+def audit(history: History, *, hostile: Sequence[str] = ()) -> Audit:
+    """Every invariant that the tape alone can show.
+
+    Args:
+        history: the tape.
+        hostile: senders that need not cover their data without a gap.
+    """
+    found = Audit(history)
+    sent = history.sent()
+    for seq, fragment, why in history.unreadable:
+        found.hold(False, "chain", f"fragment {fragment}, record {seq}", f"unreadable: {why}")
+    for fragment in range(len(history.layout.fragments)):
+        chain = history.records.get(fragment, [])
+        found.hold(bool(chain), "chain", f"fragment {fragment}", "has no record")
+        if chain:
+            own = {update: at for update, at in sent.items() if update.fragment == fragment}
+            _check_chain(found, fragment, chain)
+            _check_totals(found, fragment, chain)
+            _check_resolved(found, fragment, chain, own)
+    _check_inputs(found)
+    _check_data(found, hostile)
+    if history.end is not None:
+        _check_end(found, history.end, hostile)
+    return found
+
+
+def _check_chain(found: Audit, fragment: int, chain: Chain) -> None:
+    """Versions without gap or fork, each on the record before it."""
+    history, (first_seq, first) = found.history, chain[0]
+    where = f"fragment {fragment}, record {first_seq}"
+    if first.base_seq:
+        found.hold(
+            first.base_seq < history.whole_from, "chain", where,
+            f"builds on record {first.base_seq}, which is gone",
+        )  # fmt: skip
+    else:
+        begins = first.what == "restored" or (first.what, first.version) == ("version", 0)
+        found.hold(begins, "chain", where, f"a chain begins with a {first.what} {first.version}")
+    for _, record in chain:
+        own = (record.epoch, record.layout) == (history.specification.epoch, history.layout.digest)
+        found.hold(own, "chain", where, f"epoch {record.epoch}, layout {record.layout}")
+    for (before_seq, before), (seq, record) in itertools.pairwise(chain):
+        _check_link(found, before_seq, before, seq, record)
+
+
+def _check_link(
+    found: Audit, before_seq: int, before: wire.Record, seq: int, record: wire.Record
+) -> None:
+    """One record follows from the one before it."""
+    where = f"fragment {record.fragment}, record {seq}"
+
+    def hold(condition: bool, what: str) -> None:
+        found.hold(condition, "chain", where, what)
+
+    hold(record.base_seq == before_seq, f"builds on {record.base_seq}, not on {before_seq}")
+    hold(record.base_digest == before.view_digest, "builds on another view than the one before")
+    hold(record.position >= before.position, f"position went back to {record.position}")
+    made = record.what in ("version", "restore")
+    hold(record.version == before.version + made, f"{record.what} {record.version} after "
+         f"{before.version}")  # fmt: skip
+    hold(bool(record.inputs) == (record.what == "version"),
+         f"a {record.what} with {len(record.inputs)} inputs")  # fmt: skip
+    hold(record.what != "restored", "an epoch begins in the midst of a chain")
+    if record.what == "restore":
+        _check_restore(found, where, record)
+        return
+    hold(record.final or not before.final, "goes on after the final record")
+    hold(record.what != "version" or not before.final, "a version after the final one")
+    if record.what == "verdict":
+        hold(record.view_digest == before.view_digest, "a verdict with another view")
+        hold(bool(record.rejected) or record.final, "says nothing")
+    hold(_follows_clock(found.history, before, record),
+         f"global step {record.global_step} after {before.global_step}")  # fmt: skip
+    snapshot = record.deltas[: len(before.deltas)] == before.deltas
+    hold(snapshot or record.snapshot_version == record.version, "its deltas are not those before")
+    hold(len(record.deltas) == record.version - record.snapshot_version,
+         f"{len(record.deltas)} deltas from version {record.snapshot_version}")  # fmt: skip
+
+
+def _check_restore(found: Audit, where: str, record: wire.Record) -> None:
+    """A rollback is a version with the view of an earlier one."""
+    earlier = record.restored_version
+    known = [
+        old.view_digest
+        for _, old in found.history.records[record.fragment]
+        if old.version == earlier and old.what != "verdict"
+    ]
+    whole = record.snapshot_version == record.outer_version == record.version
+    found.hold(whole and not record.deltas, "chain", where, "a restore without objects of its own")
+    found.hold(
+        earlier is not None and earlier < record.version and {*known} <= {record.view_digest},
+        "chain", where, f"not the view of version {earlier}",
+    )  # fmt: skip
+
+
+def _follows_clock(history: History, before: wire.Record, record: wire.Record) -> bool:
+    """Whether a record carries the run's clock on by one interval, or stands still for verdicts."""
+    settings = history.settings_of(record)
+    if record.what == "verdict" or settings is None:
+        return record.global_step >= before.global_step
+    following = next_step(settings.sync.rhythm(record.fragment), before.global_step)
+    return record.global_step == min(settings.run.steps, following)
+
+
+def _check_totals(found: Audit, fragment: int, chain: Chain) -> None:
+    """A record's totals are the sums over all up to it."""
+    sums = chain[0][1].totals.model_dump()
+    for seq, record in chain[1:]:
+        sums["updates_merged"] += len(record.inputs)
+        sums["updates_rejected"] += len(record.rejected)
+        sums["tokens_merged"] += sum(taken.tokens for taken in record.inputs)
+        sums["tokens_rejected"] += sum(taken.tokens for taken in record.rejected)
+        sums["steps_merged"] += sum(taken.steps for taken in record.inputs)
+        capped = {name: min(count, wire.GREATEST) for name, count in sums.items()}
+        totals = record.totals.model_dump()
+        where = f"fragment {fragment}, record {seq}"
+        found.hold(totals == capped, "totals", where, f"says {totals}, the sums are {capped}")
+
+
+def _check_resolved(found: Audit, fragment: int, chain: Chain, sent: dict[Sent, Announced]) -> None:
+    """Each update in one record at most; a record's position leaves no unresolved one behind."""
+    first = chain[0][1]
+    old = {u for u, at in sent.items() if settled(first, u, at.stream_seq)}
+    due = sorted((at.stream_seq, u) for u, at in sent.items() if u not in old)
+    resolved: dict[Sent, int] = {}
+    ignored = _out_of_turn(chain, sent, old)
+    passed = 0
+    for seq, record in chain[1:]:
+        where = f"fragment {fragment}, record {seq}"
+        for taken in resolves(record):
+            update = answered(record, taken)
+            twice = resolved.get(update, chain[0][0] if update in old else None)
+            found.hold(twice is None, "resolved", where, f"{update} was resolved by {twice}")
+            from_tape = update in sent or taken.stream_seq < found.history.whole_from
+            found.hold(from_tape, "resolved", where, f"{update} was never announced")
+            resolved[update] = seq
+        while passed < len(due) and due[passed][0] < record.position:
+            update = due[passed][1]
+            met = update in resolved or update in ignored
+            found.hold(met, "position", where, f"{record.position} leaves {update} behind")
+            passed += 1
+    flying = {u: sent[u] for _, u in due if u not in resolved and u not in ignored}
+    end = found.history.end
+    if end is not None:
+        flying = {u: at for u, at in flying.items() if at.stream_seq < end[0]}
+        for update in flying:
+            found.hold(False, "resolved", f"fragment {fragment}", f"{update} was never resolved")
+    found.in_flight.update(flying)
+    counted = {u: at for u, at in sent.items() if u in resolved or u in flying}
+    _balance(found, fragment, chain, counted, flying)
+
+
+def _out_of_turn(chain: Chain, sent: dict[Sent, Announced], old: set[Sent]) -> set[Sent]:
+    """Updates that are none: an earlier one of that life was unresolved, or a later one was sent.
+
+    An aggregator passes them over until they are announced in their turn.
+    """
+    resolved_at = {
+        answered(record, taken): seq for seq, record in chain for taken in resolves(record)
+    }
+    lives: dict[tuple[str, int], list[tuple[int, Sent]]] = defaultdict(list)
+    for update, at in sent.items():
+        lives[update.learner, update.incarnation].append((at.stream_seq, update))
+    found = set()
+    for life in lives.values():
+        life.sort()
+        for (_, before), (announced, update) in itertools.pairwise(life):
+            waits = before not in old and resolved_at.get(before, announced + 1) > announced
+            if update not in resolved_at and (waits or update.seq < before.seq):
+                found.add(update)
+    return found
+
+
+def _balance(
+    found: Audit,
+    fragment: int,
+    chain: Chain,
+    sent: dict[Sent, Announced],
+    flying: dict[Sent, Announced],
+) -> None:
+    """Tokens sent = merged + rejected + in flight, since the oldest record."""
+    first, last = chain[0][1].totals, chain[-1][1].totals
+    account = found.account
+    tokens_sent = sum(at.manifest.tokens for at in sent.values())
+    tokens_flying = sum(at.manifest.tokens for at in flying.values())
+    merged = last.tokens_merged - first.tokens_merged
+    rejected = last.tokens_rejected - first.tokens_rejected
+    gone = [
+        taken.tokens
+        for _, record in chain[1:]
+        for taken in resolves(record)
+        if answered(record, taken) not in sent
+    ]
+    tokens_sent += sum(gone)
+    capped = max(last.tokens_merged, last.tokens_rejected) == wire.GREATEST
+    found.hold(
+        capped or tokens_sent == merged + rejected + tokens_flying,
+        "totals", f"fragment {fragment}",
+        f"{tokens_sent} tokens sent, {merged} merged, {rejected} rejected, "
+        f"{tokens_flying} in flight",
+    )  # fmt: skip
+    account.merged += last.updates_merged - first.updates_merged
+    account.rejected += last.updates_rejected - first.updates_rejected
+    account.in_flight += len(flying)
+    account.sent += len(sent) + len(gone)
+    account.tokens_sent += tokens_sent
+    account.tokens_merged += merged
+    account.tokens_rejected += rejected
+    account.tokens_in_flight += tokens_flying
+
+
+def _check_inputs(found: Audit) -> None:
+    """What a record says of an update is what its manifest says."""
+    announced = dict(found.history.manifests)
+    for record in found.history.all_records():
+        where = f"fragment {record.fragment}, version {record.version}"
+        for taken in resolves(record):
+            manifest = announced.get(taken.stream_seq)
+            if manifest is None:
+                trimmed = taken.stream_seq < found.history.whole_from
+                found.hold(trimmed, "inputs", where, f"no manifest at {taken.stream_seq}")
+                continue
+            update = answered(record, taken)
+            same = identity(manifest) == update and (taken.tokens, taken.steps) == (
+                manifest.tokens,
+                manifest.steps,
+            )
+            if isinstance(taken, wire.Input):
+                staleness = record.version - 1 - manifest.base_version
+                same = same and taken.staleness == staleness >= 0
+                same = same and (taken.shards, taken.final) == (manifest.shards, manifest.final)
+            found.hold(same, "inputs", where, f"{update} is not what its manifest says")
+
+
+def _check_data(found: Audit, hostile: Sequence[str]) -> None:
+    """Each step's work is in one update of a fragment at most, whatever lives it took.
+
+    Within a life updates follow each other without a gap; a life begins behind all that earlier
+    manifests and leaves cover.
+    """
+    history = found.history
+    runs: dict[tuple[str, int, int], list[wire.Manifest]] = defaultdict(list)
+    for update, at in history.sent().items():
+        if update.learner not in hostile:
+            runs[update.learner, update.incarnation, update.fragment].append(at.manifest)
+    begins: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for (learner, incarnation, fragment), manifests in runs.items():
+        where = f"{learner}, life {incarnation}, fragment {fragment}"
+        manifests.sort(key=lambda manifest: manifest.seq)
+        if manifests[0].seq == 1:
+            begins[learner, incarnation].add(manifests[0].position - manifests[0].steps)
+        else:
+            found.hold(history.trimmed, "data", where, f"begins with {manifests[0].seq}")
+        for before, after in itertools.pairwise(manifests):
+            found.hold(
+                after.seq == before.seq + 1
+                and _goes_on(history, before, after)
+                and after.base_version >= before.base_version,
+                "data", where, f"update {after.seq} does not follow {before.seq}",
+            )  # fmt: skip
+    for (learner, incarnation), starts in begins.items():
+        _check_beginning(found, learner, incarnation, starts)
+
+
+def _goes_on(history: History, before: wire.Manifest, after: wire.Manifest) -> bool:
+    """Whether the data of an update begins where that of the one before ended.
+
+    A rollback between them drops what was not sent.
+    """
+    begins = after.position - after.steps
+    dropped = any(
+        record.what == "restore" and before.base_version < record.version <= after.base_version
+        for _, record in history.records[after.fragment]
+    )
+    return begins == before.position or (dropped and begins > before.position)
+
+
+def _check_beginning(found: Audit, learner: str, incarnation: int, starts: set[int]) -> None:
+    history = found.history
+    said: list[tuple[int, wire.Manifest | wire.Leave]] = [*history.manifests, *history.leaves]
+    earlier = [
+        message.position
+        for seq, message in said
+        if message.learner == learner and max(seq, message.incarnation + 1) <= incarnation
+    ]
+    behind = max([*earlier, history.specification.positions.get(learner, 0)])
+    # What earlier lives have sent may be trimmed; then it lies further on.
+    fits = starts == {behind} or (history.trimmed and len(starts) == 1 and min(starts) > behind)
+    where = f"{learner}, life {incarnation}"
+    found.hold(fits, "data", where, f"begins at {sorted(starts)}, earlier lives ended at {behind}")
+
+
+def _check_end(found: Audit, at: tuple[int, wire.End], hostile: Sequence[str]) -> None:
+    """The run's end agrees with its records; who was there to the end sent all it had."""
+    history, (end_seq, end) = found.history, at
+    found.hold(history.stop is not None, "end", "the tape", "an end without a stop")
+    for fragment, chain in history.records.items():
+        before = [(seq, record) for seq, record in chain if seq < end_seq]
+        said = (end.versions[fragment], end.record_seqs[fragment], True)
+        stands = (chain[-1][1].version, before[-1][0], before[-1][1].final) if before else None
+        found.hold(said == stands, "end", f"fragment {fragment}", f"says {said}, but is {stands}")
+    covered: Counter[tuple[str, int, int]] = Counter()
+    for _, manifest in history.manifests:
+        life = (manifest.learner, manifest.incarnation, manifest.fragment)
+        covered[life] = max(covered[life], manifest.position)
+    for _, leave in history.leaves:
+        for fragment in leave.fragments:
+            life = (leave.learner, leave.incarnation, fragment)
+            covered[life] = max(covered[life], leave.position)
+    for learner in {join.learner for _, join in history.joins} - {*hostile}:
+        last = history.lives(learner)[-1]
+        leaves = [a for a in history.full_leaves(learner) if a[1].incarnation == last]
+        stopped = history.stop[0] if history.stop else end_seq
+        # Who came after the end, or was trimmed away, had nothing to send.
+        if leaves and leaves[0][0] > stopped and history.whole_from <= last < end_seq:
+            _check_flushed(found, learner, last, leaves[0][1].position, covered)
+
+
+def _check_flushed(
+    found: Audit,
+    learner: str,
+    incarnation: int,
+    position: int,
+    covered: Counter[tuple[str, int, int]],
+) -> None:
+    """A life's manifests cover all its steps up to `position`."""
+    for fragment in found.history.records:
+        reached = covered[learner, incarnation, fragment]
+        where = f"{learner}, life {incarnation}, fragment {fragment}"
+        found.hold(reached == position, "end", where, f"sent up to {reached}, left at {position}")

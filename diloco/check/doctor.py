@@ -1,0 +1,306 @@
+"""`diloco doctor`: explains the health of a run, or of a configuration whose run is not made yet.
+
+It probes what it needs (bus, store, clock), reads tape, heartbeats and the list of objects, and
+leaves nothing behind but one line among the rejected copies. `symptoms.py` has the judgements.
+"""
+
+import asyncio
+import json as json_module
+import secrets
+from dataclasses import asdict, dataclass, field
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from diloco.check import remake, symptoms
+from diloco.check.audit import Account, Audit, audit
+from diloco.check.history import History, read_history
+from diloco.check.symptoms import Finding
+from diloco.cli.opening import OpenRun, open_run, run_config
+from diloco.common import names, wire
+from diloco.common.config import Config, differences
+from diloco.common.errors import (
+    BusError,
+    BusUnavailableError,
+    DilocoError,
+    IntegrityError,
+    RunMismatchError,
+    RunMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
+from diloco.common.store import ObjectStore, open_store
+from diloco.common.tape import RunContext
+from diloco.look.observe import read_heartbeats, read_leases
+
+COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+ORDER = ("error", "warning", "note", "ok")
+# A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
+LOOKS = 3
+
+
+@dataclass
+class Report:
+    """What the doctor found; `account` is None when the tape could not be read."""
+
+    run: str
+    findings: list[Finding] = field(default_factory=list)
+    account: Account | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is an error."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+    def document(self) -> dict[str, object]:
+        """The report as JSON has it."""
+        return {
+            "run": self.run,
+            "healthy": self.healthy,
+            "findings": [asdict(finding) for finding in self.findings],
+            "account": None if self.account is None else asdict(self.account),
+        }
+
+
+def run_doctor(target: str, *, deep: bool, json: bool) -> int:
+    """Examine and tell; the exit status: 0 unless something is an error.
+
+    Raises:
+        ConfigError: `target` is no configuration or cannot be understood.
+    """
+    console = Console(stderr=json)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=None)
+        report = asyncio.run(
+            examine(
+                target,
+                deep=deep,
+                progress=lambda done, total: progress.update(
+                    task, description="making versions again", completed=done, total=total
+                ),
+            )
+        )
+    if json:
+        print(json_module.dumps(report.document()), flush=True)  # noqa: T201 - the result itself
+    else:
+        show(report, console)
+    return 0 if report.healthy else 1
+
+
+async def examine(
+    target: str, *, deep: bool = False, progress: remake.Progress | None = None
+) -> Report:
+    """Everything that can be found out about RUN.
+
+    Args:
+        target: RUN, as `diloco.cli.opening` has it.
+        deep: also read every object, and make every version again.
+        progress: hears how far the deep part has come.
+
+    Raises:
+        ConfigError: `target` is no configuration or cannot be understood.
+    """
+    config = run_config(target)
+    report = Report(config.run.name)
+    found = report.findings
+    found += symptoms.configuration(config.settings())
+    found += await asyncio.to_thread(_probe_store, config)
+    try:
+        async with open_run(target, name="doctor") as run:
+            found += await asyncio.to_thread(_compare, run)
+            found += await _probe_bus(run.context)
+            await _examine_run(report, run.context, deep=deep, progress=progress)
+    except RunMissingError as error:
+        found.append(_no_run(error))
+        found += await asyncio.to_thread(_try_task, config)
+    except BusUnavailableError as error:
+        found.append(_failed("bus", error, symptoms.NATS_AWAY))
+    except BusError as error:
+        found.append(_failed("bus", error, symptoms.PERMISSIONS))
+    except StoreUnavailableError as error:
+        found.append(_failed("store", error, symptoms.STORE_AWAY))
+    except StoreError as error:
+        found.append(_failed("store", error, symptoms.PERMISSIONS))
+    except IntegrityError as error:
+        found.append(_failed("store", error, symptoms.DIGEST_MISMATCH))
+    except RunMismatchError as error:
+        found.append(_failed("store", error, symptoms.STORE_AWAY))
+    except DilocoError as error:
+        found.append(_failed("run", error, symptoms.RUN_MISMATCH))
+    return report
+
+
+def _failed(about: str, error: DilocoError, runbook: str) -> Finding:
+    return Finding(
+        severity="error",
+        about=about,
+        sentence=error.message,
+        advice=error.hint or "",
+        runbook=runbook,
+    )
+
+
+def _no_run(error: DilocoError) -> Finding:
+    return Finding(
+        severity="note", about="run", sentence=f"{error.message}: it does not exist yet",
+        advice=error.hint or "", runbook=symptoms.RUN_MISMATCH,
+    )  # fmt: skip
+
+
+def _probe_store(config: Config) -> list[Finding]:
+    """Write, read and delete an object, where that is permitted."""
+    name = f"{config.run.name}/doctor/{secrets.token_hex(8)}"
+    try:
+        store = open_store(config.store.url, emulator=config.store.emulator)
+        _round_trip(store, name)
+    except StoreUnavailableError as error:
+        return [_failed("store", error, symptoms.STORE_AWAY)]
+    except DilocoError as error:
+        return [_failed("store", error, symptoms.PERMISSIONS)]
+    return [Finding(severity="ok", about="store", sentence=f"{config.store.url} takes objects")]
+
+
+def _round_trip(store: ObjectStore, name: str) -> None:
+    data = name.encode()
+    store.put(name, data)
+    try:
+        if store.get(name) != data:
+            raise StoreError(f"object {name!r} is not what was written")
+    finally:
+        store.delete(name)
+
+
+async def _probe_bus(context: RunContext) -> list[Finding]:
+    """Publish a line among the copies for people, and compare the server's clock with ours."""
+    subject = names.rejected(context.run, "doctor")
+    probe = wire.Rejection(
+        fragment=-1, learner="doctor", incarnation=0, seq=0, reason="probe", detail="diloco doctor"
+    )
+    before_s = context.runtime.clock()
+    try:
+        await context.bus.publish(subject, wire.encode(probe))
+        after_s = context.runtime.clock()
+        message = await context.bus.last(names.ops_stream(context.run), subject)
+        filled = await context.bus.filled(context.tape)
+    except BusUnavailableError as error:
+        return [_failed("bus", error, symptoms.NATS_AWAY)]
+    except BusError as error:
+        return [_failed("bus", error, symptoms.PERMISSIONS)]
+    assert message is not None
+    # Within its travel time the message may have been stored at any moment.
+    ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
+    live_s = context.settings.quorum.live_s
+    return [
+        Finding(severity="ok", about="bus", sentence="NATS answers, and takes messages"),
+        symptoms.clock("this machine's clock", ahead_s, live_s),
+        *symptoms.room(filled),
+    ]
+
+
+def _compare(run: OpenRun) -> list[Finding]:
+    """The file, and the task it names, against the run's specification."""
+    found = [
+        Finding(
+            severity="error",
+            about="specification",
+            sentence=sentence,
+            advice="daemons with this file are refused: use the one the run was created with",
+            runbook=symptoms.RUN_MISMATCH,
+        )
+        for sentence in differences(run.config.settings(), run.context.settings)
+    ]
+    if not found:
+        found.append(
+            Finding(severity="ok", about="specification", sentence="the file is that of the run")
+        )
+    return found + _try_task(run.config, run.specification.layout)
+
+
+def _try_task(config: Config, layout: str | None = None) -> list[Finding]:
+    """Whether the task can be built here, and gives the run's layout."""
+    from diloco.learner import tree
+    from diloco.learner.task import run_task
+
+    try:
+        digest = tree.task_layout(run_task(config.settings()), config.sync).digest
+    except (DilocoError, ImportError, OSError) as error:
+        sentence = f"task {config.task.build!r} cannot be built here, so its layout is not checked"
+        return [
+            Finding(
+                severity="note", about="layout", sentence=f"{sentence}: {error}",
+                advice="only learners and `run create` need it", runbook=symptoms.RUN_MISMATCH,
+            )
+        ]  # fmt: skip
+    if layout is None or digest == layout:
+        return [Finding(severity="ok", about="layout", sentence=f"the task's layout is {digest}")]
+    return [
+        Finding(
+            severity="error",
+            about="layout",
+            sentence=f"the task's layout is {digest} here, {layout} in the run",
+            advice="learners with this task are refused: use the code the run was created with",
+            runbook=symptoms.RUN_MISMATCH,
+        )
+    ]
+
+
+async def _examine_run(
+    report: Report, context: RunContext, *, deep: bool, progress: remake.Progress | None
+) -> None:
+    """Tape, learners, fragments and objects."""
+    history, found, objects = await _look(context, deep=deep, progress=progress)
+    views = await read_heartbeats(context, {join.learner for _, join in history.joins})
+    now_s = context.runtime.clock()
+    report.account = found.account
+    report.findings += [
+        *symptoms.aggregator_clocks(history),
+        *symptoms.learners(history, views, now_s),
+        *symptoms.fragments(history, found, now_s),
+        *symptoms.owners(history, await read_leases(context)),
+        *symptoms.tape(history, found),
+        *symptoms.objects(objects, deep=deep),
+    ]
+
+
+async def _look(
+    context: RunContext, *, deep: bool, progress: remake.Progress | None
+) -> tuple[History, Audit, remake.Objects]:
+    """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
+    for look in range(1, LOOKS + 1):
+        history = await read_history(context)
+        found = audit(history)
+        objects = await context.runtime.call(remake.check_objects, history)
+        if deep:
+            await context.runtime.call(remake.remake, history, objects, progress)
+        amiss = found.breaches or objects.breaches
+        if not amiss or look == LOOKS:
+            break
+        if await context.bus.last_sequence(context.tape) == history.last_seq:
+            break
+    return history, found, objects
+
+
+def show(report: Report, console: Console) -> None:
+    """The report as a table, the worst first."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column("severity", no_wrap=True)
+    table.add_column("about", no_wrap=True)
+    table.add_column("sentence", overflow="fold")
+    for finding in sorted(report.findings, key=lambda item: ORDER.index(item.severity)):
+        lines = [escape(finding.sentence)]
+        if finding.advice:
+            lines.append(f"[dim]{escape(finding.advice)}[/]")
+        if finding.runbook:
+            lines.append(f"[dim]{finding.runbook}[/]")
+        colour = COLOURS[finding.severity]
+        table.add_row(f"[{colour}]{finding.severity}[/]", escape(finding.about), "\n".join(lines))
+    console.print(table)
+    counts = {
+        severity: sum(finding.severity == severity for finding in report.findings)
+        for severity in ORDER[:-1]
+    }
+    listed = ", ".join(f"{count} {severity}s" for severity, count in counts.items() if count)
+    state = "healthy" if report.healthy else "[bold red]not healthy[/]"
+    console.print(f"run [bold]{report.run}[/] is {state}{f' ({listed})' if listed else ''}")

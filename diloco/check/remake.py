@@ -1,0 +1,240 @@
+"""Holds a run's objects against its records: are they there, whole, and do they give the digests?
+
+Shallow: a listing tells whether what recovery needs is there, with the right sizes. Deep: every
+object that is there is read, each version is merged again from its recorded inputs, and its delta
+and stored states are compared, bit for bit. Garbage collection takes what recovery no longer
+needs; remaking then begins at the oldest version whose view and outer state are still there.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from diloco.aggregator.fragment import FragmentArrays
+from diloco.check.audit import Breach
+from diloco.check.history import History
+from diloco.common import names, shards, wire
+from diloco.common.errors import IntegrityError, ObjectMissingError
+from diloco.common.quantize import Encoded
+from diloco.common.tape import get_object
+
+# Called with how many of how many records are done.
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Objects:
+    """What became of a run's objects.
+
+    Attributes:
+        needed: how many recovery and learners need; `needed_bytes` of them.
+        collected: how many that the tape names are gone, and may be.
+        orphans: objects below the run's prefix that nothing on the tape names, in bytes.
+        remade: versions that were merged again, and gave their digests.
+    """
+
+    breaches: list[Breach] = field(default_factory=list)
+    needed: int = 0
+    needed_bytes: int = 0
+    collected: int = 0
+    orphans: dict[str, int] = field(default_factory=dict)
+    remade: int = 0
+
+
+def needed_now(history: History) -> Iterator[tuple[int, wire.ObjectRef | wire.Shard]]:
+    """(record's sequence, object) of all that recovery and joining learners need."""
+    for chain in history.records.values():
+        newest_seq, newest = chain[-1]
+        yield from ((newest_seq, ref) for ref in (newest.snapshot, newest.outer, *newest.deltas))
+        covered = newest.outer_seq or newest_seq
+        for seq, record in chain:
+            for taken in record.inputs if seq > covered else ():
+                yield from ((seq, shard) for shard in taken.shards)
+
+
+def named(record: wire.Record) -> Iterator[wire.ObjectRef | wire.Shard]:
+    """Every object that a record names."""
+    yield from (record.snapshot, record.outer, *record.deltas)
+    if record.delta is not None:
+        yield record.delta
+    for taken in record.inputs:
+        yield from taken.shards
+
+
+def check_objects(history: History, *, everything: bool = False) -> Objects:
+    """Compare a listing of the store with the tape.
+
+    Args:
+        history: the tape.
+        everything: want all that the tape names, as where nothing is ever collected.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    found = Objects()
+    run = history.run
+    there = {info.name: info.size_bytes for info in history.store.list(f"{run}/")}
+    wanted = {ref.name: (seq, ref) for seq, ref in needed_now(history)}
+    found.needed = len(wanted)
+    found.needed_bytes = sum(ref.size_bytes for _, ref in wanted.values())
+    known = {ref.name: ref for record in history.all_records() for ref in named(record)}
+    for name, ref in known.items():
+        seq = wanted[name][0] if name in wanted else 0
+        where = f"record {seq}" if seq else "an older record"
+        if name not in there:
+            if seq or everything:
+                found.breaches.append(Breach("objects", where, f"no object {name!r}"))
+            found.collected += 1
+        elif there[name] != ref.size_bytes:
+            what = f"{name!r} has {there[name]} bytes, not {ref.size_bytes}"
+            found.breaches.append(Breach("objects", where, what))
+    known_names = {*known, *_other_names(history)}
+    prefixes = tuple(names.fragment_prefix(run, f) for f in range(len(history.layout.fragments)))
+    kept = tuple(_pinned(history))
+    found.orphans = {
+        name: size
+        for name, size in there.items()
+        if (name.startswith(prefixes) or "/update/" in name)
+        and name not in known_names
+        and not name.startswith(kept)
+    }
+    return found
+
+
+def _other_names(history: History) -> Iterator[str]:
+    """Objects that the tape names outside of records' own fields."""
+    for _, manifest in history.manifests:
+        yield from (shard.name for shard in manifest.shards)
+    for message in history.messages:
+        if ".record." in message.subject:
+            found = wire.decode_record(message.payload)
+            if isinstance(found, wire.RecordPointer):
+                yield found.body.name
+
+
+def _pinned(history: History) -> set[str]:
+    """How the names of all that checkpoints keep begin."""
+    return {
+        names.version_object(history.run, fragment, version, "", "").removesuffix("--")
+        for _, checkpoint in history.checkpoints
+        for fragment, version in enumerate(checkpoint.versions)
+    }
+
+
+def remake(history: History, found: Objects, progress: Progress | None = None) -> None:
+    """Read every object that is there, and make every version again; breaches go to `found`.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    total = sum(len(chain) for chain in history.records.values())
+    done = 0
+    for fragment in sorted(history.records):
+        remaker = Remaker(history, found, fragment)
+        for seq, record in history.records[fragment]:
+            try:
+                remaker.take(seq, record)
+            except IntegrityError as error:
+                where = f"fragment {fragment}, record {seq}"
+                found.breaches.append(Breach("digests", where, error.message))
+                remaker.arrays = None
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
+
+class Remaker:
+    """Follows one fragment's records, with its arrays once they can be had."""
+
+    def __init__(self, history: History, found: Objects, fragment: int) -> None:
+        self.arrays: FragmentArrays | None = None
+        self._history = history
+        self._found = found
+        self._fragment = fragment
+        chain = history.records[fragment]
+        newest = chain[-1][1]
+        self._newest_seq = chain[-1][0]
+        self._covered = newest.outer_seq or self._newest_seq
+        self._was = ("", "")
+
+    def take(self, seq: int, record: wire.Record) -> None:
+        """Bring the arrays to a record, and compare.
+
+        Raises:
+            IntegrityError: something is damaged, or does not give the recorded digests.
+        """
+        if record.what == "verdict":
+            if self.arrays is not None:
+                self._hold(record, "digests", (record.view_digest, record.outer_digest), self._was)
+            return
+        if record.what == "version" and self.arrays is not None and record.inputs:
+            self._merge_again(seq, record)
+        else:
+            self.arrays = None
+        self._was = (record.view_digest, record.outer_digest)
+        stored = record.outer_version == record.version
+        if self.arrays is not None and stored:
+            self._check_stored(record, self.arrays)
+        elif self.arrays is None and stored:
+            self._load(seq, record)
+
+    def _merge_again(self, seq: int, record: wire.Record) -> None:
+        assert self.arrays is not None
+        try:
+            delta = self.arrays.merge_again(record, self._history.store)
+        except IntegrityError as error:
+            collected = isinstance(error.__cause__, ObjectMissingError) and seq <= self._covered
+            if not collected:
+                raise
+            self.arrays = None
+        else:
+            self._check_delta(record, delta)
+            self._found.remade += 1
+
+    def _load(self, seq: int, record: wire.Record) -> None:
+        """Arrays from what a version has stored; they stay None if it was collected."""
+        try:
+            arrays = FragmentArrays.from_objects(
+                self._history.settings,
+                self._history.layout,
+                self._fragment,
+                view=get_object(self._history.store, record.snapshot),
+                outer_state=get_object(self._history.store, record.outer),
+            )
+        except ObjectMissingError as error:
+            if seq >= self._covered:
+                raise IntegrityError(error.message) from error
+            return
+        found = (shards.digest(arrays.view), arrays.outer_digest())
+        self._hold(record, "stored view and outer state", self._was, found)
+        self.arrays = arrays
+
+    def _check_delta(self, record: wire.Record, delta: Encoded) -> None:
+        """The delta as stored, which learners apply, is the one that moved this view."""
+        assert record.delta is not None
+        codec = self._history.settings.sync.delta_codec
+        data = shards.pack_delta(codec, delta, self._history.layout.block)
+        again = wire.ObjectRef(
+            name=record.delta.name, size_bytes=len(data), crc32c=shards.crc32c(data)
+        )
+        self._hold(record, f"delta {record.delta.name!r}", record.delta, again)
+        # Where it was collected, `check_objects` knows whether it may be.
+        with contextlib.suppress(ObjectMissingError):
+            get_object(self._history.store, record.delta)
+
+    def _check_stored(self, record: wire.Record, arrays: FragmentArrays) -> None:
+        """View and outer state as stored are those of the version."""
+        for ref, data in (
+            (record.snapshot, arrays.view_bytes()),
+            (record.outer, arrays.outer_bytes()),
+        ):
+            try:
+                same = get_object(self._history.store, ref) == data
+            except ObjectMissingError:
+                continue
+            if not same:
+                raise IntegrityError(f"object {ref.name!r} is not what merging again gives")
+
+    def _hold(self, record: wire.Record, what: str, said: object, found: object) -> None:
+        if said != found:
+            raise IntegrityError(f"{record.what} {record.version}: {what}: {found}, not {said}")

@@ -1,0 +1,360 @@
+"""What a run's tape, heartbeats and objects say about its health, as sentences.
+
+Functions from what was read to findings; `doctor.py` does the reading. Each finding that asks for
+something names its runbook.
+"""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from diloco.aggregator.tape_watch import NEARLY_FULL, share
+from diloco.check.audit import Audit, Breach
+from diloco.check.history import History
+from diloco.check.remake import Objects
+from diloco.common import wire
+from diloco.common.bus import Filled
+from diloco.common.config import RunSettings, warnings
+from diloco.look.observe import LearnerView
+
+Severity = Literal["ok", "note", "warning", "error"]
+
+BAD_CONFIGURATION = "runbooks/bad-configuration.md"
+RUN_MISMATCH = "runbooks/run-mismatch.md"
+NATS_AWAY = "runbooks/nats-away.md"
+STORE_AWAY = "runbooks/store-away.md"
+PERMISSIONS = "runbooks/permissions.md"
+CLOCK_SKEW = "runbooks/clock-skew.md"
+LAGGING_LEARNER = "runbooks/lagging-learner.md"
+FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
+MISSING_OBJECT = "runbooks/missing-object.md"
+ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
+DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
+BROKEN_INVARIANT = "runbooks/broken-invariant.md"
+TAPE_FULL = "runbooks/tape-full.md"
+
+# Clocks that differ by more confuse deadlines and people; `quorum.live_s` is what breaks.
+SKEW_S = 1.0
+# Of a learner's updates, so many are looked back on.
+RECENT = 16
+# Mean staleness, in versions, from which a learner's work hardly counts.
+STALE = 4.0
+REJECTED_SHARE = 0.1
+# A fragment stands still when what is in flight has waited for so many hard deadlines.
+PATIENCE = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One sentence on a run's health.
+
+    Attributes:
+        about: what was looked at: "bus", "store", "clock", "learner island-a" ...
+        advice: what to do; "" when there is nothing to do.
+        runbook: path from the repository's root; None when there is nothing to do.
+    """
+
+    severity: Severity
+    about: str
+    sentence: str
+    advice: str = ""
+    runbook: str | None = None
+
+
+class Answer(NamedTuple):
+    """What became of an update: its staleness if it was merged, else the reason."""
+
+    stream_seq: int
+    staleness: int | None
+    reason: str
+
+
+def configuration(settings: RunSettings) -> Iterator[Finding]:
+    """Settings in regions that are known to train badly."""
+    found = warnings(settings)
+    for sentence in found:
+        yield Finding(
+            severity="warning",
+            about="configuration",
+            sentence=sentence,
+            advice="change it before the run, or with `diloco run set`",
+            runbook=BAD_CONFIGURATION,
+        )
+    if not found:
+        yield Finding(
+            severity="ok", about="configuration", sentence="in no region known to train badly"
+        )
+
+
+def clock(about: str, ahead_s: float, live_s: float) -> Finding:
+    """A clock that is `ahead_s` seconds ahead of the server's."""
+    if abs(ahead_s) <= SKEW_S:
+        return Finding(
+            severity="ok", about=about, sentence=f"within {SKEW_S:g} s of the NATS server's clock"
+        )
+    way = "ahead of" if ahead_s > 0 else "behind"
+    return Finding(
+        severity="error" if abs(ahead_s) > live_s else "warning",
+        about=about,
+        sentence=f"{abs(ahead_s):.1f} s {way} the NATS server's clock",
+        advice="let all machines follow the same time service",
+        runbook=CLOCK_SKEW,
+    )
+
+
+def aggregator_clocks(history: History) -> Iterator[Finding]:
+    """Aggregators whose records were closed, by their own clock, after the server stored them."""
+    times = {message.seq: message.time_s for message in history.messages}
+    ahead: dict[str, float] = {}
+    for chain in history.records.values():
+        for seq, record in chain[-RECENT:]:
+            if record.what == "version" and record.inputs:
+                early_s = record.closed_at_s - times[seq]
+                ahead[record.aggregator] = max(ahead.get(record.aggregator, early_s), early_s)
+    for name, ahead_s in sorted(ahead.items()):
+        # Behind says nothing: closing a round takes its time.
+        if ahead_s > SKEW_S:
+            yield clock(f"clock of {name}", ahead_s, history.settings.quorum.live_s)
+
+
+def learners(history: History, views: dict[str, LearnerView], now_s: float) -> Iterator[Finding]:
+    """Learners that are silent, or whose work hardly counts."""
+    stop_seq = history.stop[0] if history.stop else 0
+    for name in sorted({join.learner for _, join in history.joins}):
+        life = history.lives(name)[-1]
+        leaves = [seq for seq, leave in history.full_leaves(name) if leave.incarnation == life]
+        view = views.get(name)
+        found = []
+        if not leaves and not stop_seq:
+            live_s = history.settings.quorum.live_s
+            found = [*silence(name, view, now_s, live_s), *_usefulness(history, name)]
+        if found:
+            yield from found
+            continue
+        left = bool(leaves) and (not stop_seq or leaves[0] < stop_seq)
+        state = "has left" if left else "took part to the end" if stop_seq else _pace(view)
+        yield Finding(severity="ok", about=f"learner {name}", sentence=state)
+    if not history.joins and not stop_seq:
+        yield Finding(severity="note", about="learners", sentence="nobody has joined yet")
+
+
+def _pace(view: LearnerView | None) -> str:
+    if view is None:
+        return "has joined"
+    beat = view.heartbeat
+    return f"trains, {beat.tokens_per_s:,.0f} tokens/s, step {beat.local_step:,}"
+
+
+def silence(name: str, view: LearnerView | None, now_s: float, live_s: float) -> Iterator[Finding]:
+    """A learner that has joined, has not left, and was not heard of for `live_s`."""
+    if view is not None and now_s - view.heard_at_s <= live_s:
+        return
+    since = f"for {now_s - view.heard_at_s:,.0f} s" if view is not None else "since it joined"
+    yield Finding(
+        severity="warning",
+        about=f"learner {name}",
+        sentence=f"has not been heard of {since}, and has not left",
+        advice="look whether its process runs and reaches NATS; start it again if not",
+        runbook=LAGGING_LEARNER,
+    )
+
+
+def _usefulness(history: History, name: str) -> Iterator[Finding]:
+    yield from usefulness(name, answers(history.all_records(), name))
+
+
+def answers(records: Iterable[wire.Record], learner: str) -> list[Answer]:
+    """What became of a learner's updates."""
+    found = []
+    for record in records:
+        found += [
+            Answer(t.stream_seq, t.staleness, "") for t in record.inputs if t.learner == learner
+        ]
+        found += [
+            Answer(t.stream_seq, None, t.reason) for t in record.rejected if t.learner == learner
+        ]
+    return found
+
+
+def usefulness(name: str, resolved: Iterable[Answer]) -> Iterator[Finding]:
+    """Of what a learner sent last: how stale it was, and how much was rejected."""
+    recent = sorted(resolved, key=lambda item: item[0])[-RECENT:]
+    stale = [staleness for _, staleness, _ in recent if staleness is not None]
+    reasons = Counter(reason for _, _, reason in recent if reason)
+    if stale and statistics.fmean(stale) >= STALE:
+        yield Finding(
+            severity="warning",
+            about=f"learner {name}",
+            sentence=f"its last updates were {statistics.fmean(stale):.1f} versions old: they "
+            "count for little",
+            advice="give it faster steps, or a larger H for all",
+            runbook=LAGGING_LEARNER,
+        )
+    if reasons.total() > REJECTED_SHARE * len(recent):
+        listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        yield Finding(
+            severity="warning",
+            about=f"learner {name}",
+            sentence=f"{reasons.total()} of its last {len(recent)} updates were rejected: {listed}",
+            advice="docs/protocol.md says what each reason means",
+            runbook=LAGGING_LEARNER,
+        )
+
+
+def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]:
+    """Fragments whose updates wait, and nobody merges them."""
+    longest_s = patience_s(history.settings)
+    times = {message.seq: message.time_s for message in history.messages}
+    newest_s = {f: times[chain[-1][0]] for f, chain in history.records.items()}
+    waiting: dict[int, list[float]] = defaultdict(list)
+    for update, at in found.in_flight.items():
+        waiting[update.fragment].append(at.time_s)
+    stopped = []
+    for fragment, since in sorted(waiting.items()):
+        waited_s = now_s - max(min(since), newest_s.get(fragment, 0.0))
+        if waited_s > longest_s:
+            stopped.append(fragment)
+            yield standing_still(fragment, len(since), waited_s)
+    if not stopped:
+        versions = history.versions()
+        state = "ended" if history.end else "stopping" if history.stop else "under way"
+        yield Finding(
+            severity="ok",
+            about="fragments",
+            sentence=f"{state}: {len(versions)} fragments at versions {min(versions, default=0)} "
+            f"to {max(versions, default=0)}",
+        )
+
+
+def patience_s(settings: RunSettings) -> float:
+    """How long updates may wait for a record before their fragment stands still."""
+    return PATIENCE * settings.quorum.deadline_s + settings.sync.announce_again_s
+
+
+def standing_still(fragment: int, updates: int, waited_s: float) -> Finding:
+    """A fragment whose updates wait for longer than they may."""
+    return Finding(
+        severity="error",
+        about=f"fragment {fragment}",
+        sentence=f"stands still: {updates} updates wait, and no record has come "
+        f"for {waited_s:,.0f} s",
+        advice="look whether an aggregator runs, and in its log for this fragment",
+        runbook=FRAGMENT_STOPPED,
+    )
+
+
+def owners(history: History, leases: dict[int, wire.Lease]) -> Iterator[Finding]:
+    """Fragments that no aggregator has a lease of, while the run goes on."""
+    if history.end is not None:
+        return
+    states = {fragment: lease.state for fragment, lease in leases.items()}
+    free = [f for f in sorted(history.records) if states.get(f, "released") == "released"]
+    if free and history.joins:
+        yield ownerless(free)
+    shares = Counter(lease.aggregator for lease in leases.values() if lease.state == "held")
+    if shares and not free:
+        listed = ", ".join(f"{name} {count}" for name, count in sorted(shares.items()))
+        yield Finding(severity="ok", about="owners", sentence=f"fragments are owned by {listed}")
+
+
+def ownerless(free: Sequence[int]) -> Finding:
+    """Fragments that nobody has a lease of."""
+    listed = ", ".join(str(fragment) for fragment in free[:12])
+    return Finding(
+        severity="warning",
+        about="owners",
+        sentence=f"no aggregator owns fragment {listed}{' ...' if len(free) > 12 else ''}",
+        advice="start an aggregator; one that was just killed is replaced within its lease",
+        runbook=FRAGMENT_STOPPED,
+    )
+
+
+def tape(history: History, found: Audit) -> Iterator[Finding]:
+    """What the audit of the tape found, by rule."""
+    yield from _breaches(found.breaches, "tape", BROKEN_INVARIANT)
+    account = found.account
+    since = "since the oldest record, " if history.trimmed else ""
+    if not found.breaches:
+        yield Finding(
+            severity="ok",
+            about="tape",
+            sentence=f"{since}{account.sent:,} updates sent = {account.merged:,} merged + "
+            f"{account.rejected:,} rejected + {account.in_flight:,} in flight; no gap, no fork",
+        )
+    if history.garbage:
+        subjects = Counter(message.subject for message in history.garbage)
+        yield Finding(
+            severity="note",
+            about="tape",
+            sentence=f"{len(history.garbage)} messages are none of this run's protocol, most on "
+            f"{subjects.most_common(1)[0][0]!r}: they were passed over",
+        )
+
+
+def room(filled: Filled) -> Iterator[Finding]:
+    """How near the tape is to its limit."""
+    used = share(filled)
+    if not filled.max_bytes:
+        return
+    sizes = f"{_bytes(filled.size_bytes)} of {_bytes(filled.max_bytes)}"
+    if used < NEARLY_FULL:
+        yield Finding(severity="ok", about="tape", sentence=f"it holds {sizes}")
+        return
+    yield Finding(
+        severity="warning",
+        about="tape",
+        sentence=f"it is nearly full: {sizes}; full, it takes no message of anybody",
+        advice="find out who fills it, and let garbage collection or a larger limit make room",
+        runbook=TAPE_FULL,
+    )
+
+
+def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
+    """What became of the objects that the tape names."""
+    gone = [b for b in found.breaches if b.rule == "objects"]
+    yield from _breaches(gone, "store", MISSING_OBJECT)
+    wrong = [b for b in found.breaches if b.rule == "digests"]
+    yield from _breaches(wrong, "store", DIGEST_MISMATCH)
+    if not found.breaches:
+        remade = f"; {found.remade:,} versions made again to the bit" if deep else ""
+        yield Finding(
+            severity="ok",
+            about="store",
+            sentence=f"all {found.needed:,} objects ({_bytes(found.needed_bytes)}) that recovery "
+            f"needs are there{remade}",
+        )
+    if found.orphans:
+        yield Finding(
+            severity="note",
+            about="store",
+            sentence=f"{len(found.orphans):,} objects ({_bytes(sum(found.orphans.values()))}) "
+            "are named by nothing on the tape: uploads under way, or left by crashes",
+            advice="garbage collection takes them in time",
+            runbook=ORPHANED_OBJECTS,
+        )
+
+
+def _breaches(breaches: Sequence[Breach], about: str, runbook: str) -> Iterator[Finding]:
+    """One finding for each rule, with its first breach."""
+    by_rule: dict[str, list[Breach]] = defaultdict(list)
+    for breach in breaches:
+        by_rule[breach.rule].append(breach)
+    for rule, found in by_rule.items():
+        first = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        yield Finding(
+            severity="error",
+            about=f"{about}: {rule}",
+            sentence=f"{first.where}: {first.what}{more}",
+            advice="stop nothing and delete nothing before the cause is known",
+            runbook=runbook,
+        )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

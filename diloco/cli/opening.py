@@ -1,0 +1,246 @@
+"""A run as the operator names it.
+
+RUN is its TOML file; or the folder of a local run; or the run's name on a bus, which `use_place`
+or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL) says; or, where a command only reads, a file
+with its exported tape, beside its store.
+
+Settings are those of the run's specification; in what the file differs from them is for the
+command to judge. A local run that has ended has no nats-server any more: one is started on its
+folder for as long as the command lasts.
+"""
+
+import asyncio
+import urllib.parse
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.common import bus_nats, log, names, wire
+from diloco.common.bus import Bus, MemoryBus, StreamLimits
+from diloco.common.config import (
+    BusSection,
+    Config,
+    RunSettings,
+    load_config,
+    parse_settings,
+    placed_config,
+    store_url,
+)
+from diloco.common.errors import (
+    BusUnavailableError,
+    ConfigError,
+    ObjectMissingError,
+    RunMismatchError,
+    RunMissingError,
+)
+from diloco.common.layout import parse_layout
+from diloco.common.nats_server import NatsServer
+from diloco.common.service import Runtime
+from diloco.common.store import open_store
+from diloco.common.tape import RunContext, load_specification
+from diloco.common.tape_file import is_tape_file, read_tape_file, tape_file_run
+
+CONNECT_S = 5.0
+# How long the server of a local run may take to answer before it counts as ended.
+LOCAL_CONNECT_S = 2.0
+
+
+class Place(NamedTuple):
+    """Where runs are that are given by name; None for what the environment or a default says."""
+
+    bus_url: str | None = None
+    store_url: str | None = None
+
+
+class _Given:
+    """The command line's word on it."""
+
+    place = Place()
+
+
+def use_place(place: Place) -> None:
+    """From now on runs that are given by name, and the stores of tape files, are there."""
+    _Given.place = place
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run, connected: the file it was named by, what its tape says it is, and its parts."""
+
+    config: Config
+    specification: wire.Specification
+    context: RunContext
+
+
+def find_config(target: str | Path) -> Path:
+    """The configuration file of RUN.
+
+    Raises:
+        ConfigError: there is nothing of that name, or a folder that holds no local run.
+    """
+    path = Path(target)
+    if path.is_dir():
+        path /= "run.toml"
+    if path.is_file():
+        return path
+    raise ConfigError(
+        f"{str(target)!r} is neither a configuration file nor the folder of a local run",
+        hint="give the TOML file the run was created with, or a folder such as runs/<name>",
+    )
+
+
+def run_config(target: str | Path) -> Config:
+    """The configuration of RUN: where its bus and its store are, and what its file says of it.
+
+    Of a run that is given by name or by its tape, only bus and store are known.
+
+    Raises:
+        ConfigError: there is nothing of that name, or the file cannot be understood.
+    """
+    path, place = Path(target), _Given.place
+    if is_tape_file(path):
+        return _placed(tape_file_run(path), place)
+    if not path.exists() and names.valid_name(str(target)):
+        if (place.store_url or store_url()) is None:
+            raise ConfigError(
+                f"there is no file or folder {str(target)!r}; if it is a run's name, say where",
+                hint="diloco --bus nats://HOST:4222 --store STORE ..., or set DILOCO_BUS_URL and "
+                "DILOCO_STORE_URL",
+            )
+        return _placed(str(target), place)
+    return load_config(find_config(target))
+
+
+def placed_bus() -> BusSection:
+    """The bus that the command line or the environment names."""
+    place = _Given.place
+    unused = place._replace(store_url=place.store_url or store_url() or "none")
+    return _placed("unnamed", unused).bus
+
+
+def _placed(run: str, place: Place) -> Config:
+    """A configuration that says where a run is, and nothing of the run but its name."""
+    document: dict[str, dict[str, Any]] = {"run": {"name": run, "steps": 1}}
+    if place.bus_url is not None:
+        document["bus"] = {"url": place.bus_url}
+    if place.store_url is not None:
+        document["store"] = {"url": place.store_url}
+    try:
+        return placed_config(document)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the store of run {run!r} is not known: {error.message}",
+            hint="diloco --store STORE ..., or set DILOCO_STORE_URL",
+        ) from error
+
+
+@asynccontextmanager
+async def open_run(
+    target: str | Path, *, name: str = "operator", reads: bool = False
+) -> AsyncIterator[OpenRun]:
+    """Connect to a run for as long as the block lasts.
+
+    Args:
+        target: RUN, as the module says.
+        name: who asks, as the server's monitoring shows it.
+        reads: nothing is written, so that an exported tape will do.
+
+    Raises:
+        ConfigError: no such file or folder, or the file cannot be understood.
+        RunMissingError: the bus has no such run.
+        RunMismatchError: the store has not.
+        BusUnavailableError, StoreUnavailableError: bus or store are away.
+    """
+    path = Path(target)
+    config = run_config(target)
+    async with AsyncExitStack() as stack:
+        if is_tape_file(path):
+            if not reads:
+                raise ConfigError(
+                    f"{str(target)!r} is a tape file; this command needs the run on a server",
+                    hint="put it on a server first: diloco tape import FILE",
+                )
+            bus, specification = await _play(stack, path, config)
+        else:
+            bus, specification = await _find(stack, path, config, name)
+        store = open_store(config.store.url, emulator=config.store.emulator)
+        runtime = Runtime()
+        layout = names.layout_object(config.run.name, specification.layout)
+        try:
+            data = await runtime.call(store.get, layout)
+        except ObjectMissingError as error:
+            raise RunMismatchError(
+                f"the store {config.store.url!r} does not hold run {config.run.name!r}: "
+                f"{error.message}",
+                hint="check store.url: it must be the store that the run was created in",
+            ) from error
+        settings = parse_settings(specification.settings)
+        if not path.exists() or is_tape_file(path):
+            known = {section: getattr(settings, section) for section in RunSettings.model_fields}
+            config = config.model_copy(update=known)
+        context = RunContext(
+            settings=settings,
+            layout=parse_layout(data, specification.layout),
+            epoch=specification.epoch,
+            bus=bus,
+            store=store,
+            runtime=runtime,
+            logger=log.get(run=config.run.name),
+        )
+        yield OpenRun(config=config, specification=specification, context=context)
+
+
+async def _play(
+    stack: AsyncExitStack, path: Path, config: Config
+) -> tuple[Bus, wire.Specification]:
+    """A bus of our own that holds an exported tape."""
+    bus, run = MemoryBus(), config.run.name
+    stack.push_async_callback(bus.close)
+    subjects = names.tape_subjects(run)
+    messages = read_tape_file(path)
+    await bus.restore(names.tape_stream(run), subjects, StreamLimits(), messages)
+    return bus, await load_specification(bus, run)
+
+
+async def _find(
+    stack: AsyncExitStack, target: Path, config: Config, name: str
+) -> tuple[Bus, wire.Specification]:
+    """A connection to the server that has the run; one of our own if it is an ended local run."""
+    ended = target / "nats"
+    try:
+        within_s = LOCAL_CONNECT_S if ended.is_dir() else CONNECT_S
+        return await _connect(stack, config, config.bus.url, name, within_s)
+    except BusUnavailableError:
+        if not ended.is_dir():
+            raise
+        port = urllib.parse.urlsplit(config.bus.url).port
+    except RunMissingError:
+        if not ended.is_dir():
+            raise
+        port = None  # Somebody else's server has come by the old port.
+    # Threads of the loop's pool last as long as the loop, and so does a server started by one.
+    server = NatsServer(ended, port=port)
+    stack.push_async_callback(asyncio.to_thread, server.stop)
+    await asyncio.to_thread(server.start)
+    return await _connect(stack, config, server.url, name, CONNECT_S)
+
+
+async def _connect(
+    stack: AsyncExitStack, config: Config, url: str, name: str, within_s: float
+) -> tuple[Bus, wire.Specification]:
+    bus = await bus_nats.connect(
+        url,
+        name=name,
+        credentials=config.bus.credentials,
+        tls_ca=config.bus.tls_ca,
+        connect_timeout_s=within_s,
+    )
+    try:
+        specification = await load_specification(bus, config.run.name)
+    except BaseException:
+        await bus.close()
+        raise
+    stack.push_async_callback(bus.close)
+    return bus, specification

@@ -1,0 +1,1 @@
+"""The daemons as commands: `diloco aggregator` and `diloco learner`."""

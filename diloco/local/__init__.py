@@ -1,0 +1,1 @@
+"""`diloco local`: a whole run on one machine."""

@@ -1,0 +1,320 @@
+"""`diloco local`: a whole run on this machine, every part a process of its own.
+
+It only calls what an operator would call: a NATS server, `diloco run create`, `diloco aggregator`,
+`diloco learner`; and it watches the tape as anybody could.
+"""
+
+import asyncio
+import io
+import itertools
+import json as json_module
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+from rich.live import Live
+
+from diloco.cli.opening import open_run
+from diloco.cli.settings import local_document
+from diloco.common import log
+from diloco.common.config import Config, make_config, warnings
+from diloco.common.errors import ConfigError
+from diloco.common.nats_server import NatsServer
+from diloco.common.service import cancel
+from diloco.local import screen
+from diloco.local.fleet import Fleet
+from diloco.local.hardware import Hardware, count_learners
+from diloco.look.observe import Observer
+
+REFRESH_S = 0.5
+LINE_S = 10.0
+STOP_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """The options of `diloco local`, as given."""
+
+    learners: int | None
+    aggregators: int
+    steps: int | None
+    run_dir: Path | None
+    config: Path | None
+    task: str | None
+    corpus: str | None
+    mesh: str | None
+    hosts: str | None
+    speed: str | None
+    kill: list[str] | None
+    settings: list[str]
+    json: bool
+
+
+@dataclass
+class _Kill:
+    name: str
+    step: int
+    done: bool = False
+
+
+def run_local(options: LocalOptions) -> int:
+    """Run it; the exit status: 0 once the run has ended, 130 after Ctrl-C.
+
+    Raises:
+        DilocoError: wrong options, or a daemon that cannot work.
+    """
+    log.configure("error")
+    name = datetime.now().astimezone().strftime("local-%Y%m%d-%H%M%S")
+    run_dir = (options.run_dir or Path("runs") / name).absolute()
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise ConfigError(
+            f"the folder {str(run_dir)!r} is not empty",
+            hint="each local run needs a folder of its own: give another --run-dir",
+        )
+    count = count_learners(options.learners, options.mesh, options.hosts)
+    learners = [f"learner-{index}" for index in range(count)]
+    document, hardware = local_document(options, name, learners, run_dir)
+    aggregators = aggregator_names(options.aggregators)
+    kills = _plan_kills(options.kill, learners, aggregators, document["run"]["steps"])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Standard output is for the summary alone when a program reads it.
+    console = Console(stderr=options.json)
+    with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
+        fleet.adopt(server)
+        document["bus"] = {**document.get("bus", {}), "url": server.url}
+        config = make_config(document, source="the options")
+        config_path = run_dir / "run.toml"
+        config_path.write_text(tomli_w.dumps(document))
+        run = LocalRun(options, config, config_path, hardware, kills, fleet, console)
+        status = asyncio.run(run.go())
+        fleet.stop(within_s=STOP_S)
+    return status
+
+
+def aggregator_names(count: int) -> list[str]:
+    """What the aggregators of a local run are called."""
+    return ["aggregator", *(f"aggregator-{index}" for index in range(1, count))]
+
+
+def _plan_kills(
+    wanted: list[str] | None, learners: list[str], aggregators: list[str], steps: int
+) -> list[_Kill]:
+    """Whom to kill when.
+
+    Raises:
+        ConfigError: not NAME@STEP, or nobody of that name.
+    """
+    if wanted is None:
+        return [_Kill(learners[1], steps // 3)] if len(learners) > 1 else []
+    kills = []
+    for item in wanted:
+        if item == "none":
+            continue
+        name, at, step = item.partition("@")
+        if not at or not step.isdecimal() or name not in learners + aggregators:
+            known = ", ".join(learners + aggregators)
+            raise ConfigError(
+                f"--kill {item!r}: expected NAME@STEP with one of {known}",
+                hint=f"for example --kill {learners[-1]}@{steps // 3}, or --kill none",
+            )
+        kills.append(_Kill(name, int(step)))
+    return kills
+
+
+@dataclass
+class LocalRun:
+    """One local run, from creation to summary."""
+
+    options: LocalOptions
+    config: Config
+    config_path: Path
+    learners: dict[str, Hardware]
+    kills: list[_Kill]
+    fleet: Fleet
+    console: Console
+    losses: list[float] = field(default_factory=list)
+    note: str = ""
+    _began_s: float = field(default_factory=time.monotonic)
+
+    async def go(self) -> int:
+        """Create the run, train it, sum it up; the exit status."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupted, stop)
+        run = self.config.run
+        self.console.print(
+            f"run [bold]{run.name}[/]: {len(self.learners)} learners, {run.steps} steps, "
+            f"in {self.config_path.parent}"
+        )
+        for sentence in warnings(self.config.settings()):
+            self.console.print(f"[yellow]warning:[/] {sentence}")
+        work = asyncio.ensure_future(self._work())
+        waiting = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if work.done():
+            work.result()
+            return 0
+        await cancel(work)
+        self.console.print("stopping: learners finish their step and leave ...")
+        await asyncio.to_thread(self.fleet.stop, within_s=STOP_S)
+        self.console.print(f"stopped; logs and objects are in {self.config_path.parent}")
+        return 130
+
+    def _interrupted(self, stop: asyncio.Event) -> None:
+        if stop.is_set():
+            self.fleet.__exit__()
+            os._exit(130)
+        stop.set()
+
+    async def _work(self) -> None:
+        from diloco.model.scores import Scorer, keep
+
+        with self.console.status("creating the run: first parameters, streams, version 0 ..."):
+            await self._create()
+        async with open_run(self.config_path, name="local") as opened:
+            context = opened.context
+            with self.console.status("evaluating version 0 on held-out data ..."):
+                scorer = await Scorer.of_run(context)
+                first = await scorer.newest()
+            observer = Observer(context)
+            self._start_daemons()
+            await self._watch(observer)
+            await self._wait_for_daemons()
+            with self.console.status("evaluating the final version on held-out data ..."):
+                last = await scorer.newest()
+        for score in (first, last):
+            await keep(context, score)
+        summary = self._summary(observer, first.loss, last.loss)
+        self._tell(summary)
+        self._save_picture(self._frame(observer), summary)
+
+    async def _create(self) -> None:
+        creation = self.fleet.start("create", ["run", "create", "--config", str(self.config_path)])
+        while not creation.ended:
+            await asyncio.sleep(0.05)
+            self.fleet.look_after()
+
+    def _start_daemons(self) -> None:
+        path = str(self.config_path)
+        ports = itertools.count(self.config.metrics.port)
+        for name in aggregator_names(self.options.aggregators):
+            own = ["aggregator", "--config", path, "--name", name, *self._port(ports)]
+            self.fleet.start(name, own)
+        for index, (name, hardware) in enumerate(self.learners.items()):
+            own = ["learner", "--config", path, "--learner", name, *hardware.arguments()]
+            hosts = [[*own, *self._port(ports)] for _ in range(hardware.hosts)]
+            self.fleet.start(name, *hosts, cores=_cores(index, len(self.learners)))
+
+    def _port(self, ports: Iterator[int]) -> list[str]:
+        """Each daemon serves its metrics on a port of its own, if the run's file sets a first."""
+        return ["--metrics-port", str(next(ports))] if self.config.metrics.port else []
+
+    async def _watch(self, observer: Observer) -> None:
+        """Show the run until its end is on the tape."""
+        following = asyncio.ensure_future(observer.observe())
+        shown_s = 0.0
+        live = Live(console=self.console, auto_refresh=False, transient=False)
+        try:
+            with live:
+                while not following.done():
+                    await asyncio.sleep(REFRESH_S)
+                    self.fleet.look_after()
+                    self._kill_as_planned(observer)
+                    frame = self._frame(observer)
+                    if self.console.is_terminal:
+                        live.update(screen.picture(frame), refresh=True)
+                    elif time.monotonic() - shown_s > LINE_S:
+                        self.console.print(screen.line(frame), soft_wrap=True)
+                        shown_s = time.monotonic()
+            following.result()
+        finally:
+            await cancel(following)
+
+    def _kill_as_planned(self, observer: Observer) -> None:
+        for kill in self.kills:
+            if not kill.done and observer.observed.global_step >= kill.step:
+                kill.done = True
+                killed = self.fleet.kill(kill.name)
+                self.note = f"{killed} was killed at step {kill.step} and started again"
+
+    def _frame(self, observer: Observer) -> screen.Frame:
+        beats = [seen.heartbeat for seen in observer.observed.learners.values()]
+        losses = [beat.loss for beat in beats if beat.loss]
+        if losses:
+            self.losses.append(sum(losses) / len(losses))
+        return screen.Frame(
+            run=self.config.run.name,
+            steps=self.config.run.steps,
+            fragments=self.config.sync.fragments,
+            learners=self.learners,
+            daemons=self.fleet.daemons,
+            observed=observer.observed,
+            losses=self.losses,
+            note=self.note,
+            elapsed_s=time.monotonic() - self._began_s,
+        )
+
+    async def _wait_for_daemons(self) -> None:
+        """After the end everybody leaves by themselves; those who do not are ended by `stop`."""
+        deadline_s = time.monotonic() + STOP_S
+        while time.monotonic() < deadline_s:
+            self.fleet.look_after()
+            if all(daemon.ended for daemon in self.fleet.daemons.values()):
+                return
+            await asyncio.sleep(0.1)
+
+    def _summary(self, observer: Observer, first: float, last: float) -> dict[str, Any]:
+        seen = observer.observed
+        return {
+            "run": self.config.run.name,
+            "learners": len(self.learners),
+            "steps": seen.global_step,
+            "tokens": seen.tokens,
+            "eval_loss_first": round(first, 4),
+            "eval_loss_last": round(last, 4),
+            "versions": seen.versions_made,
+            "updates_sent": seen.updates_sent,
+            "updates_merged": seen.updates_merged,
+            "updates_rejected": seen.updates_rejected,
+            "bytes_up": seen.bytes_up,
+            "bytes_down": seen.bytes_down,
+            "stall_fraction": round(seen.stall_fraction, 5),
+            "wall_s": round(time.monotonic() - self._began_s, 1),
+            "restarts": self.fleet.restarts,
+        }
+
+    def _tell(self, summary: dict[str, Any]) -> None:
+        self.console.print(screen.sentence(summary))
+        folder = self.config_path.parent
+        self.console.print(f"everything of this run is in {folder}")
+        self.console.print(f"for figures of it: diloco report {folder}", soft_wrap=True)
+        if self.options.json:
+            print(json_module.dumps(summary), flush=True)  # noqa: T201 - the result itself
+
+    def _save_picture(self, frame: screen.Frame, summary: dict[str, Any]) -> None:
+        """Keep how the run ended as a picture, screen.svg in its folder."""
+        paper = Console(record=True, width=screen.WIDTH, file=io.StringIO(), force_terminal=True)
+        paper.print(screen.picture(frame))
+        paper.print(screen.sentence(summary))
+        path = self.config_path.parent / "screen.svg"
+        paper.save_svg(str(path), title="diloco local")
+
+
+def _cores(index: int, learners: int) -> set[int] | None:
+    """The cores of one learner, so that learners do not crowd each other; None for any."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    available = sorted(os.sched_getaffinity(0))
+    each = len(available) // learners
+    if each == 0:
+        return {available[index % len(available)]}
+    return set(available[index * each : (index + 1) * each])

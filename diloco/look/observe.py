@@ -1,0 +1,233 @@
+"""A run as an onlooker sees it: followed from the tape and the heartbeats, no part of the run."""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from diloco.common import names, wire
+from diloco.common.bus import Message
+from diloco.common.errors import ObjectMissingError, StreamMissingError, WireError
+from diloco.common.service import cancel
+from diloco.common.tape import Recorded, RunContext, read_record
+
+# Rounds whose staleness and size the averages look back on.
+RECENT = 64
+
+
+# Learner, incarnation and number of an update of a fragment.
+Update = tuple[str, int, int]
+
+
+@dataclass
+class LearnerView:
+    """One learner's newest heartbeat, and when it came (seconds since the epoch)."""
+
+    heartbeat: wire.Heartbeat
+    heard_at_s: float
+
+
+@dataclass
+class Observed:
+    """Sums and newest facts of a run.
+
+    `heartbeats` holds the last one of every incarnation: sums over all lives are taken of it.
+    `records` are the newest of each fragment, and when they were stored; `waiting` the updates
+    that these do not answer, and when they were announced (seconds since the epoch); `left` the
+    incarnations that have ended on purpose, by learner.
+    """
+
+    versions: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    totals: dict[int, wire.Totals] = field(default_factory=dict)
+    recent: list[wire.Record] = field(default_factory=list)
+    records: dict[int, Recorded] = field(default_factory=dict)
+    waiting: dict[int, dict[Update, float]] = field(default_factory=lambda: defaultdict(dict))
+    joined: set[str] = field(default_factory=set)
+    left: dict[str, int] = field(default_factory=dict)
+    learners: dict[str, LearnerView] = field(default_factory=dict)
+    heartbeats: dict[tuple[str, int], wire.Heartbeat] = field(default_factory=dict)
+    updates_sent: int = 0
+    bytes_up: int = 0
+    stopped: bool = False
+    ended: bool = False
+    rejections: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def global_step(self) -> int:
+        """The run's clock, of the fragment that is furthest; a rollback sets it back."""
+        return max(self.steps.values(), default=0)
+
+    @property
+    def versions_made(self) -> int:
+        """Versions committed, over all fragments."""
+        return sum(self.versions.values())
+
+    @property
+    def updates_merged(self) -> int:
+        """Updates merged, over all fragments."""
+        return sum(totals.updates_merged for totals in self.totals.values())
+
+    @property
+    def updates_rejected(self) -> int:
+        """Updates rejected, over all fragments."""
+        return sum(totals.updates_rejected for totals in self.totals.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on by all learners in all their lives."""
+        return sum(beat.tokens for beat in self.heartbeats.values())
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that learners have read."""
+        return sum(beat.bytes_down for beat in self.heartbeats.values())
+
+    @property
+    def stall_fraction(self) -> float:
+        """Share of the learners' time that synchronization took from training."""
+        total_s = sum(beat.run_s for beat in self.heartbeats.values())
+        return sum(beat.stall_s for beat in self.heartbeats.values()) / total_s if total_s else 0.0
+
+    @property
+    def staleness(self) -> float:
+        """Mean staleness of recently merged updates, in versions."""
+        inputs = [taken.staleness for record in self.recent for taken in record.inputs]
+        return sum(inputs) / len(inputs) if inputs else 0.0
+
+    @property
+    def round_size(self) -> float:
+        """Mean number of updates in recent rounds."""
+        return sum(len(r.inputs) for r in self.recent) / len(self.recent) if self.recent else 0.0
+
+
+class Observer:
+    """Fills an `Observed` from a bus, for as long as `observe` runs."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self.observed = Observed()
+        self.changed = asyncio.Event()
+
+    async def observe(self, start_seq: int = 1) -> None:
+        """Follow the tape from a sequence on, and heartbeats; returns once the run has ended."""
+        beats = asyncio.ensure_future(self._follow_heartbeats())
+        try:
+            await self._follow_tape(start_seq)
+        finally:
+            await cancel(beats)
+
+    async def _follow_tape(self, start_seq: int) -> None:
+        run = self._context.run
+        subjects = names.tape_subjects(run)
+        async for message in self._context.bus.read(self._context.tape, subjects, start_seq):
+            await self.take(message)
+            if self.observed.ended:
+                return
+
+    async def take(self, message: Message) -> None:
+        """Note a message of the tape."""
+        match message.subject.split(".")[2:]:
+            case ["end"]:
+                self.observed.ended = True
+            case ["stop"]:
+                self.observed.stopped = True
+            case ["record", _]:
+                # Its body may have been collected: newer ones follow.
+                with contextlib.suppress(ObjectMissingError, WireError):
+                    record = await read_record(self._context, message.payload)
+                    self.note_record(Recorded(record, message.seq, message.time_s))
+            case ["update", *_]:
+                self._note_update(message)
+            case ["join", learner]:
+                self.observed.joined.add(learner)
+            case ["leave", _]:
+                self._note_leave(message.payload)
+        self.changed.set()
+
+    def note_record(self, recorded: Recorded) -> None:
+        """Note a record of a fragment, the newest known."""
+        record, observed = recorded.record, self.observed
+        known = observed.records.get(record.fragment)
+        if known is not None and known.record_seq >= recorded.record_seq:
+            return
+        observed.records[record.fragment] = recorded
+        marks = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
+        observed.waiting[record.fragment] = {
+            update: at_s
+            for update, at_s in observed.waiting[record.fragment].items()
+            if update[2] > marks.get(update[:2], 0)
+        }
+        observed.versions[record.fragment] = record.version
+        observed.totals[record.fragment] = record.totals
+        observed.steps[record.fragment] = record.global_step
+        for rejected in record.rejected:
+            observed.rejections[rejected.reason] += 1
+        if record.inputs:
+            observed.recent = [*observed.recent, record][-RECENT:]
+
+    def _note_update(self, message: Message) -> None:
+        observed = self.observed
+        try:
+            manifest = wire.decode(wire.Manifest, message.payload)
+        except WireError:
+            return  # The aggregator counts what is no manifest.
+        if manifest.attempt == 0:
+            observed.updates_sent += 1
+            observed.bytes_up += sum(shard.size_bytes for shard in manifest.shards)
+        known = observed.records.get(manifest.fragment)
+        marks = known.record.policy.marks if known is not None else ()
+        answered = any(
+            mark.learner == manifest.learner
+            and mark.incarnation == manifest.incarnation
+            and mark.seq >= manifest.seq
+            for mark in marks
+        )
+        if known is not None and not answered:
+            update = (manifest.learner, manifest.incarnation, manifest.seq)
+            observed.waiting[manifest.fragment].setdefault(update, message.time_s)
+
+    def _note_leave(self, payload: bytes) -> None:
+        with contextlib.suppress(WireError):
+            leave = wire.decode(wire.Leave, payload)
+            if not leave.fragments:
+                self.observed.left[leave.learner] = leave.incarnation
+
+    async def _follow_heartbeats(self) -> None:
+        context = self._context
+        subjects = [names.heartbeat(context.run, "*")]
+        async for message in context.bus.read(names.ops_stream(context.run), subjects, 1):
+            try:
+                beat = wire.decode(wire.Heartbeat, message.payload)
+            except WireError:
+                continue
+            self.observed.heartbeats[beat.learner, beat.incarnation] = beat
+            self.observed.learners[beat.learner] = LearnerView(beat, message.time_s)
+            self.changed.set()
+
+
+async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[str, LearnerView]:
+    """The newest heartbeat of each of these learners that is still kept."""
+    views: dict[str, LearnerView] = {}
+    stream = names.ops_stream(context.run)
+    for learner in learners:
+        message = await context.bus.last(stream, names.heartbeat(context.run, learner))
+        if message is not None:
+            with contextlib.suppress(WireError):
+                beat = wire.decode(wire.Heartbeat, message.payload)
+                views[learner] = LearnerView(beat, message.time_s)
+    return views
+
+
+async def read_leases(context: RunContext) -> dict[int, wire.Lease]:
+    """Who has a lease of which fragment."""
+    found: dict[int, wire.Lease] = {}
+    stream = names.leases_stream(context.run)
+    for fragment in range(len(context.layout.fragments)):
+        subject = names.fragment_lease(context.run, fragment)
+        with contextlib.suppress(StreamMissingError, WireError):
+            message = await context.bus.last(stream, subject)
+            if message is not None:
+                found[fragment] = wire.decode(wire.Lease, message.payload)
+    return found

@@ -1,0 +1,272 @@
+"""A run as it is now, for `diloco status`: from the end of its tape, heartbeats and leases.
+
+`diloco doctor` looks deeper, at everything that is stored.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from diloco.check import symptoms
+from diloco.check.history import read_stream
+from diloco.check.symptoms import Finding
+from diloco.common import names, wire
+from diloco.common.bus import Filled
+from diloco.common.errors import BusUnavailableError
+from diloco.common.tape import Recorded, RunContext, last_record
+from diloco.look.observe import LearnerView, Observed, Observer, read_heartbeats, read_leases
+
+# Messages at the end of the tape that rates and averages are taken of.
+WINDOW = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerStatus:
+    """One learner; `staleness` is the mean of its recent updates, in versions.
+
+    `state` is its own word while it is heard of, else "shut out", "silent" or "left".
+    """
+
+    name: str
+    state: str
+    heard_s: float | None
+    local_step: int
+    loss: float | None
+    tokens_per_s: float
+    step_time_s: float
+    stall_fraction: float
+    staleness: float | None
+    rejected: int
+    updates_sent: int
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentStatus:
+    """One fragment; `round_updates` were merged by its newest version, which took `round_s`."""
+
+    fragment: int
+    version: int
+    global_step: int
+    owner: str | None
+    waiting: int
+    version_s: float
+    round_updates: int
+    round_s: float
+    live_learners: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A run as it is now; times are ages in seconds."""
+
+    run: str
+    state: str
+    epoch: int
+    global_step: int
+    steps: int
+    tokens_merged: int
+    updates_merged: int
+    updates_rejected: int
+    versions_per_s: float
+    tokens_per_s: float
+    bytes_up_per_s: float
+    tape_bytes: int
+    tape_limit_bytes: int
+    learners: tuple[LearnerStatus, ...]
+    fragments: tuple[FragmentStatus, ...]
+    alerts: tuple[Finding, ...]
+
+
+class Watch:
+    """Knows how a run fares, from the end of its tape on."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._observer = Observer(context)
+        self._next_seq = 1
+        self._leases: dict[int, wire.Lease] = {}
+        self._filled = Filled(0, 0)
+
+    async def begin(self) -> Status:
+        """Read what there is; the run as it is now."""
+        context, observed = self._context, self._observer.observed
+        self._next_seq = max(1, await context.bus.last_sequence(context.tape) - WINDOW)
+        subjects = names.tape_subjects(context.run)
+        messages = await read_stream(context.bus, context.tape, subjects, self._next_seq)
+        for message in messages:
+            await self._observer.take(message)
+            self._next_seq = message.seq + 1
+        for fragment in range(len(context.layout.fragments)):
+            if fragment not in observed.records:
+                record, seq = await last_record(context, fragment)
+                self._observer.note_record(Recorded(record, seq, record.closed_at_s))
+        observed.learners |= await read_heartbeats(context, _known(observed))
+        return await self.now()
+
+    async def follow(self) -> None:
+        """Go on from there; returns once the run has ended."""
+        if not self._observer.observed.ended:
+            await self._observer.observe(self._next_seq)
+
+    async def now(self) -> Status:
+        """The run as it is now; where the bus is away, as it was."""
+        context = self._context
+        try:
+            self._leases = await read_leases(context)
+            self._filled = await context.bus.filled(context.tape)
+        except BusUnavailableError as error:
+            away = Finding(
+                severity="error", about="bus", sentence=error.message,
+                advice=error.hint or "", runbook=symptoms.NATS_AWAY,
+            )  # fmt: skip
+            return self._status((away,))
+        return self._status(())
+
+    def _status(self, more: tuple[Finding, ...]) -> Status:
+        context, observed = self._context, self._observer.observed
+        now_s = context.runtime.clock()
+        totals = [item.record.totals for item in observed.records.values()]
+        learners = tuple(
+            _learner(observed, name, now_s, context.settings.quorum.live_s)
+            for name in sorted(_known(observed))
+        )
+        return Status(
+            run=context.run,
+            state=_state(observed),
+            epoch=context.epoch,
+            global_step=observed.global_step,
+            steps=context.settings.run.steps,
+            # A token reaches every fragment by another update.
+            tokens_merged=sum(each.tokens_merged for each in totals) // max(1, len(totals)),
+            updates_merged=observed.updates_merged,
+            updates_rejected=observed.updates_rejected,
+            versions_per_s=_versions_per_s(observed, now_s),
+            tokens_per_s=sum(each.tokens_per_s for each in learners),
+            bytes_up_per_s=_bytes_up_per_s(observed, now_s),
+            tape_bytes=self._filled.size_bytes,
+            tape_limit_bytes=self._filled.max_bytes,
+            learners=learners,
+            fragments=tuple(self._fragment(index, now_s) for index in sorted(observed.records)),
+            alerts=(*more, *self._alerts(now_s)),
+        )
+
+    def _fragment(self, index: int, now_s: float) -> FragmentStatus:
+        observed = self._observer.observed
+        record, _, stored_at_s, _ = observed.records[index]
+        lease = self._leases.get(index)
+        members = record.policy.members
+        return FragmentStatus(
+            fragment=index,
+            version=record.version,
+            global_step=record.global_step,
+            owner=lease.aggregator if lease is not None and lease.state == "held" else None,
+            waiting=len(observed.waiting[index]),
+            version_s=max(0.0, now_s - stored_at_s),
+            round_updates=len(record.inputs),
+            round_s=record.closed_at_s - record.opened_at_s if record.inputs else 0.0,
+            live_learners=sum(member.live and not member.left for member in members),
+        )
+
+    def _alerts(self, now_s: float) -> Iterator[Finding]:
+        observed, settings = self._observer.observed, self._context.settings
+        yield from (found for found in symptoms.room(self._filled) if found.severity != "ok")
+        if observed.stopped or observed.ended:
+            return
+        for name in sorted(_known(observed)):
+            if not _has_left(observed, name):
+                view = observed.learners.get(name)
+                yield from symptoms.silence(name, view, now_s, settings.quorum.live_s)
+                yield from symptoms.usefulness(name, symptoms.answers(observed.recent, name))
+        longest_s = symptoms.patience_s(settings)
+        for fragment, waiting in sorted(observed.waiting.items()):
+            since_s = [*waiting.values(), now_s]
+            waited_s = now_s - max(min(since_s), observed.records[fragment].stored_at_s)
+            if waited_s > longest_s:
+                yield symptoms.standing_still(fragment, len(waiting), waited_s)
+        held = {index for index, lease in self._leases.items() if lease.state != "released"}
+        free = sorted(observed.records.keys() - held)
+        if free and _known(observed):
+            yield symptoms.ownerless(free)
+
+
+def _state(observed: Observed) -> str:
+    if observed.ended:
+        return "ended"
+    if observed.stopped:
+        return "stopping"
+    return "under way" if _known(observed) else "waiting for learners"
+
+
+def _known(observed: Observed) -> set[str]:
+    """Every learner that a record, a join or a heartbeat names."""
+    members = {
+        member.learner
+        for item in observed.records.values()
+        for member in item.record.policy.members
+    }
+    return members | observed.joined | observed.learners.keys()
+
+
+def _has_left(observed: Observed, name: str) -> bool:
+    members = [
+        member
+        for item in observed.records.values()
+        for member in item.record.policy.members
+        if member.learner == name
+    ]
+    newest = max((member.incarnation for member in members), default=0)
+    view = observed.learners.get(name)
+    if view is not None:
+        newest = max(newest, view.heartbeat.incarnation)
+    return observed.left.get(name, 0) >= max(newest, 1) or any(
+        member.left for member in members if member.incarnation == newest
+    )
+
+
+def _learner(observed: Observed, name: str, now_s: float, live_s: float) -> LearnerStatus:
+    view: LearnerView | None = observed.learners.get(name)
+    beat = view.heartbeat if view is not None else None
+    heard_s = None if view is None else max(0.0, now_s - view.heard_at_s)
+    silent = heard_s is None or heard_s > live_s
+    left = _has_left(observed, name) or observed.ended
+    answers = symptoms.answers(observed.recent, name)
+    stale = [answer.staleness for answer in answers if answer.staleness is not None]
+    there = beat is not None and not silent and not left
+    shut_out = any(name in item.record.policy.quarantined for item in observed.records.values())
+    word = "shut out" if shut_out else beat.state if beat else ""
+    return LearnerStatus(
+        name=name,
+        state="left" if left else "silent" if silent or beat is None else word,
+        heard_s=heard_s,
+        local_step=beat.local_step if beat else 0,
+        loss=beat.loss if beat and beat.loss else None,
+        tokens_per_s=beat.tokens_per_s if there and beat else 0.0,
+        step_time_s=beat.step_time_s if beat else 0.0,
+        stall_fraction=beat.stall_s / beat.run_s if beat and beat.run_s else 0.0,
+        staleness=sum(stale) / len(stale) if stale else None,
+        rejected=sum(bool(answer.reason) for answer in answers),
+        updates_sent=beat.updates_sent if beat else 0,
+        bytes_up=beat.bytes_up if beat else 0,
+        bytes_down=beat.bytes_down if beat else 0,
+    )
+
+
+def _versions_per_s(observed: Observed, now_s: float) -> float:
+    """Of the rounds that averages look back on; 0 once a run has ended."""
+    if len(observed.recent) < 2 or observed.ended:
+        return 0.0
+    return len(observed.recent) / max(1e-3, now_s - observed.recent[0].closed_at_s)
+
+
+def _bytes_up_per_s(observed: Observed, now_s: float) -> float:
+    """Bytes of the updates that those rounds merged, by the time that they took."""
+    if len(observed.recent) < 2 or observed.ended:
+        return 0.0
+    merged = sum(
+        shard.size_bytes
+        for record in observed.recent
+        for taken in record.inputs
+        for shard in taken.shards
+    )
+    return merged / max(1e-3, now_s - observed.recent[0].closed_at_s)

@@ -1,0 +1,162 @@
+"""`diloco status`: a run on a terminal, or as one JSON object."""
+
+import asyncio
+import contextlib
+import json as json_module
+from dataclasses import asdict
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from diloco.check.symptoms import Finding
+from diloco.cli.opening import open_run
+from diloco.common.service import cancel
+from diloco.local.screen import STYLES, human_bytes
+from diloco.look.status import FragmentStatus, LearnerStatus, Status, Watch
+
+REFRESH_S = 1.0
+# So many fragments have a line each; of more, those that were longest without a version.
+LINES = 16
+COLOURS = {"note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def show_status(target: str, *, once: bool, json: bool) -> None:
+    """Show RUN until it ends or Ctrl-C; with `once` or `json` only as it is now.
+
+    Raises:
+        DilocoError: no such run, or bus or store are away.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_show(target, once=once, json=json))
+
+
+async def _show(target: str, *, once: bool, json: bool) -> None:
+    console = Console()
+    async with open_run(target, name="status") as opened:
+        watch = Watch(opened.context)
+        status = await watch.begin()
+        if json:
+            print(json_module.dumps(asdict(status)), flush=True)  # noqa: T201 - the result itself
+        elif once or not console.is_terminal or status.state == "ended":
+            console.print(picture(status))
+        else:
+            await _follow(watch, status, console)
+
+
+async def _follow(watch: Watch, status: Status, console: Console) -> None:
+    following = asyncio.ensure_future(watch.follow())
+    try:
+        with Live(picture(status), console=console, auto_refresh=False) as live:
+            while not following.done():
+                await asyncio.sleep(REFRESH_S)
+                live.update(picture(await watch.now()), refresh=True)
+        following.result()
+    finally:
+        await cancel(following)
+
+
+def picture(status: Status) -> RenderableType:
+    """The run on a terminal."""
+    parts = [_summary(status), Text()]
+    if status.learners:
+        parts += [_learners(status.learners), Text()]
+    parts.append(_fragments(status.fragments))
+    if status.alerts:
+        parts += [Text(), _alerts(status.alerts)]
+    return Panel(Group(*parts), title=f"[bold]diloco[/] · run {status.run} · {status.state}")
+
+
+def _summary(status: Status) -> RenderableType:
+    made = sum(fragment.version for fragment in status.fragments)
+    tape = human_bytes(status.tape_bytes)
+    if status.tape_limit_bytes:
+        tape += f" of {human_bytes(status.tape_limit_bytes)}"
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row(
+        f"step [bold]{status.global_step:,}[/] of {status.steps:,}",
+        f"{made:,} versions, {status.versions_per_s * 60:.1f} a minute",
+    )
+    grid.add_row(
+        f"{status.tokens_per_s:,.0f} tokens/s trained",
+        f"{status.tokens_merged:,} tokens merged",
+    )
+    grid.add_row(
+        f"up {human_bytes(status.bytes_up_per_s)}/s, tape {tape}",
+        f"{status.updates_merged:,} updates merged, {status.updates_rejected:,} rejected",
+    )
+    return grid
+
+
+def _table(*titles: str) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for title in titles:
+        left = title in ("learner", "state", "owner")
+        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    return table
+
+
+def _learners(learners: tuple[LearnerStatus, ...]) -> Table:
+    table = _table(
+        "learner", "state", "heard", "step", "loss", "tokens/s", "stall", "stale", "rej.", "up"
+    )  # fmt: skip
+    for one in learners:
+        table.add_row(
+            one.name,
+            Text(one.state, style=STYLES.get(one.state, "dim" if one.state == "left" else "red")),
+            "never" if one.heard_s is None else age(one.heard_s),
+            f"{one.local_step:,}",
+            "-" if one.loss is None else f"{one.loss:.3f}",
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.stall_fraction:.1%}",
+            "-" if one.staleness is None else f"{one.staleness:.1f}",
+            str(one.rejected),
+            human_bytes(one.bytes_up),
+        )
+    return table
+
+
+def _fragments(fragments: tuple[FragmentStatus, ...]) -> Table:
+    shown = fragments
+    if len(fragments) > LINES:
+        oldest = sorted(fragments, key=lambda one: -one.version_s)[:LINES]
+        shown = tuple(sorted(oldest, key=lambda one: one.fragment))
+    table = _table("fragment", "version", "step", "owner", "last", "merged", "round", "waiting")
+    for one in shown:
+        table.add_row(
+            str(one.fragment),
+            f"{one.version:,}",
+            f"{one.global_step:,}",
+            one.owner or Text("nobody", style="dim"),
+            age(one.version_s),
+            f"{one.round_updates} of {one.live_learners}",
+            f"{one.round_s:.2f} s",
+            str(one.waiting),
+        )
+    if len(fragments) > LINES:
+        table.caption = f"{LINES} of {len(fragments)} fragments: the longest without a version"
+    return table
+
+
+def _alerts(alerts: tuple[Finding, ...]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for found in alerts:
+        colour = COLOURS.get(found.severity, "")
+        where = f" [dim]{found.runbook}[/]" if found.runbook else ""
+        grid.add_row(
+            Text(found.severity, style=colour),
+            escape(found.about),
+            f"{escape(found.sentence)}{where}",
+        )
+    return grid
+
+
+def age(seconds: float) -> str:
+    """Seconds as '3 s', '5 min' or '2 h'."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

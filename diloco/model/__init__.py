@@ -1,0 +1,1 @@
+"""The global model of a run: read, scored, sampled, written to files."""

@@ -1,0 +1,47 @@
+"""`diloco evaluate`: how well the global view does on held-out data, now or as it moves."""
+
+import json as json_module
+
+from rich.console import Console
+
+from diloco.cli.opening import open_run
+from diloco.common import wire
+from diloco.model.scores import Scorer
+from diloco.model.scores import keep as keep_score
+from diloco.report.style import human_count
+
+
+async def run_evaluate(
+    target: str, *, follow: bool, every_s: float, keep: bool, json: bool
+) -> None:
+    """Score RUN's newest view and print it; arguments as the command's options.
+
+    Raises:
+        DilocoError: no such run; bus or store are away; the task cannot be built.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    async with open_run(target, name="evaluate") as run:
+
+        async def tell(score: wire.Score) -> None:
+            if keep:
+                await keep_score(run.context, score)
+            if json:
+                print(json_module.dumps(score.model_dump()), flush=True)  # noqa: T201 - the result
+            else:
+                console.print(sentence(score))
+
+        scorer = await Scorer.of_run(run.context)
+        if follow:
+            await scorer.follow(tell, every_s)
+        else:
+            await tell(await scorer.newest())
+
+
+def sentence(score: wire.Score) -> str:
+    """A score in words, for rich."""
+    low, high = min(score.versions), max(score.versions)
+    versions = str(low) if low == high else f"{low}-{high}"
+    return (
+        f"step {score.global_step:>7,}  versions {versions:>9}  "
+        f"tokens {human_count(score.tokens):>7}  held-out loss [bold]{score.loss:.4f}[/]"
+    )

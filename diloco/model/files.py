@@ -1,0 +1,107 @@
+"""A run's global model as files: parameters, layout, settings, and what they are the model of."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import tomli_w
+
+from diloco.aggregator.merge import Vector
+from diloco.common import wire
+from diloco.common.config import RunSettings
+from diloco.common.errors import ConfigError
+from diloco.common.layout import layout_bytes
+from diloco.common.tape import RunContext
+from diloco.learner import tree
+from diloco.learner.task import run_task
+from diloco.model.view import GlobalModel
+
+FORMATS = ("safetensors", "orbax")
+
+
+def check_target(folder: Path, form: str = "safetensors") -> None:
+    """Refuse what cannot be written, before anything is computed.
+
+    Raises:
+        ConfigError: no such format, or the folder is there and holds something.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"--format {form!r}: expected {' or '.join(FORMATS)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{str(folder)!r} is there already", hint="give a new folder")
+
+
+async def write_model(
+    folder: Path,
+    form: str,
+    context: RunContext,
+    views: Mapping[int, Vector],
+    records: Mapping[int, wire.Record],
+    *,
+    settings: RunSettings | None = None,
+) -> None:
+    """Write the model that the views of all fragments make.
+
+    `model.safetensors` or the folder `model` (orbax) has the parameters by the task's names,
+    `layout.json` the layout, `settings.toml` the settings, `about.json` the run, versions,
+    digests and global step.
+
+    Args:
+        folder: is made.
+        form: of `FORMATS`.
+        context: of the run.
+        views: of every fragment, float32 [N].
+        records: that made them.
+        settings: what they were made under, if not the specification's.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    check_target(folder, form)
+    settings = settings or context.settings
+    task = run_task(context.settings)
+    model = await GlobalModel.of_run(context, task)
+    params = model.params([views[fragment] for fragment in sorted(views)])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        layout = {"digest": context.layout.digest, **msgpack.unpackb(layout_bytes(context.layout))}
+        _write_json(folder / "layout.json", layout)
+        _write_json(folder / "about.json", _about(context, records))
+        (folder / "settings.toml").write_text(tomli_w.dumps(settings.model_dump()))
+        await context.runtime.call(_write_params, folder, form, params)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _about(context: RunContext, records: Mapping[int, wire.Record]) -> dict[str, Any]:
+    ordered = [records[fragment] for fragment in sorted(records)]
+    return {
+        "run": context.run,
+        "epoch": context.epoch,
+        "layout": context.layout.digest,
+        "versions": [record.version for record in ordered],
+        "view_digests": [record.view_digest for record in ordered],
+        "global_step": max(record.global_step for record in ordered),
+        "tokens": sum(record.totals.tokens_merged for record in ordered),
+        "closed_at_s": max(record.closed_at_s for record in ordered),
+    }
+
+
+def _write_params(folder: Path, form: str, params: Any) -> None:
+    if form == "safetensors":
+        from safetensors.numpy import save_file
+
+        leaves = {n: np.ascontiguousarray(leaf) for n, leaf in tree.by_name(params).items()}
+        save_file(leaves, folder / "model.safetensors")
+        return
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((folder / "model").absolute(), params)

@@ -1,0 +1,247 @@
+"""Scores of a run's global view on its task's held-out data: newest, earlier, and as it moves.
+
+Scores are kept in the run's store, so that a report still has those of views that garbage
+collection has taken.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from diloco.common import names, shards, wire
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.service import cancel
+from diloco.common.tape import RunContext, last_record, read_record
+from diloco.common.views import load_version, load_view
+from diloco.learner.task import Task, run_task
+from diloco.model.view import GlobalModel
+from diloco.report.chronicle import Chronicle
+
+# Kept scores that are read, evenly over the run.
+KEPT = 400
+
+
+class Scorer:
+    """Scores views of a run.
+
+    Args:
+        context: the run's.
+        task: the run's.
+        model: of both.
+    """
+
+    def __init__(self, context: RunContext, task: Task, model: GlobalModel) -> None:
+        self._context = context
+        self._task = task
+        self._model = model
+
+    @classmethod
+    async def of_run(cls, context: RunContext) -> "Scorer":
+        """With the run's task; errors as `run_task` and `GlobalModel.of_run`."""
+        task = await asyncio.to_thread(run_task, context.settings)
+        return cls(context, task, await GlobalModel.of_run(context, task))
+
+    async def newest(self) -> wire.Score:
+        """Of the newest view.
+
+        Raises:
+            DilocoError: as `diloco.common.views.load_view`.
+        """
+        fragments = range(len(self._context.layout.fragments))
+        loaded = [await load_view(self._context, fragment) for fragment in fragments]
+        records, seqs = [item.record for item in loaded], [item.record_seq for item in loaded]
+        return await self._score(records, seqs, [item.view for item in loaded])
+
+    async def of(self, records: Sequence[wire.Record], seqs: Sequence[int]) -> wire.Score:
+        """Of the view after these records, one of each fragment, which stand at `seqs`.
+
+        Raises:
+            ObjectMissingError: garbage collection has taken what it is made of.
+            IntegrityError: what is stored does not give the recorded digest.
+        """
+        views = [await load_version(self._context, record) for record in records]
+        return await self._score(records, seqs, views)
+
+    async def _score(
+        self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
+    ) -> wire.Score:
+        loss = await asyncio.to_thread(self._evaluate, views)
+        merged = sum(record.totals.tokens_merged for record in records)
+        return wire.Score(
+            run=self._context.run,
+            epoch=self._context.epoch,
+            versions=tuple(record.version for record in records),
+            record_seqs=tuple(seqs),
+            global_step=max(record.global_step for record in records),
+            tokens=merged // len(records),
+            at_s=max(record.closed_at_s for record in records),
+            loss=loss,
+        )
+
+    def _evaluate(self, views: Sequence[np.ndarray]) -> float:
+        return float(self._task.evaluate(self._model.params(views)))
+
+    async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], every_s: float) -> None:
+        """Score the newest view, and again as it moves; returns once the run has ended.
+
+        Args:
+            tell: takes each score.
+            every_s: shortest time between the beginnings of two.
+
+        Raises:
+            DilocoError: as `newest`, or what `tell` raises.
+        """
+        moved = asyncio.Event()
+        after = await self._context.bus.last_sequence(self._context.tape) + 1
+        watching = asyncio.ensure_future(self._watch(after, moved))
+        told: tuple[int, ...] = ()
+        try:
+            while True:
+                began_s, ended = time.monotonic(), watching.done()
+                moved.clear()
+                if await self._heads() != told:
+                    score = await self.newest()
+                    await tell(score)
+                    told = score.record_seqs
+                if ended:
+                    watching.result()
+                    return
+                if not watching.done():
+                    await moved.wait()
+                rest_s = began_s + every_s - time.monotonic()
+                await asyncio.wait([watching], timeout=max(rest_s, 0.0))
+        finally:
+            await cancel(watching)
+
+    async def _heads(self) -> tuple[int, ...]:
+        """Sequences of the newest records of all fragments."""
+        fragments = range(len(self._context.layout.fragments))
+        return tuple([(await last_record(self._context, index))[1] for index in fragments])
+
+    async def _watch(self, after: int, moved: asyncio.Event) -> None:
+        """Tell of every record from a sequence on, until the run's end."""
+        context = self._context
+        end = names.end(context.run)
+        try:
+            if await context.bus.last(context.tape, end) is not None:
+                return
+            subjects = [names.record(context.run, "*"), end]
+            reading = context.bus.read(context.tape, subjects, after)
+            async with contextlib.aclosing(reading):  # type: ignore[type-var]
+                async for message in reading:
+                    if message.subject == end:
+                        return
+                    moved.set()
+        finally:
+            moved.set()
+
+
+async def keep(context: RunContext, score: wire.Score) -> None:
+    """Put a score into the run's store; the same again is harmless.
+
+    Raises:
+        StoreError: the store is away, or does not permit it.
+    """
+    data = wire.encode(score)
+    name = names.score_object(context.run, score.epoch, score.global_step, shards.digest(data))
+    await context.runtime.call(context.store.put, name, data)
+
+
+async def kept(context: RunContext) -> list[wire.Score]:
+    """Scores that were kept, of this epoch, in order of time; thinned to about `KEPT`.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    listed = await context.runtime.call(context.store.list, names.scores_prefix(context.run))
+    found = {}
+    for info in listed[:: 1 + len(listed) // KEPT]:
+        with contextlib.suppress(ObjectMissingError, WireError):
+            data = await context.runtime.call(context.store.get, info.name)
+            score = wire.decode(wire.Score, data)
+            if (score.run, score.epoch) == (context.run, context.epoch):
+                found[score.record_seqs] = score
+    return sorted(found.values(), key=lambda score: score.at_s)
+
+
+async def scores_of(
+    context: RunContext,
+    chronicle: Chronicle,
+    points: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[wire.Score]:
+    """Scores spread over a run: those that were kept, and of views that the store still has.
+
+    Args:
+        context: the run's.
+        chronicle: what its tape says.
+        points: how many to have; none are made where one was kept nearby.
+        progress: called with how many of how many are done.
+
+    Raises:
+        DilocoError: as `Scorer.of_run`; the store is away.
+    """
+    scores = await kept(context)
+    missing_s = _missing(chronicle, scores, points)
+    if not missing_s:
+        return scores
+    scorer = await Scorer.of_run(context)
+    done = {score.record_seqs for score in scores}
+    for count, at_s in enumerate(missing_s):
+        if progress is not None:
+            progress(count, len(missing_s))
+        seqs = _standing(chronicle, at_s)
+        if seqs is None or tuple(seqs) in done:
+            continue
+        done.add(tuple(seqs))
+        with contextlib.suppress(ObjectMissingError, IntegrityError):
+            records = [await record_at(context, f, seq) for f, seq in enumerate(seqs)]
+            scores.append(await scorer.of(records, seqs))
+    return sorted(scores, key=lambda score: score.at_s)
+
+
+def _missing(chronicle: Chronicle, scores: Sequence[wire.Score], points: int) -> list[float]:
+    """Times of versions, evenly over all, that have no score nearby."""
+    times_s = chronicle.versions["time_s"]
+    # Before all fragments have one there is no view.
+    first, last = min(chronicle.fragments, times_s.size) - 1, times_s.size - 1
+    wanted = np.linspace(first, last, points) if points > 1 else np.full(points, float(last))
+    near = 0.5 * (last - first) / max(points - 1, 1)
+    have = np.searchsorted(times_s, [score.at_s for score in scores])
+    return [
+        float(times_s[int(row)])
+        for row in wanted
+        if row >= 0 and all(abs(row - other) > near for other in have)
+    ]
+
+
+def _standing(chronicle: Chronicle, at_s: float) -> list[int] | None:
+    """Sequences of the records of all fragments that stood at a time; None if it is too early."""
+    table = chronicle.versions
+    fragment, seq = table["fragment"], table["seq"]
+    old = table["time_s"] <= at_s + 1e-6
+    found = []
+    for index in range(chronicle.fragments):
+        mine = seq[old & (fragment == index)]
+        if not mine.size:
+            return None
+        found.append(int(mine[-1]))
+    return found
+
+
+async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record:
+    """The record of a fragment at a sequence of the tape.
+
+    Raises:
+        ObjectMissingError: it, or its body, was collected.
+        RunMismatchError, IntegrityError: as `diloco.common.tape.read_record`.
+    """
+    reading = context.bus.read(context.tape, [names.record(context.run, fragment)], seq)
+    async with contextlib.aclosing(reading):  # type: ignore[type-var]
+        message = await anext(reading)
+    if message.seq != seq:
+        raise ObjectMissingError(f"record {seq} of fragment {fragment} is not on the tape any more")
+    return await read_record(context, message.payload)

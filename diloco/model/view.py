@@ -1,0 +1,67 @@
+"""The global model: views of all fragments as a task's parameters."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+
+from diloco.common import wire
+from diloco.common.tape import RunContext, load_specification
+from diloco.common.views import load_view
+from diloco.learner import tree
+from diloco.learner.replica import Replica
+from diloco.learner.task import Params, Task, params_shapes
+
+
+class GlobalModel:
+    """Makes a task's parameters of views.
+
+    Args:
+        context: the run's.
+        task: the run's.
+        constants: leaves that are not trained.
+    """
+
+    def __init__(self, context: RunContext, task: Task, constants: Params) -> None:
+        self._context = context
+        self._constants = constants
+        self._trained, _ = tree.split(params_shapes(task))
+        self._replica: Replica | None = None
+
+    @classmethod
+    async def of_run(cls, context: RunContext, task: Task) -> Self:
+        """With the run's constants.
+
+        Raises:
+            IntegrityError: they are damaged.
+            ObjectMissingError, BusError: they, or the run, cannot be read.
+        """
+        _, constants = tree.split(params_shapes(task))
+        specification = await load_specification(context.bus, context.run)
+        if specification.constants is not None:
+            data = await context.runtime.call(context.store.get, specification.constants)
+            digest = specification.constants.rsplit("-", 1)[1]
+            constants = tree.unpack_constants(data, constants, digest)
+        return cls(context, task, constants)
+
+    def params(self, views: Sequence[np.ndarray]) -> Params:
+        """Parameters of the views of all fragments, float32 [N]; good until the next call."""
+        if self._replica is None:
+            sync, layout = self._context.settings.sync, self._context.layout
+            self._replica = Replica(sync, layout, self._trained, views)
+        else:
+            for fragment, view in enumerate(views):
+                self._replica.restore(fragment, self._replica.place_view(fragment, view))
+        return tree.join(self._replica.trained, self._constants)
+
+
+async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.Record]]:
+    """The run's newest global view as parameters, and the records it was taken from.
+
+    Raises:
+        RunMismatchError, IntegrityError, DilocoError: as `diloco.common.views.load_view`.
+    """
+    model = await GlobalModel.of_run(context, task)
+    fragments = range(len(context.layout.fragments))
+    loaded = [await load_view(context, fragment) for fragment in fragments]
+    return model.params([item.view for item in loaded]), [item.record for item in loaded]

@@ -1,0 +1,1 @@
+"""An operator's hand on a run: create, change, collect, install."""

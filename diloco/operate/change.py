@@ -1,0 +1,206 @@
+"""`diloco run set`, `rollback`, `checkpoint` and `resume`: an operator's hand on a run."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from diloco.aggregator import checkpoint, rollback
+from diloco.aggregator import settings as run_settings
+from diloco.aggregator.context import Context
+from diloco.cli.opening import OpenRun, find_config, open_run
+from diloco.cli.settings import assign, parse_assigned
+from diloco.common import bus_nats, log, names, wire
+from diloco.common.config import (
+    check_same_run,
+    load_config,
+    parse_settings,
+    warnings,
+)
+from diloco.common.errors import ConfigError
+from diloco.common.layout import parse_layout
+from diloco.common.service import Runtime
+from diloco.common.store import open_store
+from diloco.common.tape import Recorded, RunContext, last_record
+from diloco.operate.create import make_streams
+
+AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def operator_context(opened: OpenRun) -> Context:
+    """What the aggregator's functions need, in the operator's name."""
+    parts = {f.name: getattr(opened.context, f.name) for f in dataclasses.fields(RunContext)}
+    return Context(**parts, name="operator")
+
+
+async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Change settings of a run; what has changed, and warnings about what it is now.
+
+    Raises:
+        ConfigError: no setting of that name, no such value, or one that is fixed.
+        RunMismatchError: no such run, or it has stopped.
+    """
+    async with open_run(target) as opened:
+        context = operator_context(opened)
+        before, _ = await run_settings.effective_settings(context)
+        document = before.model_dump()
+        for assignment in assignments:
+            assign(document, assignment)
+        after = parse_assigned(document)
+        return await run_settings.change_settings(context, after), warnings(after)
+
+
+# Rollback
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A fragment's way back: from its newest version to the contents of an earlier one."""
+
+    fragment: int
+    newest: int
+    target: Recorded
+
+
+async def plan_rollback(target: str, to: str) -> list[Move]:
+    """What a rollback would do.
+
+    Args:
+        target: RUN.
+        to: a version for all fragments, versions for each joined by commas, the name of a
+            checkpoint, a time in ISO 8601, or how long ago (90m, 2h, 1d).
+
+    Raises:
+        ConfigError: `to` cannot be understood, or is beyond what the tape has.
+    """
+    async with open_run(target) as opened:
+        context = operator_context(opened)
+        targets = await find_targets(context, to)
+        newest = {f: (await last_record(context, f))[0].version for f in targets}
+        return [Move(f, newest[f], at) for f, at in targets.items()]
+
+
+async def roll_back(target: str, moves: Sequence[Move]) -> list[wire.Record]:
+    """Do it; the record that each fragment is at now.
+
+    Raises:
+        RunMismatchError: the run has stopped.
+        ConfigError: objects of an earlier version are gone.
+    """
+    async with open_run(target) as opened:
+        targets = {move.fragment: move.target for move in moves}
+        made = await rollback.roll_back(operator_context(opened), targets)
+        return list(made.values())
+
+
+async def find_targets(
+    context: RunContext, to: str, *, option: str = "--to"
+) -> dict[int, Recorded]:
+    """The record of each fragment that versions, a checkpoint's name or a time stand for.
+
+    Raises:
+        ConfigError: `to` cannot be understood, or is beyond what the tape has.
+    """
+    count = len(context.layout.fragments)
+    if re.fullmatch(r"\d{4}-\d{12}", to):
+        file = checkpoint.load_file(context.store, context.run, to)
+        if file.specification.epoch != context.epoch:
+            raise ConfigError(
+                f"checkpoint {to} is of epoch {file.specification.epoch}, the run is in epoch "
+                f"{context.epoch}",
+                hint="only a new server can begin from it: diloco resume",
+            )
+        return await rollback.find_versions(
+            context, {record.fragment: record.version for record in file.records}
+        )
+    if re.fullmatch(r"\d+(,\d+)*", to):
+        versions = [int(part) for part in to.split(",")]
+        if len(versions) == 1:
+            versions *= count
+        if len(versions) != count:
+            raise ConfigError(
+                f"{option} {to}: {len(versions)} versions for {count} fragments",
+                hint="give one version for all, or one for each, joined by commas",
+            )
+        return await rollback.find_versions(context, dict(enumerate(versions)))
+    at_s = _time(to, context.runtime.clock(), option)
+    return await rollback.find_time(context, at_s)
+
+
+def _time(text: str, now_s: float, option: str) -> float:
+    """Seconds since the epoch of a time, or of so long ago.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if ago := AGO.fullmatch(text):
+        return now_s - float(ago[1]) * UNITS_S[ago[2]]
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{option} {text!r} is no version, no checkpoint and no time",
+            hint="for example 120, 12,12,11,11, 0000-000000001234, 2h or 2026-01-31T12:00:00Z",
+        ) from error
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+# Checkpoint and resume
+
+
+async def mark(target: str) -> checkpoint.Marked:
+    """Make a checkpoint of a run.
+
+    Raises:
+        RunMismatchError: no such run.
+    """
+    async with open_run(target) as opened:
+        return await checkpoint.mark(operator_context(opened))
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """A run that has a tape again."""
+
+    checkpoint: str
+    epoch: int
+    versions: tuple[int, ...]
+
+
+async def resume(target: str, name: str | None) -> Resumed:
+    """Begin a new tape for a run from a checkpoint in its store.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        RunMismatchError: the file disagrees with the run, or the bus has its tape already.
+    """
+    config = load_config(find_config(target))
+    store, run = open_store(config.store.url, emulator=config.store.emulator), config.run.name
+    file = checkpoint.load_file(store, run, name)
+    layout_digest = file.specification.layout
+    layout = parse_layout(store.get(names.layout_object(run, layout_digest)), layout_digest)
+    settings = parse_settings(file.specification.settings)
+    check_same_run(config.settings(), settings, layout_digest, layout_digest)
+    bus = await bus_nats.connect(
+        config.bus.url, name="resume", credentials=config.bus.credentials, tls_ca=config.bus.tls_ca
+    )
+    try:
+        await make_streams(bus, run, config.bus)
+        context = Context(
+            settings=settings,
+            layout=layout,
+            epoch=await checkpoint.next_epoch(bus, store, file),
+            bus=bus,
+            store=store,
+            runtime=Runtime(),
+            logger=log.get(run=run),
+            name="resume",
+        )
+        specification = await checkpoint.begin_epoch(context, file)
+        context = dataclasses.replace(context, epoch=specification.epoch)
+        await checkpoint.begin_fragments(context, file.records)
+    finally:
+        await bus.close()
+    versions = tuple(record.version for record in file.records)
+    return Resumed(file.name, context.epoch, versions)

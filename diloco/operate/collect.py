@@ -1,0 +1,177 @@
+"""`diloco gc`: the garbage of a whole run, beside its aggregators or without any.
+
+No machine tells here what is pending, so every manifest from a fragment's position on counts as
+it. And what no aggregator looks at is looked at too: the shards of learners that nobody knows.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rich.table import Table
+
+from diloco.aggregator import garbage
+from diloco.aggregator.collector import (
+    check_epoch,
+    delete,
+    read_on,
+    read_pins,
+    trim_tape,
+)
+from diloco.aggregator.garbage import Fleet, Garbage, Ledger, Trim
+from diloco.aggregator.machine import UpdateId
+from diloco.check.history import read_stream
+from diloco.cli.opening import open_run
+from diloco.common import names, wire
+from diloco.common.bus import Message
+from diloco.common.config import GcSection
+from diloco.common.errors import WireError
+from diloco.common.store import ObjectInfo
+from diloco.common.tape import RunContext
+
+KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
+
+
+@dataclass
+class Found:
+    """All garbage of a run; `messages` counts those that `trims` remove from the tape."""
+
+    trims: list[Trim] = field(default_factory=list)
+    objects: list[Garbage] = field(default_factory=list)
+    messages: int = 0
+
+
+class Stored(NamedTuple):
+    """What the store holds: objects by fragment, and the learners that have shards."""
+
+    objects: dict[int, list[ObjectInfo]]
+    learners: set[str]
+
+
+class Heard(NamedTuple):
+    """What the tape says.
+
+    Attributes:
+        last_seq: of the tape.
+        sequences: of all messages, by subject.
+        lives: newest incarnation of each learner that has joined.
+        manifests: (sequence, update) of each fragment.
+    """
+
+    last_seq: int
+    sequences: dict[str, list[int]]
+    lives: dict[str, int]
+    manifests: dict[int, list[tuple[int, UpdateId]]]
+
+
+async def collect(target: str, *, dry_run: bool) -> Found:
+    """Find a run's garbage, and remove it unless told not to.
+
+    Raises:
+        RunMismatchError: the run was resumed on a newer tape.
+        DilocoError: bus or store are away, or do not permit it.
+    """
+    async with open_run(target) as run:
+        found = await find(run.context, run.config.gc)
+        if not dry_run:
+            await trim_tape(run.context, found.trims)
+            await delete(run.context, [item.name for item in found.objects])
+    return found
+
+
+async def find(context: RunContext, section: GcSection) -> Found:
+    """A run's garbage; read in the order that `aggregator/collector.py` gives.
+
+    Raises:
+        DilocoError: as `collect`.
+    """
+    stored = await context.runtime.call(_listing, context)
+    messages = await read_stream(context.bus, context.tape, names.tape_subjects(context.run))
+    heard = _hear(messages)
+    lives = _lives(heard, stored.learners)
+    pins = await read_pins(context, section.keep_checkpoints, context.logger)
+    found, answered = Found(), []
+    for fragment in range(len(context.layout.fragments)):
+        ledger = Ledger(context.run, fragment, context.epoch)
+        await read_on(context, ledger)
+        pending = {up for seq, up in heard.manifests[fragment] if seq >= ledger.position}
+        plan = garbage.plan(
+            ledger,
+            stored.objects[fragment],
+            fleet=Fleet(lives, pending),
+            pinned=pins.of(fragment),
+            replay_s=section.replay_s,
+        )
+        answered.append(plan.answered_seq if plan else 0)
+        if plan is not None:
+            found.objects += plan.objects
+            found.trims += plan.trims
+    await check_epoch(context)
+    found.trims += garbage.plan_run(context.run, answered, lives)
+    found.objects += [Garbage("checkpoint", *info) for info in pins.stale]
+    found.messages = sum(_count(heard.sequences[trim.subject], trim) for trim in found.trims)
+    return found
+
+
+def _listing(context: RunContext) -> Stored:
+    """Every object that is a fragment's; blocks."""
+    stored = Stored(defaultdict(list), set())
+    for info in context.store.list(names.learners_prefix(context.run)):
+        shard = names.parse_shard(context.run, info.name)
+        if shard is not None:
+            stored.objects[shard.fragment].append(info)
+            stored.learners.add(shard.learner)
+    for fragment in range(len(context.layout.fragments)):
+        prefix = names.fragment_prefix(context.run, fragment)
+        stored.objects[fragment] += context.store.list(prefix)
+    return stored
+
+
+def _hear(messages: Sequence[Message]) -> Heard:
+    heard = Heard(messages[-1].seq, defaultdict(list), {}, defaultdict(list))
+    for message in messages:
+        heard.sequences[message.subject].append(message.seq)
+        _, _, kind, *rest = message.subject.split(".")
+        try:
+            if kind == "join" and wire.decode(wire.Join, message.payload).learner == rest[0]:
+                heard.lives[rest[0]] = message.seq
+            if kind == "update":
+                sent = wire.decode(wire.Manifest, message.payload)
+                update = UpdateId(sent.learner, sent.incarnation, sent.seq)
+                heard.manifests[sent.fragment].append((message.seq, update))
+        except WireError:
+            continue  # The aggregators have told of it.
+    return heard
+
+
+def _lives(heard: Heard, learners: set[str]) -> dict[str, int]:
+    """Newest incarnation of every learner that has a message or a shard.
+
+    Who has never joined this tape has no life on it yet: whatever it has stored before the tape
+    was read belongs to none that may announce it.
+    """
+    subjects = [subject.split(".") for subject in heard.sequences]
+    speaking = {tokens[3] for tokens in subjects if tokens[2] in ("join", "leave", "update")}
+    return dict.fromkeys(learners | speaking, heard.last_seq + 1) | heard.lives
+
+
+def _count(sequences: Sequence[int], trim: Trim) -> int:
+    """How many messages a trim removes."""
+    return sum(seq < min(trim.below_seq, sequences[-1]) for seq in sequences)
+
+
+def table(found: Found, *, dry_run: bool) -> Table:
+    """What was found, by kind."""
+    shown = Table(title="would be removed" if dry_run else "removed")
+    for column in ("kind", "count", "bytes"):
+        shown.add_column(column, justify="left" if column == "kind" else "right")
+    counts, sizes = Counter[str](), Counter[str]()
+    for item in found.objects:
+        counts[item.kind] += 1
+        sizes[item.kind] += item.size_bytes
+    for kind in KINDS:
+        shown.add_row(kind, f"{counts[kind]:,}", f"{sizes[kind]:,}")
+    shown.add_row("message", f"{found.messages:,}", "", end_section=True)
+    shown.add_row("objects", f"{counts.total():,}", f"{sizes.total():,}")
+    return shown

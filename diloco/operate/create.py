@@ -1,0 +1,196 @@
+"""`diloco run create`: streams, specification, layout and version 0 of a new run."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco.aggregator.context import Context
+from diloco.aggregator.genesis import commit_version_zero
+from diloco.common import bus_nats, log, names, shards, wire
+from diloco.common.bus import Bus, StreamLimits
+from diloco.common.config import BusSection, Config, RunSettings, check_same_run, parse_settings
+from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
+from diloco.common.layout import Layout, layout_bytes
+from diloco.common.quantize import canonical
+from diloco.common.service import Runtime
+from diloco.common.store import ObjectStore, open_store
+from diloco.common.tape import load_specification
+from diloco.learner import tree
+from diloco.learner.delta import vector_of
+from diloco.learner.task import Params, run_task
+
+
+def create(config: Config, source: Path | None) -> Layout:
+    """Create the run of `config` and return its layout; one that exists already is completed.
+
+    Args:
+        config: the whole configuration.
+        source: a safetensors file with the first parameters; None for the task's init.
+
+    Raises:
+        DilocoError: what is wrong, with what to do.
+    """
+    settings = config.settings()
+    task = run_task(settings)
+    layout = tree.task_layout(task, settings.sync)
+    params = jax.jit(task.init)(jax.random.key(settings.run.seed))
+    if source is not None:
+        params = load_safetensors(source, params)
+    asyncio.run(_create(config, layout, params))
+    return layout
+
+
+async def _create(config: Config, layout: Layout, params: Params) -> None:
+    bus = await bus_nats.connect(
+        config.bus.url,
+        name=f"create-{config.run.name}",
+        credentials=config.bus.credentials,
+        tls_ca=config.bus.tls_ca,
+    )
+    try:
+        store = open_store(config.store.url, emulator=config.store.emulator)
+        await create_run(config.settings(), config.bus, layout, params, bus, store, Runtime())
+    finally:
+        await bus.close()
+
+
+async def create_run(
+    settings: RunSettings,
+    streams: BusSection,
+    layout: Layout,
+    params: Params,
+    bus: Bus,
+    store: ObjectStore,
+    runtime: Runtime,
+) -> None:
+    """Make the streams, store layout and constants, publish the specification, commit version 0.
+
+    Args:
+        settings: what defines the run.
+        streams: replicas and limits of its streams.
+        layout: of `params`.
+        params: the parameters the run begins with, the task's whole tree.
+        bus: where the streams are made.
+        store: where the objects go.
+        runtime: clock and threads.
+
+    Raises:
+        RunMismatchError: the run exists with other settings or another beginning.
+    """
+    run = settings.run.name
+    await make_streams(bus, run, streams)
+    await _check_unused(bus, store, runtime, run)
+    await runtime.call(store.put, names.layout_object(run, layout.digest), layout_bytes(layout))
+    trained, constants = tree.split(params)
+    specification = wire.Specification(
+        run=run,
+        epoch=0,
+        positions={},
+        layout=layout.digest,
+        settings=settings.model_dump(),
+        constants=await _store_constants(run, constants, store, runtime),
+        created_at_s=runtime.clock(),
+    )
+    try:
+        await bus.publish(names.spec(run), wire.encode(specification), expected_last=0)
+    except SwapLostError:
+        existing = await load_specification(bus, run)
+        theirs = parse_settings(existing.settings)
+        check_same_run(settings, theirs, layout.digest, existing.layout)
+    leaves = tree.by_name(trained)
+    vectors = [_flatten(layout, index, leaves) for index in range(settings.sync.fragments)]
+    context = Context(
+        settings=settings,
+        layout=layout,
+        epoch=0,
+        bus=bus,
+        store=store,
+        runtime=runtime,
+        logger=log.get(run=run),
+        name="create",
+    )
+    await commit_version_zero(context, vectors)
+
+
+def _flatten(layout: Layout, fragment: int, leaves: dict[str, Any]) -> np.ndarray:
+    """A fragment's vector of the first parameters, fit to be a view."""
+    return canonical(vector_of(layout, fragment, leaves))
+
+
+async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str) -> None:
+    """Refuse a store that holds what was left of a run of that name whose tape is lost.
+
+    Raises:
+        RunMismatchError: it does; a new run's objects would collide with the old one's.
+    """
+    if await bus.last(names.tape_stream(run), names.spec(run)) is not None:
+        return
+    prefixes = (names.checkpoint_prefix(run), names.learners_prefix(run))
+    for prefix in prefixes:
+        if await runtime.call(store.list, prefix):
+            raise RunMismatchError(
+                f"the store holds objects of a run {run!r}, but this bus has no tape of it",
+                hint="go on with it: diloco resume; or choose another run name or store",
+            )
+
+
+def tape_limits(streams: BusSection) -> StreamLimits:
+    """What the tape's stream keeps: everything."""
+    return StreamLimits(
+        duplicate_window_s=streams.duplicate_window_s,
+        replicas=streams.replicas,
+        max_bytes=streams.tape_max_bytes,
+        keep_old=streams.tape_max_bytes > 0,
+    )
+
+
+async def make_streams(bus: Bus, run: str, streams: BusSection) -> None:
+    """Make the streams of a run; those that are there stay."""
+    tape = tape_limits(streams)
+    small = tape._replace(max_bytes=0, keep_old=False)
+    ops = small._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)
+    leases = small._replace(last_only=True)
+    await bus.create_stream(names.tape_stream(run), names.tape_subjects(run), tape)
+    await bus.create_stream(names.ops_stream(run), names.ops_subjects(run), ops)
+    await bus.create_stream(names.leases_stream(run), names.leases_subjects(run), leases)
+
+
+async def _store_constants(
+    run: str, constants: Params, store: ObjectStore, runtime: Runtime
+) -> str | None:
+    if not jax.tree.leaves(constants):
+        return None
+    data = tree.pack_constants(constants)
+    name = names.constants_object(run, shards.digest(data))
+    await runtime.call(store.put, name, data)
+    return name
+
+
+def load_safetensors(source: Path, like: Params) -> Params:
+    """Parameters from a safetensors file, by name, cast to the task's dtypes.
+
+    Raises:
+        ConfigError: no such file, or its tensors are not the task's.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        found: dict[str, Any] = load_file(source)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot read {str(source)!r}: {error}", hint="--from takes a safetensors file"
+        ) from error
+    wanted = tree.by_name(like)
+    wrong = sorted(set(wanted) ^ set(found))
+    wrong += [n for n in wanted if n in found and found[n].shape != wanted[n].shape]
+    if wrong:
+        raise ConfigError(
+            f"{source} does not hold the task's parameters; these are missing, unknown or of "
+            f"another shape: {', '.join(wrong[:8])}",
+            hint="its tensors must have the task's names and shapes",
+        )
+    return tree.from_names(like, {n: found[n].astype(leaf.dtype) for n, leaf in wanted.items()})

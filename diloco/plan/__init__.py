@@ -1,0 +1,1 @@
+"""`diloco plan`: what to expect of a fleet."""

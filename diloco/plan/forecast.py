@@ -1,0 +1,395 @@
+"""What to expect of a fleet before it is paid for: the simulations and formulas put together.
+
+Pure, and the same for the same seed. `diloco/plan/outages.py` says when jobs train,
+`diloco/plan/rounds.py` what becomes of their updates, `diloco/plan/traffic.py` what it moves and
+needs; docs/plan.md says what all of it leaves out.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from diloco.common.config import RunSettings
+from diloco.plan import outages as plan_outages
+from diloco.plan import rounds as plan_rounds
+from diloco.plan import traffic as plan_traffic
+from diloco.plan.outages import Outages, Trace
+from diloco.plan.rounds import Rounds, Worker
+from diloco.plan.traffic import Sizes
+
+DAY_S = 86400.0
+UTILIZATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
+# How much is simulated: updates of a fragment, and failures of the fleet.
+UPDATES = 4000
+FEWEST_ROUNDS = 12
+MOST_ROUNDS = 500
+FAILURES = 3000
+# From a message to what happens on it, on top of the link: one poll of the bus, one request of the
+# store.
+MESSAGE_S = 0.005
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Island:
+    """A learner's machines: `gbit` and `rtt_s` are of its link to store and bus.
+
+    `step_tokens` are taken in a step of `step_s` with all of its slices.
+    """
+
+    chips: int = 1
+    step_s: float = 1.0
+    step_tokens: int = 1
+    gbit: float = math.inf
+    rtt_s: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """Everything that is planned for.
+
+    Attributes:
+        rigid: a learner too stands still as a whole while one of its slices is out.
+        outages: None: nothing ever fails.
+        learner_restart_s: as `outages.restart_s`, of a learner; None: the same.
+        aggregator_gbit: of its link to the store.
+        gradient_bits: of one element of data-parallel's gradient.
+        hidden: share of data-parallel's step under which its exchange may lie.
+    """
+
+    islands: tuple[Island, ...]
+    outages: Outages | None = None
+    rigid: bool = False
+    learner_restart_s: float | None = None
+    aggregator_gbit: float = 10.0
+    gradient_bits: int = 16
+    hidden: float = 2 / 3
+
+    @property
+    def chips(self) -> int:
+        """Of all islands."""
+        return sum(island.chips for island in self.islands)
+
+    @property
+    def step_tokens(self) -> int:
+        """Of a step of all learners."""
+        return sum(island.step_tokens for island in self.islands)
+
+
+class System(NamedTuple):
+    """What to expect of one way of training.
+
+    Attributes:
+        goodput: work that ends in the model, as a share of what the same job does without failures.
+        uptime: share of the time in which somebody trains.
+        utilization: share of a step's time, without failures, that nobody waits for a link.
+        tokens_per_s: with all of this, and the slowest learner's step where steps are common.
+        days: to the token budget; None without one, infinite if it is never met.
+    """
+
+    name: str
+    goodput: float
+    uptime: float
+    utilization: float
+    tokens_per_s: float
+    days: float | None
+
+
+class Bandwidth(NamedTuple):
+    """Gbit/s that each site needs for a utilization."""
+
+    utilization: float
+    data_parallel: float
+    lockstep: float
+    decoupled: float
+
+
+class Daily(NamedTuple):
+    """Of a day: objects written and read, bytes written to and read from the store."""
+
+    objects_written: float
+    objects_read: float
+    bytes_written: float
+    bytes_read: float
+    records: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        cores: of all aggregators, busy for half of the time; `memory_bytes` at least.
+        aggregator_gbit: what their links must carry, each way, for a version of every fragment in
+            H steps; snapshots included.
+        close_s: from a round's close to its record.
+        interval_s: time between two versions of a fragment; `participants` updates in one.
+        late_share: of updates that missed the round for which they were sent.
+        kept: share of the trained tokens that learners which died did not take with them.
+    """
+
+    learners: int
+    chips: int
+    sizes: Sizes
+    systems: tuple[System, ...]
+    bandwidth: tuple[Bandwidth, ...]
+    daily: Daily
+    cores: int
+    memory_bytes: int
+    aggregator_gbit: float
+    close_s: float
+    interval_s: float
+    participants: float
+    staleness: float
+    late_share: float
+    kept: float
+
+
+def make_plan(
+    settings: RunSettings,
+    fleet: Fleet,
+    parameters: int,
+    sized: Sizes,
+    *,
+    tokens: int = 0,
+    seed: int = 0,
+    updates: int = UPDATES,
+) -> Plan:
+    """What to expect of a run on a fleet.
+
+    Args:
+        settings: of the run.
+        fleet: its machines.
+        parameters: of the model.
+        sized: its fragments' bytes.
+        tokens: the budget; 0 for none.
+        seed: of every random time.
+        updates: of a fragment that are simulated.
+    """
+    rng = np.random.default_rng(seed)
+    fastest_s = min(island.step_s for island in fleet.islands)
+    interval_s = settings.sync.interval_steps * fastest_s
+    cores = plan_traffic.cores(sized, len(fleet.islands), interval_s)
+    in_lockstep = sized.fragments if settings.sync.mode == "lockstep" else 1
+    close_s = _close_s(fleet, sized, cores)
+    fetch_s = _fetch_s(fleet, sized, interval_s)
+    travels_s = [_travels_s(settings, island, sized) for island in fleet.islands]
+    cycle_s = max(up_s + down_s for up_s, down_s in travels_s) + in_lockstep * (close_s + fetch_s)
+    rounds_s = max(interval_s, cycle_s) * _rounds(len(fleet.islands), updates)
+    traces = _learners(fleet, _horizon_s(fleet, rounds_s), rng)
+    workers = [
+        Worker(
+            step_s=island.step_s,
+            step_tokens=island.step_tokens,
+            upload_s=up_s,
+            download_s=down_s,
+            trace=trace,
+        )
+        for island, (up_s, down_s), trace in zip(fleet.islands, travels_s, traces, strict=True)
+    ]
+    rounds = plan_rounds.simulate(
+        settings,
+        workers,
+        close_s=in_lockstep * close_s,
+        fetch_s=in_lockstep * fetch_s,
+        horizon_s=rounds_s,
+        rng=rng,
+    )
+    baselines = _data_parallel(fleet, parameters, rng)
+    systems = (*baselines, _decoupled(fleet, traces, rounds, settings))
+    return Plan(
+        learners=len(fleet.islands),
+        chips=fleet.chips,
+        sizes=sized,
+        systems=tuple(_until(system, tokens) for system in systems),
+        bandwidth=_bandwidth(fleet, parameters, sized, interval_s, fetch_s + close_s),
+        daily=_daily(sized, rounds, len(fleet.islands)),
+        cores=cores,
+        memory_bytes=sized.resident_bytes,
+        aggregator_gbit=_aggregator_gbit(fleet, sized, interval_s),
+        close_s=close_s,
+        interval_s=rounds.interval_s,
+        participants=rounds.participants,
+        staleness=rounds.mean_staleness,
+        late_share=rounds.late_share,
+        kept=rounds.kept,
+    )
+
+
+def over_learners(
+    settings: RunSettings,
+    fleet: Fleet,
+    parameters: int,
+    sized: Sizes,
+    counts: list[int],
+    *,
+    seed: int = 0,
+    updates: int = UPDATES // 8,
+) -> list[Plan]:
+    """Plans for the same chips and the same batch, divided among other numbers of learners."""
+    return [
+        make_plan(settings, divided(fleet, count), parameters, sized, seed=seed, updates=updates)
+        for count in counts
+    ]
+
+
+def divided(fleet: Fleet, count: int) -> Fleet:
+    """The same chips in so many equal islands, with the first one's step and link."""
+    island = replace(
+        fleet.islands[0],
+        chips=max(1, fleet.chips // count),
+        step_tokens=max(1, fleet.step_tokens // count),
+    )
+    return replace(fleet, islands=(island,) * count)
+
+
+def _rounds(learners: int, updates: int) -> int:
+    return min(MOST_ROUNDS, max(FEWEST_ROUNDS, updates // learners))
+
+
+def _horizon_s(fleet: Fleet, rounds_s: float) -> float:
+    """Long enough for many failures, whatever the rounds need."""
+    if fleet.outages is None:
+        return rounds_s
+    return max(rounds_s, FAILURES * fleet.outages.mtbi_s / fleet.chips)
+
+
+def _learners(fleet: Fleet, horizon_s: float, rng: np.random.Generator) -> list[Trace]:
+    """When each learner trains. What it loses with its memory, its rounds show."""
+    if fleet.outages is None:
+        return [plan_outages.always(horizon_s) for _ in fleet.islands]
+    restart_s = fleet.learner_restart_s
+    outages = replace(
+        fleet.outages,
+        checkpoint_every_s=0.0,
+        spares=False,
+        restart_s=fleet.outages.restart_s if restart_s is None else restart_s,
+    )
+    return [
+        plan_outages.simulate(
+            outages,
+            island.chips,
+            horizon_s,
+            rng,
+            elastic=not fleet.rigid,
+            step_s=island.step_s,
+        )
+        for island in fleet.islands
+    ]
+
+
+def _travels_s(settings: RunSettings, island: Island, sized: Sizes) -> tuple[float, float]:
+    """From sending to announcement, and from a record to its delta."""
+    interval_s = settings.sync.interval_steps * island.step_s
+    up_s, down_s = plan_traffic.travel_s(sized, interval_s, island.gbit)
+    # In lockstep a learner waits for each fragment in turn: one stands for all.
+    turns = sized.fragments if settings.sync.mode == "lockstep" else 1
+    message_s = island.rtt_s + MESSAGE_S
+    return turns * (up_s + message_s), turns * (down_s + message_s)
+
+
+def _fetch_s(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
+    """For the aggregator to read the update of one fragment from each learner.
+
+    When all fragments together take longer than an interval, each waits for all others.
+    """
+    all_s = 8 * sized.update_bytes * len(fleet.islands) / (fleet.aggregator_gbit * 1e9)
+    return (all_s if all_s > interval_s else all_s / sized.fragments) + MESSAGE_S
+
+
+def _aggregator_gbit(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
+    """The larger of what it reads and what it writes."""
+    read = len(fleet.islands) * sized.update_bytes
+    written = sized.delta_bytes + sized.snapshot_bytes / sized.snapshot_every
+    return 8 * max(read, written) / interval_s / 1e9
+
+
+def _close_s(fleet: Fleet, sized: Sizes, cores: int) -> float:
+    """From a round's close to its record: outer step, delta, and storing it."""
+    share = sized.largest / sized.elements
+    bits = 8 * sized.delta_bytes * share
+    step_s = sized.largest * plan_traffic.VERSION_CORE_S / cores
+    return step_s + bits / (fleet.aggregator_gbit * 1e9) + MESSAGE_S
+
+
+def _decoupled(fleet: Fleet, traces: list[Trace], rounds: Rounds, settings: RunSettings) -> System:
+    speeds = [island.step_tokens / island.step_s for island in fleet.islands]
+    done = sum(speed * trace.goodput for speed, trace in zip(speeds, traces, strict=True)) / sum(
+        speeds
+    )
+    goodput = done * rounds.kept
+    name = "this system, in lockstep" if settings.sync.mode == "lockstep" else "this system"
+    uptime = plan_outages.anyone_up(traces)
+    tokens_per_s = sum(speeds) * goodput * rounds.utilization
+    return System(name, goodput, uptime, rounds.utilization, tokens_per_s, None)
+
+
+def _data_parallel(
+    fleet: Fleet, parameters: int, rng: np.random.Generator
+) -> tuple[System, System]:
+    """One job over all islands, in step with the slowest: without elasticity, and with it."""
+    slowest_s = max(island.step_s for island in fleet.islands)
+    step_s = plan_traffic.data_parallel_step_s(
+        slowest_s,
+        plan_traffic.ring_bits(parameters, fleet.gradient_bits, len(fleet.islands)),
+        min(island.gbit for island in fleet.islands),
+        max(island.rtt_s for island in fleet.islands),
+        fleet.hidden,
+    )
+    systems = []
+    for name, elastic in (("data-parallel", False), ("elastic data-parallel", True)):
+        trace = plan_outages.always(1.0)
+        if fleet.outages is not None:
+            horizon_s = _horizon_s(fleet, 0.0)
+            trace = plan_outages.simulate(
+                fleet.outages, fleet.chips, horizon_s, rng, elastic=elastic, step_s=step_s
+            )
+        tokens_per_s = trace.goodput * fleet.step_tokens / step_s
+        utilization = slowest_s / step_s
+        systems.append(System(name, trace.goodput, trace.uptime, utilization, tokens_per_s, None))
+    return systems[0], systems[1]
+
+
+def _until(system: System, tokens: int) -> System:
+    """With the time to a budget."""
+    if not tokens:
+        return system
+    days = tokens / system.tokens_per_s / DAY_S if system.tokens_per_s else math.inf
+    return system._replace(days=days)
+
+
+def _bandwidth(
+    fleet: Fleet, parameters: int, sized: Sizes, interval_s: float, round_s: float
+) -> tuple[Bandwidth, ...]:
+    step_s = max(island.step_s for island in fleet.islands)
+    rtt_s = max(island.rtt_s for island in fleet.islands)
+    sent = plan_traffic.ring_bits(parameters, fleet.gradient_bits, len(fleet.islands))
+    steady = plan_traffic.steady_gbit(sized, interval_s)
+    return tuple(
+        Bandwidth(
+            share,
+            plan_traffic.data_parallel_gbit(step_s, sent, rtt_s, fleet.hidden, share),
+            plan_traffic.lockstep_gbit(sized, interval_s, round_s, rtt_s, share),
+            steady,
+        )
+        for share in UTILIZATIONS
+    )
+
+
+def _daily(sized: Sizes, rounds: Rounds, learners: int) -> Daily:
+    """Learners that return, and garbage collection, are not counted."""
+    each = DAY_S / rounds.interval_s  # Versions of every fragment.
+    snapshots = each / sized.snapshot_every
+    updates = each * rounds.participants
+    return Daily(
+        objects_written=updates * sized.update_objects
+        + each * sized.fragments
+        + snapshots * 2 * sized.fragments,
+        objects_read=updates * sized.update_objects + each * learners * sized.fragments,
+        bytes_written=updates * sized.update_bytes
+        + each * sized.delta_bytes
+        + snapshots * sized.snapshot_bytes,
+        bytes_read=updates * sized.update_bytes + each * learners * sized.delta_bytes,
+        records=each * sized.fragments,
+    )

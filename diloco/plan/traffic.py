@@ -1,0 +1,171 @@
+"""What a run moves and what its aggregator needs, in closed form: bytes, Gbit/s, cores, memory.
+
+Pure. The bytes are those of the codecs themselves; processor times are of `bench.merge`
+(docs/benchmarks.md), on the machine described there.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco.aggregator.outer import make_outer
+from diloco.common.config import RunSettings
+from diloco.common.layout import Layout
+from diloco.common.quantize import encoded_bytes
+from diloco.common.shards import shard_bytes, shard_ranges
+
+# Core-seconds for each element of each update: its norm and its addition, 2 cores x 133.9 ms for 8
+# updates of 67,108,864 elements.
+UPDATE_CORE_S = 2 * (35.3e-3 + 98.6e-3) / (8 * (1 << 26))
+# For each element of each version: norms of the sum, outer step, delta.
+VERSION_CORE_S = 2 * (14.0e-3 + 66.1e-3 + 94.1e-3) / (1 << 26)
+# Share of its cores that an aggregator should be busy: bursts, recovery, and whatever else it does.
+BUSY = 0.5
+# Payloads of updates that are in memory at once while a fragment's round is open.
+PAYLOADS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Bytes and objects of one round of every fragment: H steps' worth.
+
+    Attributes:
+        elements: parameters with padding, of all fragments; `largest` of the largest one.
+        fragments: P.
+        update_bytes: of one learner's updates; `update_objects` their shards.
+        delta_bytes: of the versions' deltas, one object a fragment.
+        snapshot_bytes: of the views and outer states, two objects a fragment every
+            `snapshot_every` versions.
+        resident_bytes: of the aggregator's arrays.
+    """
+
+    elements: int
+    largest: int
+    fragments: int
+    update_bytes: int
+    update_objects: int
+    delta_bytes: int
+    snapshot_bytes: int
+    snapshot_every: int
+    resident_bytes: int
+
+
+def equal_fragments(settings: RunSettings, parameters: int) -> list[int]:
+    """Elements of the fragments of a model whose tensors are not known: as equal as can be."""
+    pair = 2 * settings.sync.block
+    return [math.ceil(parameters / settings.sync.fragments / pair) * pair] * settings.sync.fragments
+
+
+def layout_fragments(layout: Layout) -> list[int]:
+    """Elements of the fragments of a model."""
+    return [fragment.size for fragment in layout.fragments]
+
+
+def sizes(settings: RunSettings, fragments: Sequence[int]) -> Sizes:
+    """Bytes and objects of a run whose fragments have so many elements."""
+    run = settings.sync
+    shards = [
+        shard_bytes(run.codec, stop - start, run.block)
+        for size in fragments
+        for start, stop in shard_ranges(size, run.block, run.shard_elements)
+    ]
+    state = make_outer(
+        settings.outer.optimizer,
+        delay=settings.outer.delay,
+        delay_fraction=settings.outer.delay_fraction,
+    ).init(2 * run.block)
+    slots = sum(array.size == 2 * run.block for array in state.values())
+    elements, largest = sum(fragments), max(fragments)
+    # View, master parameters and the open round's sum stay, and what the outer optimizer keeps.
+    payloads = PAYLOADS * encoded_bytes(run.codec, largest, run.block)
+    return Sizes(
+        elements=elements,
+        largest=largest,
+        fragments=len(fragments),
+        update_bytes=sum(shards),
+        update_objects=len(shards),
+        delta_bytes=sum(encoded_bytes(run.delta_codec, size, run.block) for size in fragments),
+        snapshot_bytes=4 * elements * (2 + slots),
+        snapshot_every=run.snapshot_every,
+        resident_bytes=4 * elements * (3 + slots) + payloads,
+    )
+
+
+def ring_bits(parameters: int, bits: int, sites: int) -> float:
+    """Bits that each site sends when all of them average a gradient in a ring."""
+    return bits * parameters * 2 * (1 - 1 / sites)
+
+
+def data_parallel_step_s(
+    step_s: float, sent_bits: float, gbit: float, rtt_s: float, hidden: float
+) -> float:
+    """A step of data-parallel training with its exchange, of which the backward pass hides a part.
+
+    Args:
+        step_s: of the step alone.
+        sent_bits: by each site; none over a link of its own is needed by one site alone.
+        gbit: Gbit/s of the slowest site.
+        rtt_s: round trip between sites.
+        hidden: share of a step under which the exchange may lie.
+    """
+    exchange_s = sent_bits / (gbit * 1e9) + rtt_s if sent_bits else 0.0
+    return step_s + max(0.0, exchange_s - hidden * step_s)
+
+
+def data_parallel_gbit(
+    step_s: float, sent_bits: float, rtt_s: float, hidden: float, utilization: float
+) -> float:
+    """Gbit/s each site needs for a utilization; infinite if the round trip alone takes longer."""
+    exchange_s = hidden * step_s + step_s * (1 / utilization - 1) - rtt_s
+    if not sent_bits:
+        return 0.0
+    return sent_bits / exchange_s / 1e9 if exchange_s > 0 else math.inf
+
+
+def lockstep_gbit(
+    sized: Sizes, interval_s: float, round_s: float, rtt_s: float, utilization: float
+) -> float:
+    """Gbit/s each site needs in lockstep mode, where learners wait for each version.
+
+    Args:
+        sized: bytes of the run.
+        interval_s: H steps.
+        round_s: that the aggregator takes for a version: reading updates, merging, storing.
+        rtt_s: round trip; a version takes two: an update and its manifest, a record and its delta.
+        utilization: share of the time in which learners train.
+    """
+    wait_s = interval_s * (1 / utilization - 1) / sized.fragments - round_s - 2 * rtt_s
+    bits = 8 * (sized.update_bytes + sized.delta_bytes) / sized.fragments
+    return bits / wait_s / 1e9 if wait_s > 0 else math.inf
+
+
+def steady_gbit(sized: Sizes, interval_s: float) -> float:
+    """Gbit/s each site needs so that every fragment makes a version in `interval_s`.
+
+    With less, nobody waits either; the versions come later.
+    """
+    return 8 * max(sized.update_bytes, sized.delta_bytes) / interval_s / 1e9
+
+
+def travel_s(sized: Sizes, interval_s: float, gbit: float) -> tuple[float, float]:
+    """Seconds that a fragment's (update, delta) takes on a link without delay.
+
+    A link that is too slow for a version of each fragment in `interval_s` is always full: each
+    fragment then waits until the others have passed.
+    """
+    up_s = 8 * sized.update_bytes / sized.fragments / (gbit * 1e9)
+    down_s = 8 * sized.delta_bytes / sized.fragments / (gbit * 1e9)
+    cycle_s = sized.fragments * max(up_s, down_s)
+    if cycle_s <= interval_s:
+        return up_s, down_s
+    return max(up_s, cycle_s - down_s), down_s
+
+
+def core_s(sized: Sizes, updates: float) -> float:
+    """Core-seconds of the aggregator for a version of every fragment out of so many updates."""
+    return sized.elements * (updates * UPDATE_CORE_S + VERSION_CORE_S)
+
+
+def cores(sized: Sizes, updates: float, interval_s: float) -> int:
+    """Cores of the aggregator that are busy for half of the time."""
+    return max(1, math.ceil(core_s(sized, updates) / interval_s / BUSY))

@@ -1,0 +1,1 @@
+"""A run's past: made again, decided again, and under other settings."""

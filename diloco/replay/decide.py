@@ -1,0 +1,93 @@
+"""Every decision of a run once more: `aggregator/decisions.py` over a run's history."""
+
+from collections.abc import Iterator
+
+from diloco.aggregator import machine
+from diloco.aggregator.decisions import Decision, Heard, decide_again
+from diloco.aggregator.driver import decode_event
+from diloco.aggregator.fragment import make_input, step_size
+from diloco.aggregator.policy import FragmentRules, fragment_rules
+from diloco.check.history import Chain, History
+from diloco.common import wire
+from diloco.common.bus import Message
+from diloco.common.config import RunSettings
+from diloco.common.errors import WireError
+
+
+def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
+    """The decisions of a fragment's records once more; the first record is their basis.
+
+    Args:
+        history: the tape.
+        fragment: its index.
+        chain: the records to look at, of that fragment.
+    """
+    return decide_again(
+        chain,
+        heard(history, fragment),
+        rules_at=lambda seq: rules_of(history, _settings_at(history, seq), fragment),
+        whole_from=whole_from(history, fragment),
+        beside=lambda commit, record: _beside(history, commit, record),
+    )
+
+
+def whole_from(history: History, fragment: int) -> int:
+    """From where on the tape has all messages that concern a fragment.
+
+    Garbage collection takes a fragment's messages only from before its oldest record.
+    """
+    return min(history.whole_from, history.records[fragment][0][0])
+
+
+def rules_of(history: History, settings: RunSettings, fragment: int) -> FragmentRules:
+    """The machine's rules under some settings."""
+    return fragment_rules(settings, history.layout, fragment, history.specification.epoch)
+
+
+def _settings_at(history: History, seq: int) -> RunSettings:
+    return history.changes[seq] if seq else history.settings
+
+
+def heard(history: History, fragment: int) -> list[Heard]:
+    """What the tape tells the machine of a fragment, up to the run's end."""
+    found = []
+    for message in history.messages:
+        if message.subject.endswith(".end"):
+            break
+        event = _heard(history, fragment, message)
+        if event is not None:
+            found.append(event)
+    return found
+
+
+def _heard(history: History, fragment: int, message: Message) -> Heard | None:
+    _, _, kind, *rest = message.subject.split(".")
+    if kind not in ("join", "leave", "update", "stop", "settings", "quarantine"):
+        return None
+    if kind == "update" and rest[-1] != str(fragment):
+        return None
+    if kind == "settings":
+        if (settings := history.changes.get(message.seq)) is None:
+            return None
+        changed = machine.Changed(message.time_s, message.seq)
+        return Heard(message.seq, changed, rules_of(history, settings, fragment))
+    try:
+        event = decode_event(message, fragment)
+    except WireError:
+        return None  # It was sampled, and dropped.
+    return None if event is None else Heard(message.seq, event)
+
+
+def _beside(history: History, commit: machine.Commit, record: wire.Record) -> dict[str, object]:
+    """What a record says of its inputs and its outer step, as far as the machine decides it."""
+    if commit.what != "version":
+        return {"inputs": ()}
+    state = commit.state
+    given = {taken.stream_seq: taken.coefficients for taken in record.inputs}
+    inputs = tuple(
+        make_input(admitted, given.get(admitted.stream_seq, b"")) for admitted in state.admitted
+    )
+    settings = _settings_at(history, state.settings_seq)
+    part = machine.share(state) if settings.outer.participation else 1.0
+    learning_rate, momentum = step_size(settings, part)
+    return {"inputs": inputs, "learning_rate": learning_rate, "momentum": momentum}

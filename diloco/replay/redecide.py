@@ -1,0 +1,243 @@
+"""What would have been decided under other rules: the machine in virtual time, over a real tape.
+
+Updates are those that were sent, when they were sent: learners do not react. What depends on the
+machine's own answer is carried over: an update's base becomes the version that stood when its
+learner's base was made, and a learner announces its next update once the one before is resolved.
+
+Pure: times come from the tape.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from diloco.aggregator import machine
+from diloco.aggregator.decisions import Heard
+from diloco.aggregator.machine import Commit, Fetch, State, UpdateId
+from diloco.aggregator.policy import FragmentRules
+from diloco.common import wire
+
+
+class Seen(NamedTuple):
+    """What a run's records say of an update's shards, and when it was known.
+
+    `norm` is None if they were not what the manifest says.
+    """
+
+    at_s: float
+    norm: float | None
+
+
+class Made(NamedTuple):
+    """A version that would have been: its inputs, the share of the fleet, and when it closed."""
+
+    at_s: float
+    commit: Commit
+    settings_seq: int
+
+
+def redecide(
+    chain: Sequence[tuple[int, wire.Record]],
+    tape: Iterable[Heard],
+    rules_at: Callable[[int], FragmentRules],
+) -> list[Made]:
+    """The versions of a fragment under other rules.
+
+    Args:
+        chain: (sequence, record) of the fragment; it begins at the first.
+        tape: its events.
+        rules_at: the rules that a settings message puts in force, by its sequence.
+    """
+    return _Rerun(chain, tape, rules_at).run()
+
+
+def _digest(version: int) -> str:
+    """What the view of a version is called here."""
+    return f"{version:032x}"
+
+
+class _Rerun:
+    """One fragment's machine, and the events that are still to come."""
+
+    def __init__(
+        self,
+        chain: Sequence[tuple[int, wire.Record]],
+        tape: Iterable[Heard],
+        rules_at: Callable[[int], FragmentRules],
+    ) -> None:
+        (first_seq, first), *later = chain
+        records = [record for _, record in later]
+        began_s = first.closed_at_s
+        self.state: State = machine.resume(first, first_seq, began_s)._replace(
+            view_digest=_digest(first.version)
+        )
+        self._rules_at = rules_at
+        self._rules = rules_at(first.policy.settings_seq)
+        self._first_version = first.version
+        self._now_s = began_s
+        self._made: list[Made] = []
+        # When each version stood: of the run that was, and of this one.
+        self._was = {record.version: record.closed_at_s for record in (first, *records)}
+        self._stood = [(began_s, first.version)]
+        self._seen = _seen(records)
+        self._fetch_s, self._commit_s = _quickest_fetch(records, tape), _usual_commit(records)
+        self._held: dict[str, list[machine.Announced]] = {}
+        self._coming: list[tuple[float, int, Any]] = []
+        self._order = itertools.count()
+        for heard in tape:
+            if heard.stream_seq >= first.position:
+                self._expect(heard.event.stored_at_s, heard.event)  # type: ignore[union-attr]
+        for record in records:
+            if record.what == "restore":
+                self._expect(record.closed_at_s, record)
+            for told in record.observations:
+                if told.what in ("live", "dead"):
+                    about = (told.learner, told.incarnation, told.what == "live")
+                    self._expect(told.at_s, machine.Liveness(told.at_s, *about))
+
+    def run(self) -> list[Made]:
+        """Everything up to the last event, and the timers after it."""
+        while self._coming or self._due_s() is not None:
+            at_s = self._coming[0][0] if self._coming else float("inf")
+            due_s = self._due_s()
+            if due_s is not None and due_s <= at_s:
+                self._now_s = max(self._now_s, due_s)
+                before = self.state
+                self._step(machine.Timer(self._now_s))
+                if self.state is before and not self._coming:
+                    break
+                if self.state is before:
+                    self._take_next()
+                continue
+            self._take_next()
+        return self._made
+
+    def _due_s(self) -> float | None:
+        return machine.deadline(self._rules, self.state)
+
+    def _expect(self, at_s: float, event: Any) -> None:
+        heapq.heappush(self._coming, (at_s, next(self._order), event))
+
+    def _take_next(self) -> None:
+        at_s, _, event = heapq.heappop(self._coming)
+        self._now_s = max(self._now_s, at_s)
+        if isinstance(event, wire.Record):
+            self._roll_back(event)
+        elif isinstance(event, machine.Announced):
+            self._announce(event)
+        elif isinstance(event, machine.Changed):
+            self._rules = self._rules_at(event.stream_seq)
+            self._step(event)
+        elif isinstance(event, machine.Fetched | machine.Failed):
+            self._step(event._replace(at_s=self._now_s))
+        else:
+            self._step(event)
+
+    def _roll_back(self, record: wire.Record) -> None:
+        """As an operator did; what the open round had merged is lost with it."""
+        version = self.state.version + 1
+        self._stood.append((self._now_s, version))
+        self.state = self.state._replace(
+            version=version,
+            floor=version,
+            view_digest=_digest(version),
+            global_step=record.global_step,
+            phase="idle",
+            admitted=(),
+            rejected=(),
+        )
+
+    def _announce(self, event: machine.Announced) -> None:
+        manifest = event.manifest
+        if self._is_waiting(manifest):
+            self._held.setdefault(manifest.learner, []).append(event)
+            return
+        base = self._base(manifest.base_version)
+        moved = manifest.model_copy(update={"base_version": base, "base_digest": _digest(base)})
+        self._step(event._replace(stored_at_s=self._now_s, manifest=moved))
+
+    def _is_waiting(self, manifest: wire.Manifest) -> bool:
+        """Whether the learner's update before this one has no answer yet."""
+        taken = [update.manifest for update in self.state.admitted]
+        taken += [pending.manifest for pending in self.state.pending.values()]
+        return any(
+            (other.learner, other.incarnation) == (manifest.learner, manifest.incarnation)
+            and other.seq < manifest.seq
+            for other in taken
+        )
+
+    def _base(self, version: int) -> int:
+        """The version here that stood when the base of an update was made there."""
+        at_s = self._was.get(version)
+        if at_s is None or version <= self._first_version:
+            return version
+        return max(known for stood_s, known in self._stood if stood_s <= at_s)
+
+    def _step(self, event: machine.Event) -> None:
+        self.state, effects = machine.step(self._rules, self.state, event)
+        for effect in effects:
+            if isinstance(effect, Fetch):
+                self._fetch(effect)
+            elif isinstance(effect, Commit):
+                self._commit(effect)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        seen = self._seen.get(fetch.update)
+        if seen is None:
+            return  # Nobody ever read its shards.
+        at_s = self._now_s + self._fetch_s
+        if seen.norm is None:
+            self._expect(at_s, machine.Failed(at_s, fetch.update, "missing", "as it was"))
+        else:
+            self._expect(at_s, machine.Fetched(at_s, fetch.update, seen.norm))
+
+    def _commit(self, commit: Commit) -> None:
+        version = self.state.version
+        if commit.what == "version":
+            version += 1
+            self._made.append(Made(commit.at_s, commit, self.state.settings_seq))
+            self._stood.append((commit.at_s, version))
+        self._now_s = max(self._now_s, commit.at_s) + self._commit_s
+        self._step(machine.Committed(self._now_s, self.state.record_seq, _digest(version)))
+        held, self._held = self._held, {}
+        for events in held.values():
+            for event in events:
+                self._expect(self._now_s, event)
+
+
+def _seen(records: Iterable[wire.Record]) -> dict[UpdateId, Seen]:
+    found: dict[UpdateId, Seen] = {}
+    for record in records:
+        for told in record.observations:
+            if told.what in ("fetched", "failed"):
+                norm = told.value if told.what == "fetched" else None
+                update = UpdateId(told.learner, told.incarnation, told.seq)
+                found.setdefault(update, Seen(told.at_s, norm))
+    return found
+
+
+def _quickest_fetch(records: Iterable[wire.Record], tape: Iterable[Heard]) -> float:
+    """Seconds from a manifest to its shards where nothing held them back."""
+    seen = _seen(records)
+    took_s = [
+        seen[update].at_s - event.stored_at_s
+        for event in (heard.event for heard in tape)
+        if isinstance(event, machine.Announced)
+        for update in [
+            UpdateId(event.manifest.learner, event.manifest.incarnation, event.manifest.seq)
+        ]
+        if update in seen
+    ]
+    return max(0.0, min(took_s, default=0.0))
+
+
+def _usual_commit(records: Sequence[wire.Record]) -> float:
+    """Median seconds from the end of a round to the news that its record stands."""
+    took_s = sorted(
+        told.at_s - before.closed_at_s
+        for before, record in itertools.pairwise(records)
+        for told in record.observations
+        if told.what == "committed" and before.what == "version"
+    )
+    return max(0.0, took_s[len(took_s) // 2]) if took_s else 0.0

@@ -1,0 +1,242 @@
+"""`diloco replay`: makes every version of a run again, and compares digests bit for bit.
+
+It begins at a version whose view and outer state are stored, merges the recorded inputs of the
+next ones with the code that made them, and stops at the first difference of each fragment. How far
+it came can be kept in a file, from which a later call goes on.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco.aggregator.merge import Vector
+from diloco.check.history import Chain, History
+from diloco.check.remake import Objects, Progress, Remaker
+from diloco.common import wire
+from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.store import ObjectStore, check_size
+
+# Threads that read ahead, and how many records ahead they read.
+READERS = 4
+AHEAD = 4
+
+
+class Difference(NamedTuple):
+    """The first record of a fragment that does not come out as it was recorded."""
+
+    fragment: int
+    record_seq: int
+    record: wire.Record
+    what: str
+
+
+@dataclass
+class Verified:
+    """What came of it.
+
+    Attributes:
+        records: looked at; `versions` of them were merged again.
+        skipped: versions that could not be: what they need was collected as garbage.
+        views: of each fragment at its last record, if it was reached.
+    """
+
+    records: int = 0
+    versions: int = 0
+    skipped: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    views: dict[int, Vector] = field(default_factory=dict)
+
+
+class Memory:
+    """How far earlier calls came: of each fragment the last record with a stored state.
+
+    Args:
+        path: the file, which need not be there yet; None to remember nothing.
+        history: of the run that it is about.
+
+    Raises:
+        ConfigError: the file is not of this run, or not of this command.
+    """
+
+    def __init__(self, path: Path | None, history: History) -> None:
+        self._path = path
+        self._of = {"run": history.run, "epoch": history.specification.epoch}
+        self._reached: dict[int, tuple[int, str]] = {}
+        if path is None or not path.exists():
+            return
+        try:
+            document = json.loads(path.read_text())
+            of, reached = document["of"], document["reached"]
+            self._reached = {
+                int(f): (int(seq), str(digest)) for f, (seq, digest) in reached.items()
+            }
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{str(path)!r} does not say how far a replay came: {error}",
+                hint="give the file that an earlier diloco replay --resume has written",
+            ) from error
+        if of != self._of:
+            raise ConfigError(f"{str(path)!r} is about {of}, not {self._of}")
+
+    def begin(self, fragment: int, chain: Chain) -> int:
+        """Index of the record to begin at."""
+        seq, digest = self._reached.get(fragment, (0, ""))
+        for index, (at, record) in enumerate(chain):
+            if (at, record.outer_digest) == (seq, digest):
+                return index
+        return 0
+
+    def note(self, fragment: int, seq: int, record: wire.Record) -> None:
+        """Everything up to a record with a stored state is as recorded."""
+        self._reached[fragment] = (seq, record.outer_digest)
+        if self._path is not None:
+            partial = self._path.with_name(f"{self._path.name}.partial")
+            partial.write_text(json.dumps({"of": self._of, "reached": self._reached}))
+            partial.rename(self._path)
+
+
+def chains(
+    history: History, fragments: Sequence[int], first: int | None, until: Mapping[int, int]
+) -> dict[int, Chain]:
+    """The records to look at, by fragment.
+
+    Args:
+        history: the tape.
+        fragments: which.
+        first: a version; the newest one before it with a stored state comes first. None: all.
+        until: by fragment the sequence of the last record; those that it lacks go to their end.
+
+    Raises:
+        ConfigError: nothing is stored so early.
+    """
+    found = {}
+    for fragment in fragments:
+        chain = history.records.get(fragment, [])
+        last = until.get(fragment, history.last_seq)
+        chain = [(seq, record) for seq, record in chain if seq <= last]
+        if first is not None:
+            begins = [
+                index
+                for index, (_, record) in enumerate(chain)
+                if is_stored(record) and record.version <= first
+            ]
+            if not begins:
+                raise ConfigError(
+                    f"fragment {fragment}: no view is stored of version {first} or before",
+                    hint="begin later: garbage collection keeps what gc.replay_s says",
+                )
+            chain = chain[begins[-1] :]
+        found[fragment] = chain
+    return found
+
+
+def is_stored(record: wire.Record) -> bool:
+    """Whether a record comes with view and outer state of its version."""
+    return record.outer_version == record.version and record.what != "verdict"
+
+
+def verify(
+    history: History,
+    chosen: Mapping[int, Chain],
+    memory: Memory,
+    progress: Progress | None = None,
+    *,
+    keep_views: bool = False,
+) -> Verified:
+    """Make the versions of these chains again.
+
+    Args:
+        history: the tape.
+        chosen: of `chains`.
+        memory: where earlier calls came to.
+        progress: hears how many of how many records are done.
+        keep_views: give each fragment's last view.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    found, objects = Verified(), Objects()
+    begins = {fragment: memory.begin(fragment, chain) for fragment, chain in chosen.items()}
+    total = sum(len(chain) - begins[fragment] for fragment, chain in chosen.items())
+    with ThreadPoolExecutor(READERS, thread_name_prefix="replay") as pool:
+        for fragment, chain in chosen.items():
+            ahead = _ReadAhead(history.store, pool)
+            remaker = Remaker(replace(history, store=ahead), objects, fragment)
+            for seq, record in _announced(ahead, chain[begins[fragment] :]):
+                try:
+                    remaker.take(seq, record)
+                except IntegrityError as error:
+                    found.differences.append(Difference(fragment, seq, record, error.message))
+                    break
+                made = record.what == "version" and record.version > 0
+                found.skipped += made and remaker.arrays is None
+                found.records += 1
+                if is_stored(record) and remaker.arrays is not None:
+                    memory.note(fragment, seq, record)
+                if progress is not None:
+                    progress(found.records, total)
+            else:
+                if keep_views and remaker.arrays is not None:
+                    found.views[fragment] = remaker.arrays.view
+            ahead.forget()
+    found.versions = objects.remade
+    return found
+
+
+def _announced(ahead: "_ReadAhead", chain: Chain) -> Iterator[tuple[int, wire.Record]]:
+    """The chain's records, the next ones' objects being read meanwhile."""
+    coming = iter(chain)
+    near = list(itertools.islice(coming, AHEAD))
+    for _, record in near:
+        ahead.expect(_read_names(record))
+    while near:
+        yield near.pop(0)
+        for seq, record in itertools.islice(coming, 1):
+            ahead.expect(_read_names(record))
+            near.append((seq, record))
+
+
+def _read_names(record: wire.Record) -> Iterator[str]:
+    """What making a record's version again reads, in that order."""
+    for taken in record.inputs:
+        yield from (shard.name for shard in taken.shards)
+    if record.delta is not None and record.what == "version":
+        yield record.delta.name
+    if is_stored(record):
+        yield from (record.snapshot.name, record.outer.name)
+
+
+class _ReadAhead:
+    """A store whose next objects are being read by other threads."""
+
+    def __init__(self, store: ObjectStore, pool: ThreadPoolExecutor) -> None:
+        self._store = store
+        self._pool = pool
+        self._coming: dict[str, Future[bytes]] = {}
+        self.put, self.list, self.delete = store.put, store.list, store.delete
+        self.get_range = store.get_range
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Begin to read what will be asked for."""
+        for name in names:
+            if name not in self._coming:
+                self._coming[name] = self._pool.submit(self._store.get, name)
+
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+        """As `ObjectStore.get`."""
+        coming = self._coming.pop(name, None)
+        if coming is None:
+            return self._store.get(name, limit_bytes)
+        data = coming.result()
+        check_size(name, len(data), limit_bytes)
+        return data
+
+    def forget(self) -> None:
+        """Let go of what nobody asks for any more."""
+        for coming in self._coming.values():
+            coming.cancel()
+        self._coming = {}

@@ -1,0 +1,429 @@
+"""`diloco replay --set`: a run's updates merged under other settings, and the model that makes.
+
+With other outer settings, or another discount of staleness, the rounds are the recorded ones and
+the result is exact. Other rules of admission (`quorum`, `bounds`, `staleness.maximum`,
+`outer.participation`) are decided again in virtual time (`redecide.py`). In either case learners
+are not asked: their updates are those that they sent.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from diloco.aggregator import machine, policy
+from diloco.aggregator.fragment import FragmentArrays, make_grid, read_payload
+from diloco.aggregator.machine import Admitted
+from diloco.aggregator.merge import Vector
+from diloco.aggregator.outer import make_outer
+from diloco.check.history import Chain, History
+from diloco.check.remake import Progress
+from diloco.cli.settings import assign, parse_assigned
+from diloco.common import wire
+from diloco.common.config import RunSettings, changes
+from diloco.common.errors import ConfigError
+from diloco.common.tape import RunContext, get_object
+from diloco.model.view import GlobalModel
+from diloco.replay.decide import heard, rules_of
+from diloco.replay.redecide import redecide
+from diloco.replay.verify import is_stored
+
+SECTIONS = ("outer", "staleness", "quorum", "bounds")
+# Settings that change which updates a round takes.
+DECIDING = ("quorum.", "bounds.", "staleness.maximum", "outer.participation")
+BLUE, ORANGE = "#0072B2", "#D55E00"
+
+
+class Round(NamedTuple):
+    """A version that is to be made; `restored_version`: of a rollback to it, without inputs."""
+
+    at_s: float
+    fragment: int
+    admitted: tuple[Admitted, ...]
+    share: float
+    settings: RunSettings
+    restored_version: int | None = None
+
+
+@dataclass
+class Plan:
+    """What is to be merged, beside what was.
+
+    Attributes:
+        changed: sentences on the settings, of the specification's.
+        settings: the last that would have been in force.
+        chains: records of each fragment, from the one that all begins with.
+        rounds: in order of time.
+        sentences: what the result cannot show.
+    """
+
+    changed: list[str]
+    settings: RunSettings
+    chains: dict[int, Chain]
+    rounds: list[Round]
+    sentences: list[str]
+    decided: bool
+
+
+class Point(NamedTuple):
+    """Held-out loss of both models at one time; `global_step` is the run's as it was."""
+
+    at_s: float
+    global_step: int
+    loss: float
+    loss_if: float
+
+
+@dataclass
+class Result:
+    """Both models on the way, and the views of the one that would have been."""
+
+    points: list[Point] = field(default_factory=list)
+    views: dict[int, Vector] = field(default_factory=dict)
+
+
+def make_plan(history: History, chosen: Mapping[int, Chain], assignments: Sequence[str]) -> Plan:
+    """What would have been merged.
+
+    Raises:
+        ConfigError: a setting that cannot be replayed, or nothing is left to merge.
+    """
+
+    def change(settings: RunSettings) -> RunSettings:
+        document = settings.model_dump()
+        for assignment in assignments:
+            assign(document, assignment)
+        return parse_assigned(document)
+
+    changed = changes(history.settings, change(history.settings))
+    _check_sections(changed)
+    there = {info.name for info in history.store.list(f"{history.run}/")}
+    chains = {fragment: _whole(chain, there) for fragment, chain in chosen.items()}
+    deciding = any(sentence.startswith(DECIDING) for sentence in changed)
+    rounds = []
+    for fragment, chain in chains.items():
+        make = _redecided if deciding else _recorded
+        rounds += make(history, fragment, chain, change)
+    last = max((chain[-1] for chain in chains.values()), key=lambda at: at[0])[1]
+    return Plan(
+        changed=changed,
+        settings=change(_settings_at(history, last.policy.settings_seq)),
+        chains=chains,
+        rounds=sorted(rounds, key=lambda made: made.at_s),
+        sentences=_sentences(chosen, chains, deciding=deciding),
+        decided=deciding,
+    )
+
+
+def _check_sections(changed: Sequence[str]) -> None:
+    for sentence in changed:
+        section = sentence.partition(".")[0]
+        if section not in SECTIONS:
+            raise ConfigError(
+                f"{sentence.partition(':')[0]} cannot be replayed: updates are as they were sent",
+                hint=f"what if takes settings of {', '.join(SECTIONS)}",
+            )
+    if not changed:
+        raise ConfigError("these are the settings that the run has", hint="give others with --set")
+
+
+def _sentences(
+    chosen: Mapping[int, Chain], chains: Mapping[int, Chain], *, deciding: bool
+) -> list[str]:
+    """What the reader must know."""
+    reactions = (
+        "learners do not react: their updates are those they sent, based on the views that were; "
+        "a real run would have trained on from other views"
+    )
+    found = [reactions]
+    if deciding:
+        found.append(
+            "rounds are decided again in virtual time, from when updates were announced: an "
+            "estimate; with settings of outer and the rule of staleness alone it is exact"
+        )
+    late = [fragment for fragment in chains if chains[fragment][0][1].version > 0]
+    if late:
+        versions = ", ".join(f"{f} at version {chains[f][0][1].version}" for f in late[:8])
+        found.append(f"what was before is as it was: fragments begin {versions}")
+    if any(len(chains[fragment]) < len(chosen[fragment]) for fragment in chains):
+        found.append("older updates cannot be merged again: garbage collection has taken them")
+    if any(record.what == "restore" for chain in chains.values() for _, record in chain):
+        found.append("a rollback goes back to what there would have been at that version's time")
+    return found
+
+
+def _whole(chain: Chain, there: set[str]) -> Chain:
+    """The longest end of a chain that begins with a stored state and lacks no input.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    begin = None
+    for index in range(len(chain) - 1, -1, -1):
+        _, record = chain[index]
+        if is_stored(record) and {record.snapshot.name, record.outer.name} <= there:
+            begin = index
+        if not all(shard.name in there for taken in record.inputs for shard in taken.shards):
+            break
+    if begin is None or begin == len(chain) - 1:
+        fragment = chain[0][1].fragment if chain else "?"
+        raise ConfigError(
+            f"fragment {fragment}: no version can be merged again, their updates are gone",
+            hint="garbage collection keeps what gc.replay_s says",
+        )
+    return chain[begin:]
+
+
+def _settings_at(history: History, seq: int) -> RunSettings:
+    return history.changes[seq] if seq else history.settings
+
+
+Change = Callable[[RunSettings], RunSettings]
+
+
+def _recorded(history: History, fragment: int, chain: Chain, change: Change) -> list[Round]:
+    """The rounds as they were, under other settings of the outer step."""
+    found = []
+    for _, record in chain[1:]:
+        before = _settings_at(history, record.policy.settings_seq)
+        settings = change(before)
+        if record.what == "restore":
+            restored = record.restored_version
+            found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
+        if record.what != "version":
+            continue
+        admitted = tuple(_admitted(taken, settings) for taken in record.inputs)
+        part = record.learning_rate / before.outer.learning_rate
+        found.append(Round(record.closed_at_s, fragment, admitted, part, settings))
+    return found
+
+
+def _admitted(taken: wire.Input, settings: RunSettings) -> Admitted:
+    """A recorded input as the machine admitted it; of its manifest what merging needs."""
+    manifest = wire.Manifest.model_construct(
+        **{name: getattr(taken, name) for name in wire.Input.model_fields.keys() & MERGED}
+    )
+    discount = policy.discount(settings.staleness, taken.staleness)
+    return Admitted(
+        manifest, taken.stream_seq, taken.weight, taken.staleness, discount, taken.clip, taken.norm
+    )
+
+
+MERGED = {"learner", "incarnation", "seq", "codec", "shards", "tokens", "steps", "loss", "final"}
+
+
+def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[Round]:
+    """The rounds that there would have been under other rules."""
+
+    def rules_at(seq: int) -> policy.FragmentRules:
+        return rules_of(history, change(_settings_at(history, seq)), fragment)
+
+    found = []
+    cut = chain[-1] != history.records[fragment][-1]
+    for made in redecide(chain, heard(history, fragment), rules_at):
+        if cut and made.at_s > chain[-1][1].closed_at_s:
+            break  # Beyond --until.
+        settings = change(_settings_at(history, made.settings_seq))
+        state = made.commit.state
+        part = machine.share(state) if settings.outer.participation else 1.0
+        found.append(Round(made.at_s, fragment, state.admitted, part, settings))
+    for _, record in chain[1:]:
+        if record.what == "restore":
+            settings = change(_settings_at(history, record.policy.settings_seq))
+            restored = record.restored_version
+            found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
+    return found
+
+
+# Merging
+
+
+class _Models:
+    """Both models' arrays, moved along one time line."""
+
+    def __init__(self, history: History, plan: Plan) -> None:
+        self._history = history
+        self.was: dict[int, FragmentArrays] = {}
+        self.would: dict[int, FragmentArrays] = {}
+        # Copies of what rollbacks go back to, by fragment and recorded version.
+        self._kept: dict[tuple[int, int | None], FragmentArrays | None] = {
+            (fragment, record.restored_version): None
+            for fragment, chain in plan.chains.items()
+            for _, record in chain
+            if record.what == "restore"
+        }
+        first = {made.fragment: made.settings for made in reversed(plan.rounds)}
+        for fragment, chain in plan.chains.items():
+            record = chain[0][1]
+            self.was[fragment] = self._load(record)
+            settings = first.get(fragment, plan.settings)
+            self.would[fragment] = _under(self._load(record), history, fragment, settings)
+            self._keep(fragment, record)
+
+    def _load(self, record: wire.Record) -> FragmentArrays:
+        history = self._history
+        return FragmentArrays.from_objects(
+            history.settings,
+            history.layout,
+            record.fragment,
+            view=get_object(history.store, record.snapshot),
+            outer_state=get_object(history.store, record.outer),
+        )
+
+    def _keep(self, fragment: int, record: wire.Record) -> None:
+        if (fragment, record.version) in self._kept and record.what != "verdict":
+            self._kept[fragment, record.version] = _copy(self.would[fragment])
+
+    def follow(self, record: wire.Record) -> None:
+        """What was: the next record of its fragment."""
+        if record.what == "version":
+            self.was[record.fragment].merge_again(record, self._history.store)
+        elif record.what == "restore":
+            self.was[record.fragment] = self._load(record)
+        self._keep(record.fragment, record)
+
+    def make(self, made: Round) -> None:
+        """What would have been: the next round of its fragment."""
+        arrays = self.would[made.fragment]
+        if made.restored_version is not None:
+            kept = self._kept[made.fragment, made.restored_version]
+            arrays = _copy(kept) if kept is not None else arrays
+            self.would[made.fragment] = arrays
+        arrays.settings = made.settings
+        if not made.admitted:
+            return
+        arrays.open_round()
+        for admitted in made.admitted:
+            manifest = admitted.manifest
+            arrays.merge(read_payload(self._history.store, manifest, arrays.grid), admitted)
+        arrays.close_round(made.admitted, made.share)
+
+    def views(self) -> tuple[list[Vector], list[Vector]]:
+        """Copies of all views: as they were, and as they would have been."""
+        return (
+            [self.was[fragment].view.copy() for fragment in sorted(self.was)],
+            [self.would[fragment].view.copy() for fragment in sorted(self.would)],
+        )
+
+
+def _under(
+    arrays: FragmentArrays, history: History, fragment: int, settings: RunSettings
+) -> FragmentArrays:
+    """Arrays that go on under other settings; another outer optimizer begins afresh."""
+    grid = make_grid(settings, history.layout, fragment)
+    state = arrays.state
+    if settings.outer.optimizer != history.settings.outer.optimizer:
+        state = make_outer(settings.outer.optimizer).init(grid.size)
+    return FragmentArrays(settings, grid, arrays.view, arrays.theta, state)
+
+
+def _copy(arrays: FragmentArrays) -> FragmentArrays:
+    state = {name: slot.copy() for name, slot in arrays.state.items()}
+    return FragmentArrays(
+        arrays.settings, arrays.grid, arrays.view.copy(), arrays.theta.copy(), state
+    )
+
+
+async def play(
+    context: RunContext, history: History, plan: Plan, points: int, progress: Progress
+) -> Result:
+    """Merge both, and evaluate them at the beginning and `points` times on the way to the end.
+
+    Raises:
+        DilocoError: an update or a view cannot be read.
+    """
+    from diloco.learner.task import run_task
+
+    task = await asyncio.to_thread(run_task, history.settings)
+    model = await GlobalModel.of_run(context, task)
+    models = await asyncio.to_thread(_Models, history, plan)
+    was = sorted(
+        (record for chain in plan.chains.values() for _, record in chain[1:]),
+        key=lambda record: record.closed_at_s,
+    )
+    line: list[tuple[float, int, Any]] = [(made.at_s, 0, made) for made in plan.rounds]
+    line += [(record.closed_at_s, 1, record) for record in was]
+    line.sort(key=lambda item: item[:2])
+    marks = {len(line) * (number + 1) // points - 1 for number in range(points)} | {len(line) - 1}
+    begins = [chain[0][1] for chain in plan.chains.values()]
+    step = max(record.global_step for record in begins)
+    views, _ = models.views()
+    loss = float(await asyncio.to_thread(task.evaluate, model.params(views)))
+    at_s = max(record.closed_at_s for record in begins)
+    result = Result([Point(at_s, step, loss, loss)])
+    for index, (at_s, _, item) in enumerate(line):
+        if isinstance(item, wire.Record):
+            await asyncio.to_thread(models.follow, item)
+            step = max(step, item.global_step)
+        else:
+            await asyncio.to_thread(models.make, item)
+        progress(index + 1, len(line))
+        if index in marks:
+            losses = [
+                float(await asyncio.to_thread(task.evaluate, model.params(views)))
+                for views in models.views()
+            ]
+            result.points.append(Point(at_s, step, losses[0], losses[1]))
+    result.views = {fragment: arrays.view for fragment, arrays in models.would.items()}
+    return result
+
+
+# Telling
+
+
+def table(plan: Plan, result: Result) -> Table:
+    """Both models side by side."""
+    title = "; ".join(plan.changed)
+    rows = Table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
+    for column in rows.columns[1:]:
+        column.justify = "right"
+    for point in result.points:
+        at = datetime.fromtimestamp(point.at_s, UTC)
+        rows.add_row(
+            f"{at:%Y-%m-%d %H:%M:%S}",
+            str(point.global_step),
+            f"{point.loss:.4f}",
+            f"{point.loss_if:.4f}",
+            f"{point.loss_if - point.loss:+.4f}",
+        )
+    was = [r for chain in plan.chains.values() for _, r in chain[1:] if r.what == "version"]
+    would = [made for made in plan.rounds if made.admitted]
+    rows.caption = (
+        f"held-out loss; versions {len(was)} and {len(would)}, updates merged "
+        f"{sum(len(r.inputs) for r in was)} and {sum(len(made.admitted) for made in would)}, "
+        f"staleness {_staleness([i.staleness for r in was for i in r.inputs]):.2f} and "
+        f"{_staleness([a.staleness for made in would for a in made.admitted]):.2f}"
+    )
+    return rows
+
+
+def _staleness(found: Sequence[int]) -> float:
+    return sum(found) / len(found) if found else 0.0
+
+
+def draw(plan: Plan, result: Result, path: Path) -> None:
+    """Both models' held-out loss over the run's clock, as a picture.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    steps = [point.global_step for point in result.points]
+    axes.plot(steps, [p.loss for p in result.points], "o-", color=BLUE, label="as it was")
+    axes.plot(steps, [p.loss_if for p in result.points], "s--", color=ORANGE, label="what if")
+    axes.set_xlabel("global step")
+    axes.set_ylabel("held-out loss")
+    axes.set_title("\n".join(plan.changed), fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error

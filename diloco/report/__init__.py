@@ -1,0 +1,1 @@
+"""`diloco report`: a run in figures and one page."""

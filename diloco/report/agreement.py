@@ -1,0 +1,116 @@
+"""Whether learners pull the same way: cosines between their updates of a round.
+
+Two ways. From records alone: radial-directional averaging adds directions, so the length of the
+sum, which the recorded factors give back, says how far they agree; no object is read. From shards,
+while they are in the store: whole updates, pair by pair, of a bounded sample of rounds.
+"""
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from diloco.aggregator.fragment import cut_alike, read_parts
+from diloco.aggregator.merge import make_grid
+from diloco.common import wire
+from diloco.common.config import SyncSection
+from diloco.common.errors import ObjectMissingError, WireError
+from diloco.common.layout import Layout
+from diloco.common.quantize import decode_numpy, encoded_bytes
+from diloco.common.store import ObjectStore
+
+Matrix = npt.NDArray[np.float64]
+
+# Updates of one round that are compared with each other: at most so many, in so much memory.
+INPUTS = 12
+MEMORY_BYTES = 256 << 20
+
+
+def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float | None:
+    """Mean cosine between the inputs of a round, from the record alone.
+
+    With a = w S the share of an input and A the accumulated sum of unit vectors a u, it is, of a
+    segment, (|A|^2 - sum a^2) / ((sum a)^2 - sum a^2): the mean over pairs, weighted by shares.
+    Recorded coefficients a / |v| give the norms |v|, recorded factors |A|; both to about 1 %.
+
+    Args:
+        record: of a round.
+        radial_S: which segments of the fragment are merged by RDA, bool [S].
+
+    Returns:
+        The mean over those segments, weighted by their squared norms; None with fewer than two
+        inputs, or where averaging was plain.
+    """
+    if len(record.inputs) < 2:
+        return None
+    share_I = np.asarray([taken.weight * taken.discount for taken in record.inputs])
+    clip_I = np.asarray([taken.clip for taken in record.inputs])
+    weight = sum(taken.weight for taken in record.inputs)
+    coefficient_IxS = np.stack(
+        [np.frombuffer(taken.coefficients, ml_dtypes.bfloat16) for taken in record.inputs]
+    ).astype(np.float64)
+    factor_S = np.frombuffer(record.factors, np.float32).astype(np.float64)
+    held_S = radial_S & (coefficient_IxS > 0).all(axis=0) & (factor_S > 0)
+    if not held_S.any():
+        return None
+    norm_IxS = share_I[:, None] / coefficient_IxS[:, held_S]
+    magnitude_S = (share_I * clip_I / weight) @ norm_IxS
+    length_S = magnitude_S / factor_S[held_S]
+    squares = float(np.square(share_I).sum())
+    cosine_S = (np.square(length_S) - squares) / (share_I.sum() ** 2 - squares)
+    mean = np.average(np.clip(cosine_S, -1, 1), weights=np.square(norm_IxS).mean(axis=0))
+    return float(mean)
+
+
+def pair_cosines(
+    layout: Layout, sync: SyncSection, store: ObjectStore, record: wire.Record
+) -> Matrix | None:
+    """Cosines between whole updates of a round, float64 [inputs, inputs], of the first `INPUTS`.
+
+    Fewer where shards are large. None if they are not in the store any more. Blocks.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
+    grid = make_grid(layout.fragments[record.fragment], layout.block, sync.shard_elements)
+    each_bytes = 4 * max(stop - start for start, stop in grid.ranges)
+    if not all(cut_alike(item.shards, grid) for item in record.inputs):
+        each_bytes += encoded_bytes(sync.codec, grid.size, grid.block)
+    taken = record.inputs[: min(max(MEMORY_BYTES // each_bytes, 2), INPUTS)]
+    products = np.zeros((len(taken), len(taken)))
+    updates = [read_parts(store, item.codec, item.shards, grid) for item in taken]
+    try:
+        for parts in zip(*updates, strict=True):
+            values = np.stack([decode_numpy(sync.codec, part, grid.block) for part in parts])
+            products += values @ values.T
+    except (ObjectMissingError, WireError):
+        return None
+    norms = np.sqrt(np.diag(products))
+    return np.asarray(products / np.maximum(np.outer(norms, norms), np.finfo(float).tiny))
+
+
+class Pairs:
+    """Sums of cosines between learners, over the rounds that they shared.
+
+    Args:
+        learners: names, in the order of the matrix.
+    """
+
+    def __init__(self, learners: Sequence[str]) -> None:
+        self._index = {name: position for position, name in enumerate(learners)}
+        self._sums = np.zeros((len(learners), len(learners)))
+        self._counts = np.zeros((len(learners), len(learners)), np.int64)
+        self.rounds = 0
+
+    def add(self, record: wire.Record, cosines: Matrix) -> None:
+        """Count a round's."""
+        rows = [self._index[taken.learner] for taken in record.inputs[: len(cosines)]]
+        self._sums[np.ix_(rows, rows)] += cosines
+        self._counts[np.ix_(rows, rows)] += 1
+        self.rounds += 1
+
+    def mean(self) -> Matrix:
+        """Mean cosine between each two learners, NaN where they shared no round."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self._sums / np.where(self._counts, self._counts, np.nan))

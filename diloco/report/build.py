@@ -1,0 +1,250 @@
+"""`diloco report`: a run as one HTML file and a picture of each figure."""
+
+import asyncio
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+
+from diloco.cli.opening import open_run
+from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
+from diloco.common.tape import RunContext
+from diloco.model.scores import record_at, scores_of
+from diloco.report import figures_rounds, figures_run, style
+from diloco.report.agreement import Pairs, pair_cosines
+from diloco.report.chronicle import Chronicle, read_chronicle
+from diloco.report.figures_run import Shown
+from diloco.report.lanes import make_lanes
+from diloco.report.page import Page, Section, render
+from diloco.report.summary import events, facts, learners, refusals, subtitle, warnings
+
+# Rounds whose updates are compared pair by pair, and bytes of shards that are read for it.
+SAMPLE_ROUNDS = 24
+SAMPLE_BYTES = 256 << 20
+PNG_DPI = 130
+
+Stage = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of the report: what it shows, in words, and how it is drawn.
+
+    `nothing` is said in its place when there is nothing to draw.
+    """
+
+    key: str
+    title: str
+    caption: str
+    draw: Callable[[Shown], Figure | None]
+    nothing: str = "The tape has nothing of it."
+
+
+DRAWINGS = (
+    Drawing(
+        "loss", "Is it learning?",
+        "Loss of the updates that learners sent (median, and the middle 80 % as a band), and of "
+        "the global model on held-out data.",
+        figures_run.loss,
+    ),
+    Drawing(
+        "timeline", "What each learner did",
+        "A lane for each learner; a small tick in it is one of its updates merged, a triangle a "
+        "life that begins, a cross one that ended without leaving. The first lane has a mark for "
+        "each new version of a fragment.",
+        figures_run.timeline,
+    ),
+    Drawing(
+        "time", "Where the learners' time went",
+        "The share of each learner's time whose work is in the model is its goodput.",
+        figures_run.time_spent,
+    ),
+    Drawing(
+        "throughput", "Tokens per second",
+        "Trained, as updates announce it, and merged into the model. What is trained and not "
+        "merged was rejected, lost with a learner, or is on its way.",
+        figures_run.throughput,
+    ),
+    Drawing(
+        "staleness", "How stale and how heavy updates are",
+        "Staleness is how many versions came between the one an update was made on and the one "
+        "it went into. Right: dot median, thick bar half of its updates, thin bar nine tenths.",
+        figures_rounds.staleness,
+    ),
+    Drawing(
+        "rounds", "Anatomy of a round",
+        "wait: no update is in, or the pace does not allow it yet; open: until the quorum; grace: "
+        "for those that are slower; merge: the outer step; publish: storing the version and "
+        "committing its record.",
+        figures_rounds.anatomy,
+    ),
+    Drawing(
+        "traffic", "Bytes per second",
+        "Of all learners together. Up by the sizes of shards; down as each live learner reads "
+        "each record and delta once, without first views of those that join.",
+        figures_rounds.traffic,
+    ),
+    Drawing(
+        "agreement", "Do learners agree?",
+        "Cosine between the updates that were merged in one round: 1 when they point the same "
+        "way, 0 when they have nothing in common.",
+        figures_rounds.agreement, "No round merged two updates.",
+    ),
+    Drawing(
+        "fragments", "Fragment by fragment",
+        "Left: cosines as above; fragments that are averaged plainly, such as the embedding, have "
+        "none. Right: how far an update moves its fragment in one inner step.",
+        figures_rounds.fragments,
+    ),
+    Drawing(
+        "rejected", "Rejected updates",
+        "Updates that the aggregator did not merge, and why.",
+        figures_rounds.rejected, "No update was rejected.",
+    ),
+)  # fmt: skip
+
+
+def run_report(target: str, *, out: Path | None, evaluations: int) -> Path:
+    """Write the report of RUN; the HTML file.
+
+    Args:
+        target: RUN, as `diloco.cli.opening` has it.
+        out: folder of the files; None for `report` in a local run's folder, else `report-{run}`.
+        evaluations: views to score on held-out data, spread over the run; 0 for none.
+
+    Raises:
+        DilocoError: no such run; bus or store are away; the folder cannot be written.
+    """
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("opening the run", total=None)
+
+        def stage(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        shown = asyncio.run(gather(target, evaluations, stage))
+        folder = out or _folder(target, shown.chronicle.run)
+        return write(shown, folder, stage)
+
+
+def _folder(target: str, run: str) -> Path:
+    return Path(target) / "report" if Path(target).is_dir() else Path(f"report-{run}")
+
+
+async def gather(target: str, evaluations: int, stage: Stage) -> Shown:
+    """Everything that the report shows; arguments and errors as `run_report`."""
+    async with open_run(target, name="report") as run:
+        context = run.context
+        chronicle = await read_chronicle(
+            context,
+            run.specification.created_at_s,
+            lambda done, total: stage("reading the tape", done, total),
+        )
+        shown = Shown(chronicle, make_lanes(chronicle))
+        shown.pairs = await sample_pairs(context, chronicle, stage)
+        if evaluations:
+            shown.scores = await scores_of(
+                context,
+                chronicle,
+                evaluations,
+                lambda done, total: stage("evaluating views on held-out data", done, total),
+            )
+    return shown
+
+
+async def sample_pairs(context: RunContext, chronicle: Chronicle, stage: Stage) -> Pairs:
+    """Cosines between learners' updates, of rounds spread over what the store still has."""
+    pairs = Pairs(chronicle.learners)
+    rounds = chronicle.rounds
+    seqs, of = rounds["seq"], rounds["fragment"]
+    several = np.nonzero(rounds["inputs"] > 1)[0]
+    spread = np.linspace(0, len(several) - 1, min(SAMPLE_ROUNDS, len(several)))
+    picked = several[np.unique(spread.astype(np.int64))]
+    read_bytes = 0
+    for count, row in enumerate(picked[::-1]):  # The newest are there for longest.
+        stage("comparing updates", count, len(picked))
+        try:
+            record = await record_at(context, int(of[row]), int(seqs[row]))
+        except (ObjectMissingError, IntegrityError):
+            continue
+        read_bytes += sum(shard.size_bytes for taken in record.inputs for shard in taken.shards)
+        if read_bytes > SAMPLE_BYTES:
+            break
+        cosines = await context.runtime.call(
+            pair_cosines, context.layout, context.settings.sync, context.store, record
+        )
+        if cosines is not None:
+            pairs.add(record, cosines)
+    return pairs
+
+
+def write(shown: Shown, folder: Path, stage: Stage) -> Path:
+    """Draw the figures and write the files; the HTML file.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    sections = []
+    path = folder / "report.html"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with style.look():
+            for count, drawing in enumerate(DRAWINGS):
+                stage("drawing", count, len(DRAWINGS))
+                sections.append(_draw(drawing, shown, folder))
+        page = Page(
+            title=f"Run {shown.chronicle.run}",
+            subtitle=subtitle(shown),
+            facts=facts(shown),
+            sections=[*sections, *_tables(shown)],
+            footer=_footer(),
+            warnings=warnings(shown),
+        )
+        path.write_text(render(page), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the report to {str(folder)!r}: {error}",
+            hint="give another folder with --out",
+        ) from error
+    return path
+
+
+def _draw(drawing: Drawing, shown: Shown, folder: Path) -> Section:
+    """A drawing as a section, and as a picture in a file of its own."""
+    picture = folder / f"{drawing.key}.png"
+    figure = drawing.draw(shown)
+    if figure is None:
+        picture.unlink(missing_ok=True)
+        return Section(drawing.key, drawing.title, drawing.nothing)
+    figure.savefig(picture, dpi=PNG_DPI)
+    data = io.BytesIO()
+    figure.savefig(data, format="svg", metadata={"Date": None})
+    return Section(drawing.key, drawing.title, drawing.caption, data.getvalue())
+
+
+def _tables(shown: Shown) -> list[Section]:
+    sections = [
+        Section(
+            "learners", "Learners",
+            "Step time is the median. Sync stall: share of its time that synchronization took from "
+            "training, as the newest life's heartbeats say.",
+            table=learners(shown),
+        )
+    ]  # fmt: skip
+    if shown.chronicle.refused:
+        sections.append(
+            Section("refused", "Rejected, word for word", "The newest.", table=refusals(shown))
+        )
+    sections.append(Section("events", "What happened", "The newest.", table=events(shown)))
+    return sections
+
+
+def _footer() -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"Written by diloco report, {now}. What each figure means: docs/report.md."

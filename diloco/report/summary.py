@@ -1,0 +1,192 @@
+"""A run in a few figures and tables, for the head and the end of its report."""
+
+from datetime import UTC, datetime
+
+import numpy as np
+
+from diloco.report.chronicle import Chronicle
+from diloco.report.figures_run import Shown, goodput, spent
+from diloco.report.page import Fact, Table
+from diloco.report.style import byte_unit, human_count, human_time
+
+# Rows of a table that can grow with the run.
+ROWS = 100
+
+
+def subtitle(shown: Shown) -> str:
+    """When the run was, and how it was set."""
+    chronicle = shown.chronicle
+    sync, outer = chronicle.settings.sync, chronicle.settings.outer
+    state = "ended" if chronicle.ended_s else "newest message"
+    return (
+        f"Created {_day(chronicle.created_s)}, {state} {_day(chronicle.ends_s)}. "
+        f"{chronicle.fragments} fragments, H = {sync.interval_steps}, {sync.codec} up, "
+        f"{sync.delta_codec} down, outer {outer.optimizer} at {outer.learning_rate:g}."
+    )
+
+
+def warnings(shown: Shown) -> list[str]:
+    """What keeps the report from being whole."""
+    chronicle = shown.chronicle
+    found = []
+    if chronicle.trimmed:
+        found.append(
+            "Garbage collection has trimmed the tape: figures begin at "
+            f"{_day(chronicle.begins_s)}. Versions and merged tokens are of the whole run."
+        )
+    if chronicle.unreadable:
+        found.append(
+            f"{chronicle.unreadable} record(s) could not be read: their bodies are gone or "
+            "damaged. diloco doctor says more."
+        )
+    if chronicle.garbage:
+        found.append(f"{chronicle.garbage} message(s) of the tape are none of the protocol.")
+    return found
+
+
+def facts(shown: Shown) -> list[Fact]:
+    """The run in short."""
+    chronicle = shown.chronicle
+    merged = sum(totals.updates_merged for totals in chronicle.totals.values())
+    rejected = sum(totals.updates_rejected for totals in chronicle.totals.values())
+    trained = chronicle.updates["tokens"].sum() / max(chronicle.fragments, 1)
+    delivered = chronicle.tokens_merged()
+    times = spent(shown)
+    stale = chronicle.inputs["staleness"]
+    steps = chronicle.settings.run.steps
+    return [
+        Fact("duration", human_time(shown.span_s), _whole(shown)),
+        Fact("global step", f"{chronicle.global_step:,}", f"of {steps:,}"),
+        Fact("tokens merged", human_count(delivered),
+             "" if chronicle.trimmed else f"of {human_count(trained)} trained and sent"),
+        Fact("versions", f"{_versions(chronicle):,}", f"of {chronicle.fragments} fragments"),
+        *_losses(shown),
+        Fact("goodput", f"{goodput(times):.0%}", "of the learners' time is in the model"),
+        Fact("learners", f"{len(chronicle.learners)}", _lives(shown)),
+        Fact("updates merged", f"{merged:,}",
+             f"staleness {stale.mean():.2f} on the mean" if stale.size else ""),
+        Fact("updates rejected", f"{rejected:,}", _reasons(chronicle)),
+    ]  # fmt: skip
+
+
+def _whole(shown: Shown) -> str:
+    chronicle = shown.chronicle
+    so_far = "" if chronicle.ended_s else "and going on"
+    if not chronicle.trimmed:
+        return so_far
+    whole = human_time(chronicle.ends_s - chronicle.created_s)
+    return f"the last of {whole} {so_far}".rstrip()
+
+
+def _versions(chronicle: Chronicle) -> int:
+    """Versions after version 0, over all fragments, whatever was trimmed."""
+    rounds = chronicle.rounds
+    of, version = rounds["fragment"], rounds["version"]
+    return int(sum(version[of == index].max(initial=0) for index in range(chronicle.fragments)))
+
+
+def _losses(shown: Shown) -> list[Fact]:
+    losses = shown.chronicle.inputs["loss"]
+    found = []
+    if losses.size:
+        width = max(1, losses.size // 50)
+        first, last = float(np.median(losses[:width])), float(np.median(losses[-width:]))
+        found.append(Fact("training loss", f"{last:.3f}", f"from {first:.3f}"))
+    if shown.scores:
+        first, last = shown.scores[0].loss, shown.scores[-1].loss
+        note = f"from {first:.3f}" if len(shown.scores) > 1 else ""
+        found.append(Fact("held-out loss", f"{last:.3f}", note))
+    return found
+
+
+def _lives(shown: Shown) -> str:
+    kills = sum(len(lane.kills) for lane in shown.lanes)
+    restarts = sum(max(lane.lives - 1, 0) for lane in shown.lanes)
+    return f"{restarts} restart{'s' * (restarts != 1)}, {kills} unclean end{'s' * (kills != 1)}"
+
+
+def _reasons(chronicle: Chronicle) -> str:
+    reasons: dict[str, int] = {}
+    for (reason, _), count in chronicle.refusal_reasons.items():
+        reasons[reason] = reasons.get(reason, 0) + count
+    most = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{reason} {count:,}" for reason, count in most)
+
+
+def learners(shown: Shown) -> Table:
+    """A row for each learner."""
+    chronicle, times = shown.chronicle, spent(shown)
+    updates, inputs, refusals_of = chronicle.updates, chronicle.inputs, chronicle.refusals
+    sent_by, merged_by, refused_by = updates["learner"], inputs["learner"], refusals_of["learner"]
+    tokens, sizes, stale = updates["tokens"], updates["bytes"], inputs["staleness"]
+    rows = []
+    for lane in shown.lanes:
+        index = chronicle.learners.index(lane.learner)
+        sent, merged = sent_by == index, merged_by == index
+        time = times[lane.learner]
+        unit = byte_unit(float(sizes[sent].sum()))
+        rows.append(
+            (
+                lane.learner,
+                _host(chronicle, lane.learner),
+                str(lane.lives),
+                human_count(float(tokens[sent].sum()) / chronicle.fragments),
+                f"{lane.step_s:.3g} s" if lane.step_s else "-",
+                f"{int(sent.sum()):,}",
+                f"{int(merged.sum()):,}",
+                f"{int((refused_by == index).sum()):,}",
+                f"{stale[merged].mean():.2f}" if merged.any() else "-",
+                f"{sizes[sent].sum() / unit.scale:.3g} {unit.name}",
+                f"{time.merged / time.total:.0%}" if time.total else "-",
+                human_time(time.down) if time.down else "-",
+                _stall(chronicle, lane.learner),
+            )
+        )
+    columns = (
+        "learner", "host", "lives", "tokens", "step time", "sent", "merged", "rejected",
+        "staleness", "up", "goodput", "down", "sync stall",
+    )  # fmt: skip
+    return Table(columns, tuple(rows), frozenset({"learner", "host"}))
+
+
+def _host(chronicle: Chronicle, learner: str) -> str:
+    hosts = [life.host for life in chronicle.lives if life.learner == learner]
+    return hosts[-1] if hosts else "-"
+
+
+def _stall(chronicle: Chronicle, learner: str) -> str:
+    heard = chronicle.beats.get(learner)
+    if heard is None or not heard[0].run_s:
+        return "-"
+    return f"{heard[0].stall_s / heard[0].run_s:.2%}"
+
+
+def refusals(shown: Shown) -> Table:
+    """The newest rejected updates."""
+    newest = list(shown.chronicle.refused)[-ROWS:][::-1]
+    rows = tuple(
+        (_day(item.at_s), item.learner, str(item.fragment), item.reason, item.detail)
+        for item in newest
+    )
+    columns = ("time", "learner", "fragment", "reason", "detail")
+    return Table(columns, rows, frozenset({"time", "learner", "reason", "detail"}))
+
+
+def events(shown: Shown) -> Table:
+    """Joins, leaves, and what operators did; the newest first."""
+    chronicle = shown.chronicle
+    happened = [(event.at_s, event.what) for event in chronicle.events]
+    happened += [
+        (at_s, f"{lane.learner} was heard of for the last time")
+        for lane in shown.lanes
+        for at_s in lane.kills
+    ]
+    rows = tuple(
+        (_day(at_s), f"{(at_s - shown.begin_s) / shown.unit.scale:.1f} {shown.unit.name}", what)
+        for at_s, what in sorted(happened, reverse=True)[:ROWS]
+    )
+    return Table(("time", "since the beginning", "event"), rows, frozenset({"time", "event"}))
+
+
+def _day(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
