@@ -50,6 +50,7 @@ class Tenure:
         on_snapshot: called when a stored state is committed.
 
     Attributes:
+        fragment: its index.
         state: the machine's.
         newest: the record that the fragment stands at.
         rules: in force.
@@ -66,12 +67,12 @@ class Tenure:
         self.newest = record
         self.state = memory.resume(record, recovered.record_seq, context.runtime.clock())
         self._context = context
-        self._fragment = record.fragment
+        self.fragment = record.fragment
         self.rules = self._rules(recovered.settings)
         self._arrays = recovered.arrays
         self._samples = samples
         self._on_snapshot = on_snapshot
-        self._logger = context.logger.bind(fragment=self._fragment)
+        self._logger = context.logger.bind(fragment=self.fragment)
         self._queue: asyncio.Queue[Item] = asyncio.Queue(QUEUE)
         self._fetcher = Fetcher(context, recovered.arrays.grid, self._put, self._logger)
 
@@ -102,16 +103,16 @@ class Tenure:
 
     def _rules(self, settings: RunSettings) -> FragmentRules:
         context = self._context
-        return policy.fragment_rules(settings, context.layout, self._fragment, context.epoch)
+        return policy.fragment_rules(settings, context.layout, self.fragment, context.epoch)
 
     async def _read_tape(self) -> None:
         context = self._context
         messages = context.bus.read(
-            context.tape, subjects(context.run, self._fragment), self.newest.position
+            context.tape, subjects(context.run, self.fragment), self.newest.position
         )
         async for message in messages:
             try:
-                event = decode_message(context, self._fragment, message)
+                event = decode_message(context, self.fragment, message)
             except WireError as error:
                 await self._samples.take(message.subject, error.reason, error.message)
                 continue
@@ -156,7 +157,7 @@ class Tenure:
             raise self._overtaken()
 
     def _overtaken(self) -> SwapLostError:
-        subject = names.record(self._context.run, self._fragment)
+        subject = names.record(self._context.run, self.fragment)
         return SwapLostError(subject, self.state.record_seq)
 
     async def _change(self, change: Resettled) -> None:
@@ -181,7 +182,7 @@ class Tenure:
                 assert payload is not None
                 await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
             case Ignored():
-                subject = names.update(self._context.run, effect.manifest.learner, self._fragment)
+                subject = names.update(self._context.run, effect.manifest.learner, self.fragment)
                 await self._samples.take(subject, effect.reason, f"seq {effect.manifest.seq}")
             case Commit():
                 await self._commit(effect)
@@ -205,8 +206,8 @@ class Tenure:
 
     async def _open_round(self, version: int) -> None:
         await self._context.runtime.call(self._arrays.open_round)
-        message = wire.RoundOpen(fragment=self._fragment, version=version)
-        subject = names.round_open(self._context.run, self._fragment)
+        message = wire.RoundOpen(fragment=self.fragment, version=version)
+        subject = names.round_open(self._context.run, self.fragment)
         await self._context.bus.broadcast(subject, wire.encode(message))
 
     # The commit
@@ -249,7 +250,7 @@ class Tenure:
             contents = unchanged(previous, commit.at_s)
         return compose(
             self._context,
-            self._fragment,
+            self.fragment,
             decided,
             contents,
             base_digest=previous.view_digest,
