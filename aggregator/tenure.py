@@ -20,7 +20,7 @@ from diloco.aggregator.core.effects import (
     Ignored,
     Merge,
     OpenRound,
-    ShutOut,
+    Quarantine,
 )
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.fetcher import Fetcher
@@ -28,7 +28,13 @@ from diloco.aggregator.quarantine import quarantine
 from diloco.aggregator.records import cited, compose, make_version, sum_up, unchanged
 from diloco.aggregator.recovery import Recovered
 from diloco.aggregator.samples import Samples
-from diloco.aggregator.tape_events import Ended, Recorded, Resettled, decode_message, subjects
+from diloco.aggregator.tape_events import (
+    EndStored,
+    RecordStored,
+    SettingsStored,
+    decode_message,
+    subjects,
+)
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import SwapLostError, WireError
@@ -37,7 +43,7 @@ from diloco.common.errors import SwapLostError, WireError
 QUEUE = 1024
 
 # What the tape and the fetches have for the machine, with the payload that it is about.
-Item = tuple[events.Event | Recorded | Resettled | Ended, Payload | None]
+Item = tuple[events.Event | RecordStored | SettingsStored | EndStored, Payload | None]
 
 
 class Tenure:
@@ -125,11 +131,11 @@ class Tenure:
         while True:
             event, payload = await self._next_item()
             match event:
-                case Ended():
+                case EndStored():
                     break
-                case Recorded():
+                case RecordStored():
                     self._check_ours(event.stream_seq)
-                case Resettled():
+                case SettingsStored():
                     await self._change(event)
                 case _:
                     await self._take(event, payload)
@@ -160,7 +166,7 @@ class Tenure:
         subject = names.record(self._context.run, self.fragment)
         return SwapLostError(subject, self.state.record_seq)
 
-    async def _change(self, change: Resettled) -> None:
+    async def _change(self, change: SettingsStored) -> None:
         if change.event.stream_seq > self.state.settings_seq:
             self.rules = self._rules(change.settings)
             self._arrays.settings = change.settings
@@ -186,10 +192,10 @@ class Tenure:
                 await self._samples.take(subject, effect.reason, f"seq {effect.manifest.seq}")
             case Commit():
                 await self._commit(effect)
-            case ShutOut():
-                await self._shut_out(effect)
+            case Quarantine():
+                await self._quarantine(effect)
 
-    async def _shut_out(self, effect: ShutOut) -> None:
+    async def _quarantine(self, effect: Quarantine) -> None:
         """Tell everybody; each fragment's machine hears of it from the tape, this one too."""
         context = self._context
         self._logger.warning(

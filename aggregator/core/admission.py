@@ -3,7 +3,7 @@
 import math
 
 from diloco.aggregator.core import events, policy
-from diloco.aggregator.core.effects import Effect, ShutOut
+from diloco.aggregator.core.effects import Effect, Quarantine
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Allowance, Refused, State, UpdateId, to_resolve
 from diloco.common import wire
@@ -25,9 +25,9 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
     if state.final:
         return "ended", "the fragment's last version is committed"
     # Answered even so: its learner, once released, must not find an update in flight for ever.
-    shut_out = quarantined(state, manifest)
-    if shut_out is not None:
-        return shut_out
+    rejected = quarantined(state, manifest)
+    if rejected is not None:
+        return rejected
     wrong = policy.malformed(rules, manifest)
     if wrong is not None:
         return wrong
@@ -127,7 +127,7 @@ def offenders(
         learner = refused.manifest.learner
         member = state.members.get(learner)
         if limit and member and member.offences >= limit and learner not in state.quarantined:
-            found[learner] = ShutOut(
+            found[learner] = Quarantine(
                 learner,
                 f"{member.offences} more updates of fragment {rules.fragment} rejected than "
                 f"merged, the last one for {refused.reason!r}: {refused.detail}"[:1000],

@@ -56,8 +56,8 @@ def stored(store, codec, parts):
     return tuple(entries)
 
 
-def sharded(chance, most):
-    return [np.sort(part) for part in slices.cut(chance.permutation(BLOCKS), most)]
+def sharded(rng, most):
+    return [np.sort(part) for part in slices.cut(rng.permutation(BLOCKS), most)]
 
 
 @settings(max_examples=40)
