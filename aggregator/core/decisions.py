@@ -124,6 +124,8 @@ def decide_again(
         whole_from: `tape` lacks nothing of the fragment from this sequence on.
         beside: further fields that follow from a commit.
     """
+    # One machine along the whole chain, as its maker had one: begun anew at each record it would
+    # know less than the maker knew.
     follower = _Follower(tape, rules_at, whole_from)
     for (base_seq, base), (seq, record) in itertools.pairwise(chain):
         if record.what not in ("version", "verdict"):
@@ -210,6 +212,8 @@ class _Follower:
         The record holds all that its maker knew only if no update was waiting. Who began after
         the stop waits from its own beginning, which only its first record says.
         """
+        # Updates that waited are read again only by somebody who begins from the record; whoever
+        # went on had them already.
         if base.position <= base.policy.seen_seq:
             return "updates were waiting when the record before was made"
         if base.policy.stopping_at_s:
@@ -237,12 +241,16 @@ class _Follower:
             heard = self._tape[self._next]
             self._next += 1
             assert self.state is not None
+            # As the owner does: rules change before the machine hears of it, since it decides by
+            # them at once.
             if heard.rules is not None and heard.stream_seq > self.state.settings_seq:
                 self.rules = heard.rules
             self._step(heard.event)
 
     def _step(self, event: events.Event) -> None:
         assert self.state is not None
+        # What the tape has after the close was taken after the record, by every driver that there
+        # is.
         if isinstance(event, events.Committed):
             self.commit = None
         self.state, effects = machine.step(self.rules, self.state, event)

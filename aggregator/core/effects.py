@@ -9,6 +9,8 @@ from diloco.common import wire
 class Fetch(NamedTuple):
     """Read and verify an update's shards; answer `Fetched` or `Failed`. Any number in parallel."""
 
+    # No order among fetches: what is merged in which order is decided by their answers, and noted
+    # (invariant 5).
     update: UpdateId
     manifest: wire.Manifest
 
@@ -16,12 +18,16 @@ class Fetch(NamedTuple):
 class Merge(NamedTuple):
     """Add the update just fetched to the round's accumulator, before the next event."""
 
+    # In the order of these effects and no other, since the sum of floats depends on it (invariant
+    # 3).
     admitted: Admitted
 
 
 class OpenRound(NamedTuple):
     """Begin an empty accumulator, then tell the learners that a round of this version is open."""
 
+    # The word to learners is a hint and may be lost: a learner that does not hear it sends when its
+    # own H steps are over.
     version: int
 
 
@@ -31,6 +37,7 @@ class Commit(NamedTuple):
     `state` is the machine's at the close: all that the record says is in it.
     """
 
+    # The objects first: a record that stands must name nothing that is missing (invariant 3).
     what: Literal["version", "verdict"]
     reason: str
     final: bool

@@ -75,6 +75,7 @@ class Member(NamedTuple):
 class Allowance(NamedTuple):
     """How many updates a learner may announce at once: `left` of them at the time `at_s`."""
 
+    # In updates, not in messages of any kind: joins and leaves cost next to nothing.
     left: float
     at_s: float
 
