@@ -23,6 +23,8 @@ from diloco.common import wire
 def decided(rules: FragmentRules, commit: Commit) -> dict[str, Any]:
     """The fields of a record that the machine alone decides."""
     state = commit.state
+    # A verdict leaves version and clock where they are: learners have nothing to adopt (invariant
+    # 1).
     made = commit.what == "version"
     return {
         "base_seq": state.record_seq,
@@ -120,6 +122,8 @@ def decide_again(
                 for name, value in again.items()
                 if getattr(record, name) != value
             )
+        # What follows from a decision that came out differently is no evidence: the next begins
+        # from its own record, if it can.
         if fields:
             follower.state = None
         yield Decision(seq, record, "different" if fields else "same", "", commit, fields)
@@ -157,6 +161,8 @@ class _Follower:
         why = self._cannot_begin(base) if first in GOES_ON and self.state is None else ""
         self.commit = None
         for observation in record.observations:
+            # A record holds the observations of every life since the one before it: of those that
+            # died nothing but what they met counts.
             if observation.what == "resumed":
                 self._began_at_s = observation.at_s
                 why = "the tape is trimmed before it" if base.position < self._whole_from else ""

@@ -37,8 +37,10 @@ class AskCut(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Make a version if it is one and answer `Made` before the next event; then, beside what
-    follows, store the objects, publish the record, and answer `Committed`.
+    """Make a version, if it is one, and commit the record.
+
+    Answer `Made` for a version before any other event; then, beside what follows, store the
+    objects, publish the record, and answer `Committed`.
 
     `state` is the machine's at the close: all that the record says is in it.
     """

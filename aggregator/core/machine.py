@@ -16,6 +16,11 @@ Rules of the core:
   that whoever recovers from the record meets it again.
 - What the machine decides from is either on the tape or noted in `observations`, which go into
   the next record: a reader of the tape can decide the same again.
+- In `closing` nothing is decided but what needs no base: messages of the tape are taken, updates
+  wait as pending and are judged against the version that is being committed once it stands,
+  rejections go into the next record. So a driver may go on reading the tape while it commits.
+  Today none does: the owner of a fragment (`driver.py`), the planner and the what-if of a replay
+  all give the machine its next event after `Committed`, in the order in which they came.
 """
 
 from collections.abc import Callable
@@ -42,7 +47,6 @@ from diloco.aggregator.core.state import (
     without_pending,
 )
 
-
 # So many observations get a record of their own, lest one of a long wait be too long to be read.
 OBSERVATIONS = 1 << 13
 
@@ -60,9 +64,15 @@ def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
     state = with_seen(state, event.stream_seq)
+    # Whoever recovers meets joins again that its memory has; and a learner's newest life is the one
+    # that counts, so that an older join, met later, takes nothing back (invariant 3: the same tape
+    # gives the same state, however often it is read).
     known = state.members.get(event.learner)
     if known and known.incarnation >= event.stream_seq:
         return state, ()
+    # A new life is believed to be as fast and as heavy as the one before until it says otherwise:
+    # pace and grace must not jump at each restart. Its offences stay as well, or a crash would wash
+    # them off.
     member = Member(
         event.stream_seq,
         step_time_s=known.step_time_s if known else 0.0,
@@ -76,8 +86,11 @@ def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Res
 def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> Result:
     state = with_seen(state, event.stream_seq)
     member = state.members.get(event.learner)
+    # A leave that travelled slowly must not end the life that came after it.
     if member is None or member.incarnation != event.incarnation:
         return state, ()
+    # `left` beside `live`: a heartbeat that is still on its way must not bring it back, and the
+    # round would wait for somebody who said goodbye.
     state = with_member(state, event.learner, member._replace(live=False, left=True))
     return rounds.advance(rules, state, event.stored_at_s)
 
@@ -87,6 +100,8 @@ def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> 
     member = state.members.get(event.learner)
     if member is None or member.incarnation != event.incarnation:
         return state, ()
+    # This learner had nothing unsent of the fragment: the last round need not wait for an update
+    # that never comes.
     state = with_member(state, event.learner, member._replace(final=True))
     return rounds.advance(rules, state, event.stored_at_s)
 
@@ -98,20 +113,30 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     if manifest.epoch != rules.epoch:
         # Its incarnation is of another tape: nothing here may be marked with it.
         return state, (Ignored(manifest, "epoch"),)
+    # Announcing again is how a learner makes up for a lost message, and the tape itself delivers
+    # more than once: an update has one answer, in one record (invariant 2).
     if memory.is_known(state, update):
         return state, ()
+    # The mark of a life is its highest resolved seq: were two under way, resolving the later one
+    # first would lose the earlier (invariants 2 and 4).
     if admission.overtakes(state, update):
         return state, (Ignored(manifest, "in_flight"),)
+    # What the record before this life had met was paid for then: paid again, a crash of ours would
+    # shut out an honest learner.
     if event.stream_seq > state.known_seq:
         state, allowed = admission.allow(rules, state, manifest.learner, event.stored_at_s)
         if not allowed:
             return state, (Ignored(manifest, "rate"),)
+    # Judged before its shards are read: an update that can be refused by its manifest alone must
+    # cost no bytes.
     verdict = admission.judge(rules, state, event)
     if verdict is not None:
         refused = Refused(manifest, event.stream_seq, *verdict)
         return rounds.reject(rules, state, refused, event.stored_at_s)
     member = state.members[manifest.learner]
     current = manifest.incarnation == member.incarnation
+    # The averages in the record have this update already. Taken twice they would differ from those
+    # of a machine that never died (invariant 3).
     if current and event.stream_seq <= state.known_seq:
         member = member._replace(final=member.final or manifest.final)
     elif current:
@@ -128,11 +153,15 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
             update: Pending(manifest, event.stream_seq, event.stored_at_s),
         },
     )
+    # By the tape's time and not by ours: whoever reads this tape later decides the same at the same
+    # message.
     return rounds.go_on(rules, state, event.stored_at_s)
 
 
 def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Result:
     state = with_seen(state, event.stream_seq)
+    # The first word counts: the last deadline is reckoned from it, and must not move when the
+    # message is met again.
     if state.stopping_at_s or state.final:
         return state, ()
     state = state._replace(stopping_at_s=event.stored_at_s)
@@ -141,6 +170,8 @@ def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Re
 
 def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Result:
     state = with_seen(state, event.stream_seq)
+    # The memory says which settings a record was made under; older ones, met again after a
+    # recovery, are not in force any more.
     if event.stream_seq <= state.settings_seq:
         return state, ()
     return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), event.stored_at_s)
@@ -158,6 +189,8 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
     else:
         state = state._replace(quarantined=state.quarantined - one)
         member = state.members.get(event.learner)
+        # An operator who lets a learner in again gives it a fresh start, or its next mistake would
+        # shut it out.
         if member is not None:
             state = with_member(state, event.learner, member._replace(offences=0))
     # A round does not wait for somebody who is shut out.
@@ -165,20 +198,35 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
 
 
 def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Result:
+    # Its answer stands already: the run's end refused it while its shards were on their way.
     pending = state.pending.get(event.update)
     if pending is None:
         return state, ()
+    # When shards were here, and with which norm, is on no tape: a replay must be told (invariant
+    # 5).
     state = with_observation(state, "fetched", event.at_s, event.update, event.norm)
+    # Once more, since it waited: meanwhile a version may have been made, a rollback or a quarantine
+    # may have come. What is merged fits the version that is built on now.
     manifest = pending.manifest
     wrong = admission.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
     if wrong is not None:
         refused = Refused(manifest, pending.stream_seq, *wrong)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
+    # The norm is measured, not claimed: the one bound on an update's effect that no manifest can
+    # talk around.
     clip = policy.judge_norm(rules.bounds, admission.norms(state), event.norm, manifest.steps)
     if clip is None:
         detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
         refused = Refused(manifest, pending.stream_seq, "norm", detail)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
+    return _admit(rules, without_pending(state, event.update), pending, clip, event)
+
+
+def _admit(
+    rules: FragmentRules, state: State, pending: Pending, clip: float, event: events.Fetched
+) -> Result:
+    """Merge a verified update, in a round that is opened for it if there is none."""
+    manifest = pending.manifest
     staleness = state.version - manifest.base_version
     admitted = Admitted(
         manifest,
@@ -200,6 +248,8 @@ def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Resu
     pending = state.pending.get(event.update)
     if pending is None:
         return state, ()
+    # The sender is told through the record: an update whose shards are bad must not stay in flight
+    # for ever (invariant 2).
     state = with_observation(state, "failed", event.at_s, event.update, 0.0)
     refused = Refused(pending.manifest, pending.stream_seq, event.reason, event.detail)
     return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
@@ -220,12 +270,15 @@ def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> 
 
 def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result:
     due = rounds.deadline(rules, state)
+    # An event that was taken meanwhile may have moved the deadline.
     if due is None or event.at_s < due:
         return state, ()
     state = with_observation(state, "timer", event.at_s, NOBODY, 0.0)
     if state.cut is not None:
         return rounds.advance(rules, passed_on(state), event.at_s)
     if state.stopping_at_s:
+        # The end comes whatever is missing: a learner that died with its last update on its way
+        # must not hold up a whole run.
         return rounds.cut(state, "deadline", final=True)
     if state.phase == "idle":
         return rounds.advance(rules, state, event.at_s)
@@ -235,6 +288,7 @@ def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result
 def _on_cut_known(rules: FragmentRules, state: State, event: events.CutKnown) -> Result:
     if state.cut is None or state.cut.known_at_s:
         return state, ()
+    # What the leader had is on no tape: a replay must be told (invariant 5).
     about = UpdateId("", 0, event.stream_seq)
     state = with_observation(state, "cut", event.at_s, about, 0.0)
     cut = state.cut._replace(stream_seq=event.stream_seq, known_at_s=event.at_s)
@@ -254,6 +308,9 @@ def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
         observations=(),
         storing=Storing(True, admission.offenders(rules, after, resolved)),
     )
+    # The next round begins before the record stands: a store that is slow holds up nobody's
+    # reading. If another owner's record stands in its place, all of this is forgotten with the
+    # life that decided it (invariants 1 and 3).
     state = with_observation(state, "made", event.at_s, NOBODY, 0.0)
     return rounds.go_on(rules, state, event.at_s)
 
@@ -261,10 +318,13 @@ def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
 def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -> Result:
     assert state.storing is not None
     storing, took_s = state.storing, policy.elapsed_s(state.closed_at_s, event.at_s)
+    # The grace window leaves room for what a commit takes, since learners cannot adopt before.
     sync_s = policy.ema(state.sync_s, took_s) if storing.published else state.sync_s
     state = state._replace(record_seq=event.record_seq, storing=None, sync_s=sync_s)
     state = with_observation(state, "committed", event.at_s, NOBODY, 0.0)
     state, effects = rounds.go_on(rules, state, event.at_s)
+    # After the record, since the word on the tape must never stand without the rejections that led
+    # to it.
     return state, storing.offenders + effects
 
 

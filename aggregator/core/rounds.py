@@ -25,6 +25,7 @@ from diloco.common.layout import next_step
 
 def deadline(rules: FragmentRules, state: State) -> float | None:
     """When the machine next wants a `Timer`, in seconds since the epoch; None for never."""
+    # Nothing is decided before the record stands, and nothing after the last one.
     if state.phase == "closing" or state.final:
         return None
     if state.cut is not None:
@@ -36,6 +37,8 @@ def deadline(rules: FragmentRules, state: State) -> float | None:
         return max(state.stopping_at_s, state.began_at_s) + rules.quorum.deadline_s
     if state.phase == "idle":
         return _opens_at_s(rules, state)
+    # Without a quorum the round still closes: no learner's update waits for a peer that may never
+    # come (invariant 6).
     if state.phase == "open":
         return state.opened_at_s + rules.quorum.deadline_s
     return _grace_ends_s(rules, state)
@@ -54,6 +57,8 @@ def has_next(rules: FragmentRules, state: State) -> bool:
 def share(state: State) -> float:
     """Part of the live fleet's weight that the round holds, in (0, 1]."""
     held = sum(admitted.weight for admitted in state.admitted)
+    # A weight that is not known yet is 0, so that a learner that has just joined does not shrink
+    # everybody else's step.
     present = contributors(state)
     absent = sum(
         member.weight for name, member in live_members(state).items() if name not in present
@@ -63,6 +68,7 @@ def share(state: State) -> float:
 
 def may_follow(rules: FragmentRules, state: State) -> bool:
     """Whether another round belongs to the run; the one after the stop takes all that is left."""
+    # A version beyond the last would move the run's result after its end was said (invariant 1).
     if state.final:
         return False
     return bool(state.stopping_at_s) or has_next(rules, state)
@@ -80,6 +86,8 @@ def fetch_waiting(rules: FragmentRules, state: State) -> Result:
     if not may_follow(rules, state) or (state.cut is not None and not state.cut.known_at_s):
         return state, ()
     last_seq = None if state.cut is None else state.cut.stream_seq
+    # In the order of announcement, all at once: which is merged first is then a matter of the
+    # store, and stands in the record (invariant 5).
     waiting = [
         (key, pending)
         for key, pending in state.pending.items()
@@ -94,7 +102,8 @@ def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
     """What the round comes to now: it opens, has its quorum, is complete, or closes."""
     state = _without_empty_round(state)
     if state.phase == "idle" and state.rejected and state.storing is None:
-        # Nobody waits for a round to hear that it sent something wrong.
+        # At once: the sender has its update in flight until a record says what became of it, and no
+        # round may come that could carry it.
         return give_verdicts(rules, state, now_s, "rejections", final=state.final)
     if state.phase == "closing" or state.final:
         return state, ()
@@ -102,11 +111,16 @@ def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
         return _advance_cut(rules, state, state.cut, now_s)
     state, opened = _open(rules, state, now_s)
     if state.stopping_at_s:
+        # The run's last round has another rule of completeness: nobody is left to be fair to but
+        # those with something unsent.
         state, more = _advance_to_end(rules, state, now_s)
         return state, opened + more
     if state.phase == "idle":
         return state, opened
     state = _count_quorum(rules, state, now_s)
+    # All who could still add something have: waiting on would cost everybody time and bring
+    # nobody's work. A rejected update counts as an answer, since its sender learns of it from this
+    # very record and sends nothing before.
     if _is_complete(rules, state) and state.storing is None:
         state, more = close(rules, state, now_s, "complete")
         return state, opened + more
@@ -124,6 +138,7 @@ def close(
     """Close the round: make the version, and commit it. One that merged nothing gives verdicts."""
     if not state.admitted:
         return give_verdicts(rules, state, now_s, reason, final=final)
+    # Pace counts from version to version: a rejection between two rounds must not delay the next.
     norms = admission.norms(state)
     closing = state._replace(phase="closing", final=final, closed_at_s=now_s, norms=norms, cut=None)
     return closing, (Commit("version", reason, final, now_s, closing),)
@@ -133,6 +148,8 @@ def give_verdicts(
     rules: FragmentRules, state: State, now_s: float, reason: str, *, final: bool
 ) -> Result:
     """A record of what was rejected; what the round has merged stays in it, unresolved."""
+    # It makes no version, but it is a record by the same compare-and-swap: no stale owner can
+    # reject what its successor merges (invariant 2).
     said = awaiting(state)._replace(final=final)
     after = memory.after_record(said)
     storing = Storing(False, admission.offenders(rules, after, state.rejected))
@@ -150,6 +167,8 @@ def give_verdicts(
 
 def reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> Result:
     """Note a rejection; with no round open it gets a record of its own, else the round's."""
+    # Outside of a round a rejection costs a record, which is what a sender of rubbish would spend
+    # for us.
     state = admission.charge(rules, state, refused, now_s)
     return advance(rules, state._replace(rejected=(*state.rejected, refused)), now_s)
 
@@ -160,8 +179,12 @@ def _next_step(rules: FragmentRules, state: State) -> int:
 
 def _pace_time_s(rules: FragmentRules, state: State) -> float:
     """When pace allows the round to close: about H steps of a fast learner after the last one."""
+    # The last round takes what there is, and the first one is awaited by everybody: pace holds back
+    # only what would follow too soon. Without it whoever is quickest starts a race of small rounds,
+    # which costs quality (P, Table 5).
     if state.stopping_at_s or not state.closed_at_s:
         return 0.0
+    # The clock's own interval, not H: offsets make the first one shorter.
     interval_steps = _next_step(rules, state) - state.global_step
     return state.closed_at_s + policy.pace_s(rules, step_times(state), interval_steps)
 
@@ -180,6 +203,8 @@ def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
 
 
 def _grace_ends_s(rules: FragmentRules, state: State) -> float:
+    # Lockstep waits for all: it is to equal synchronous DiLoCo (invariant 7), which grace would cut
+    # short. The deadline stays, for those who die in the round.
     hard_s = state.opened_at_s + rules.quorum.deadline_s
     if rules.lockstep:
         return hard_s
@@ -212,6 +237,7 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
 
     It is taken back when one of them fails.
     """
+    # A fleet smaller than K must still make versions; in lockstep it must not.
     least = rules.quorum.min_learners
     live = len(live_members(state))
     quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, live)
@@ -219,6 +245,7 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
     if state.phase == "open" and reached:
         reached_at_s = max(state.opened_at_s, now_s)
         waited_s = policy.elapsed_s(state.opened_at_s, reached_at_s)
+        # Time spent waiting for the quorum is taken off the grace window (P, Eq. 3).
         quorum_s = policy.ema(state.quorum_s, waited_s)
         return state._replace(phase="grace", quorum_at_s=reached_at_s, quorum_s=quorum_s)
     if state.phase == "grace" and not reached:
@@ -252,6 +279,8 @@ def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
     A learner that has an update in this round sends its last one only after the record. And what
     was met before this life began must first be met again.
     """
+    # What this life has not read again yet may hold updates that the life before it had promised an
+    # answer (invariant 2).
     if state.pending or not memory.has_met_all(state) or state.storing is not None:
         return state, ()
     awaited = {name for name, member in live_members(state).items() if not member.final}
@@ -264,6 +293,7 @@ def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
 
 def _refuse_late(state: State) -> State:
     """At the end's deadline: what is not verified by now is rejected."""
+    # Refused and not dropped: the ledger of tokens adds up at the end as well (invariant 4).
     late = tuple(
         Refused(pending.manifest, pending.stream_seq, "late", "not here when the run ended")
         for pending in state.pending.values()

@@ -74,14 +74,7 @@ class Player:
                 effects = lab.commit(at_s)
             case "rounds", who, first, last:
                 for seq in range(int(first), int(last) + 1):
-                    base = {"base": lab.state.version}
-                    lab.step(self._event(at_s, "update", [who, str(seq)], base))
-                    lab.step(self._event(at_s, "fetched", [who, str(seq)], values))
-                    while not lab.open_commit:
-                        lab.step(events.Timer(max(at_s, lab.deadline() or 0.0)))
-                        if lab.cut_asked:
-                            lab.step(events.CutKnown(at_s, lab.last_update()))
-                    lab.commit(at_s)
+                    self._play_round(at_s, who, str(seq), values)
                 return
             case ["stored"]:
                 lab.store_record()
@@ -104,10 +97,23 @@ class Player:
                 return
             case _:
                 effects = lab.step(self._event(at_s, verb, rest, values))
-        yield from (self._show(effect) for effect in effects)
-        if lab.cut_asked and not self.answers_late:
-            answered = lab.step(events.CutKnown(float(at_s), lab.last_update()))
-            yield from (self._show(effect) for effect in answered)
+        yield from [self._show(effect) for effect in effects]
+        yield from [self._show(effect) for effect in self._answer(at_s)]
+
+    def _answer(self, at_s: float) -> tuple[Effect, ...]:
+        """The leader's answer, if it was asked and answers at once."""
+        if not self.lab.cut_asked or self.answers_late:
+            return ()
+        return self.lab.step(events.CutKnown(at_s, self.lab.last_update()))
+
+    def _play_round(self, at_s: float, who: str, seq: str, values: dict) -> None:
+        lab = self.lab
+        lab.step(self._event(at_s, "update", [who, seq], {"base": lab.state.version}))
+        lab.step(self._event(at_s, "fetched", [who, seq], values))
+        while not lab.open_commit:
+            lab.step(events.Timer(max(at_s, lab.deadline() or 0.0)))
+            self._answer(at_s)
+        lab.commit(at_s)
 
     def _event(self, at_s: float, verb: str, rest: list[str], values: dict) -> events.Event:
         lab = self.lab
@@ -144,10 +150,9 @@ class Player:
                 return lab.put(events.Quarantined, at_s, name, how == "quarantine")
             case ["stop"]:
                 return lab.put(events.Stopped, at_s)
-            case ["timer"]:
-                return events.Timer(at_s)
-            case ["cut"]:
-                return events.CutKnown(at_s, lab.last_update())
+            case ["timer" | "cut" as what]:
+                late = events.CutKnown(at_s, lab.last_update())
+                return events.Timer(at_s) if what == "timer" else late
         raise AssertionError(f"no such event: {verb} {rest}")
 
     def _who(self, who: str) -> tuple[str, int]:
