@@ -8,6 +8,7 @@ import contextlib
 from typing import NamedTuple
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.records import cited
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError
@@ -89,11 +90,9 @@ async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> 
                 merged_again += 1
             if message.seq >= record_seq:
                 break
-    if record.outer_seq == 0:
-        record = record.model_copy(update={"outer_seq": record_seq})
     settings = await settings_at(context, record.policy.settings_seq)
     arrays.settings = settings
-    return Recovered(record, record_seq, settings, arrays, merged_again)
+    return Recovered(cited(record, record_seq), record_seq, settings, arrays, merged_again)
 
 
 async def _load_older_state(

@@ -19,7 +19,7 @@ Rules of the core:
 - In `closing` nothing is decided but what needs no base: messages of the tape are taken, updates
   wait as pending and are judged against the version that is being committed once it stands,
   rejections go into the next record. So a driver may go on reading the tape while it commits.
-  Today none does: the owner of a fragment (`driver.py`), the planner and the what-if of a replay
+  Today none does: the owner of a fragment (`tenure.py`), the planner and the what-if of a replay
   all give the machine its next event after `Committed`, in the order in which they came.
 """
 

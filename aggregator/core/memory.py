@@ -27,20 +27,47 @@ LIVES = 4
 RULES = 1.0
 
 
-EMPTY_POLICY = wire.PolicyState(
-    members=(),
-    marks=(),
-    quarantined=(),
-    allowances=(),
-    seen_seq=0,
-    floor=0,
-    settings_seq=0,
-    closed_at_s=0.0,
-    stopping_at_s=0.0,
-    quorum_s=0.0,
-    sync_s=0.0,
-    norms=(),
-)
+def beginning(
+    *,
+    quarantined: tuple[str, ...] = (),
+    floor: int = 0,
+    quorum_s: float = 0.0,
+    sync_s: float = 0.0,
+    norms: tuple[float, ...] = (),
+) -> wire.PolicyState:
+    """What the first record of a tape remembers: nothing that has a sequence number.
+
+    Args:
+        quarantined: who is shut out already.
+        floor: the oldest version that an update may be based on.
+        quorum_s: moving average of the tape before, from a round's opening to its quorum.
+        sync_s: likewise, from its close to its record.
+        norms: of the updates merged last.
+    """
+    return wire.PolicyState(
+        members=(),
+        marks=(),
+        quarantined=quarantined,
+        allowances=(),
+        seen_seq=0,
+        floor=floor,
+        settings_seq=0,
+        closed_at_s=0.0,
+        stopping_at_s=0.0,
+        quorum_s=quorum_s,
+        sync_s=sync_s,
+        norms=norms,
+    )
+
+
+def with_floor(kept: wire.PolicyState, floor: int) -> wire.PolicyState:
+    """The memory of a fragment that went back: what was made before `floor` is merged no more."""
+    return wire.PolicyState(**(dict(kept) | {"floor": floor}))
+
+
+def with_settings(kept: wire.PolicyState, settings_seq: int) -> wire.PolicyState:
+    """The memory under the settings of a message of the tape."""
+    return wire.PolicyState(**(dict(kept) | {"settings_seq": settings_seq}))
 
 
 def resume(record: wire.Record, record_seq: int, now_s: float) -> State:

@@ -282,7 +282,7 @@ def without_pending(state: State, update: UpdateId) -> State:
 
 def with_observation(state: State, what: str, at_s: float, about: UpdateId, value: float) -> State:
     """An input that is not on the tape was taken: the next record says so."""
-    observation = wire.Observation.model_construct(
+    observation = wire.Observation(
         what=what,
         at_s=at_s,
         after_seq=state.seen_seq,
