@@ -231,12 +231,12 @@ def _admit(
     admitted = Admitted(
         manifest,
         pending.stream_seq,
-        pending.announced_at_s,
         policy.weight(manifest.tokens, manifest.steps),
         staleness,
         policy.discount(rules.staleness, staleness),
         clip,
         event.norm,
+        pending.announced_at_s,
     )
     state = without_pending(state, event.update)
     state = state._replace(admitted=(*state.admitted, admitted))
@@ -286,13 +286,14 @@ def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result
 
 
 def _on_cut_known(rules: FragmentRules, state: State, event: events.CutKnown) -> Result:
-    if state.cut is None or state.cut.known_at_s:
+    cut = state.cut
+    if cut is None or cut.known_at_s:
         return state, ()
     # What the leader had is on no tape: a replay must be told (invariant 5).
     about = UpdateId("", 0, event.stream_seq)
     state = with_observation(state, "cut", event.at_s, about, 0.0)
-    cut = state.cut._replace(stream_seq=event.stream_seq, known_at_s=event.at_s)
-    return rounds.go_on(rules, state._replace(cut=cut), event.at_s)
+    known = cut._replace(stream_seq=event.stream_seq, known_at_s=event.at_s)
+    return rounds.go_on(rules, state._replace(cut=known), event.at_s)
 
 
 def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:

@@ -196,7 +196,8 @@ def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
     """
     if not may_follow(rules, state):
         return None
-    announced_at_s = [one.announced_at_s for one in (*unread(state), *state.admitted)]
+    announced_at_s = [one.announced_at_s for one in unread(state)]
+    announced_at_s += [one.announced_at_s for one in state.admitted]
     if not announced_at_s:
         return None
     return max(_pace_time_s(rules, state), min(announced_at_s), state.began_at_s)

@@ -38,12 +38,12 @@ class Admitted(NamedTuple):
 
     manifest: wire.Manifest
     stream_seq: int
-    announced_at_s: float
     weight: float
     staleness: int
     discount: float
     clip: float
     norm: float
+    announced_at_s: float = 0.0
 
 
 class Refused(NamedTuple):
