@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from diloco.aggregator.arrays.fragment import Payload, read_payload
+from diloco.aggregator.arrays.fragment import Payload
 from diloco.aggregator.arrays.merge import Grid
 from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.core.effects import Fetch
+from diloco.aggregator.shard_reader import read_payload
 from diloco.aggregator.tasks import Tasks
 from diloco.common import log, metrics
 from diloco.common.errors import ObjectMissingError, WireError

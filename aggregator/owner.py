@@ -27,6 +27,7 @@ class FragmentOwner:
         still_ours: asked when somebody else has committed a record of the fragment.
 
     Attributes:
+        fragment: its index.
         tenure: of now; None while it recovers.
     """
 
@@ -35,7 +36,7 @@ class FragmentOwner:
     ) -> None:
         self.tenure: Tenure | None = None
         self._context = context
-        self._fragment = fragment
+        self.fragment = fragment
         self._still_ours = still_ours
         self._logger = context.logger.bind(fragment=fragment)
         self._samples = Samples(context, fragment, self._logger)
@@ -59,7 +60,7 @@ class FragmentOwner:
                     self.tenure = None
                     await tenure.end()
             except SwapLostError as lost:
-                if not await self._still_ours(self._fragment):
+                if not await self._still_ours(self.fragment):
                     return False
                 self._logger.warning("overtaken", expected=lost.expected)
             else:
@@ -72,7 +73,7 @@ class FragmentOwner:
         context, runtime = self._context, self._context.runtime
         began_s = runtime.clock()
         recovered = await runtime.retry(
-            "recovery", lambda: recover(context, self._fragment), logger=self._logger
+            "recovery", lambda: recover(context, self.fragment), logger=self._logger
         )
         context.metrics.add(metrics.RECOVERIES)
         context.metrics.add(metrics.MERGED_AGAIN, recovered.merged_again)

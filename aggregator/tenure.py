@@ -52,6 +52,7 @@ class Tenure:
         on_snapshot: called when a stored state is committed.
 
     Attributes:
+        fragment: its index.
         state: the machine's.
         rules: in force.
     """
@@ -66,11 +67,11 @@ class Tenure:
         record = recovered.record
         self.state = memory.resume(record, recovered.record_seq, context.runtime.clock())
         self._context = context
-        self._fragment = record.fragment
+        self.fragment = record.fragment
         self.rules = self._rules(recovered.settings)
         self._arrays = recovered.arrays
         self._samples = samples
-        self._logger = context.logger.bind(fragment=self._fragment)
+        self._logger = context.logger.bind(fragment=self.fragment)
         self._queue: asyncio.Queue[Item] = asyncio.Queue(QUEUE)
         self._heard_seq = recovered.record_seq
         self._tasks = Tasks()
@@ -126,16 +127,16 @@ class Tenure:
 
     def _rules(self, settings: RunSettings) -> FragmentRules:
         context = self._context
-        return policy.fragment_rules(settings, context.layout, self._fragment, context.epoch)
+        return policy.fragment_rules(settings, context.layout, self.fragment, context.epoch)
 
     async def _read_tape(self) -> None:
         context = self._context
         messages = context.bus.read(
-            context.tape, subjects(context.run, self._fragment), self.newest.position
+            context.tape, subjects(context.run, self.fragment), self.newest.position
         )
         async for message in messages:
             try:
-                event = decode_message(context, self._fragment, message)
+                event = decode_message(context, self.fragment, message)
             except WireError as error:
                 event = None
                 await self._samples.take(message.subject, error.reason, error.message)
@@ -186,7 +187,7 @@ class Tenure:
             raise self._overtaken()
 
     def _overtaken(self) -> SwapLostError:
-        subject = names.record(self._context.run, self._fragment)
+        subject = names.record(self._context.run, self.fragment)
         return SwapLostError(subject, self.state.record_seq)
 
     async def _change(self, change: Resettled) -> None:
@@ -217,7 +218,7 @@ class Tenure:
                 assert payload is not None
                 await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
             case Ignored():
-                subject = names.update(self._context.run, effect.manifest.learner, self._fragment)
+                subject = names.update(self._context.run, effect.manifest.learner, self.fragment)
                 await self._samples.take(subject, effect.reason, f"seq {effect.manifest.seq}")
             case Commit():
                 made = await self._committer.begin(self.rules, effect)
@@ -242,6 +243,6 @@ class Tenure:
         )
 
     async def _open_round(self, version: int) -> None:
-        message = wire.RoundOpen(fragment=self._fragment, version=version)
-        subject = names.round_open(self._context.run, self._fragment)
+        message = wire.RoundOpen(fragment=self.fragment, version=version)
+        subject = names.round_open(self._context.run, self.fragment)
         await self._context.bus.broadcast(subject, wire.encode(message))

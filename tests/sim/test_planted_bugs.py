@@ -39,9 +39,9 @@ def merged_again_out_of_order():
     """Recovery merges the inputs of a version in another order than its record says."""
 
     class Reversed(FragmentArrays):
-        def merge_again(self, record, store):
+        def merge_again(self, record, read):
             backwards = record.model_copy(update={"inputs": record.inputs[::-1]})
-            super().merge_again(backwards, store)
+            super().merge_again(backwards, read)
 
     return mock.patch("diloco.aggregator.recovery.FragmentArrays", Reversed)
 
