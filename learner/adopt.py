@@ -241,8 +241,8 @@ class Adopter:
         context = self._context
         context.logger.debug("arrived", fragment=fragment, version=record.version, what=record.what)
         # Also when the rollback itself was jumped over.
-        restored = record.policy.floor > version
-        self._post(self._ready(record, record_seq, restored=restored), payload)
+        rolled_back = record.policy.floor > version
+        self._post(self._ready(record, record_seq, rolled_back=rolled_back), payload)
 
     def _change(self, fragment: int, record: wire.Record, record_seq: int) -> Change:
         """What leads from the version adopted to a record's.
@@ -278,7 +278,7 @@ class Adopter:
             else:
                 return loaded, payload
 
-    def _ready(self, record: wire.Record, record_seq: int, *, restored: bool) -> sync.Ready:
+    def _ready(self, record: wire.Record, record_seq: int, *, rolled_back: bool) -> sync.Ready:
         resolved = [
             mark.seq
             for mark in record.policy.marks
@@ -291,7 +291,7 @@ class Adopter:
             view_digest=record.view_digest,
             global_step=record.global_step,
             resolved_seq=max(resolved, default=0),
-            restored=restored,
+            rolled_back=rolled_back,
         )
 
     async def _load_fragment(self, fragment: int) -> Loaded:

@@ -253,9 +253,9 @@ class Trainer:
         match effect:
             case sync.Adopt(ready, resolved):
                 payload = self.plans.payload(ready.fragment, ready.record_seq)
-                if ready.restored:
+                if ready.rolled_back:
                     assert isinstance(payload, View)
-                    self.replica.restore(ready.fragment, payload)
+                    self.replica.roll_back(ready.fragment, payload)
                 else:
                     self.replica.adopt(ready.fragment, payload, resolved=resolved)
             case sync.Send():

@@ -138,7 +138,7 @@ def test_lockstep_holds_until_the_version_is_there(lead):
 
 
 def test_the_other_hosts_read_what_host_0_plans():
-    ready = sync.Ready(1, 7, 3, "2" * 32, 12, 4, restored=True)
+    ready = sync.Ready(1, 7, 3, "2" * 32, 12, 4, rolled_back=True)
     send = sync.Send(0, 2, 3, "3" * 32, 5, 50, final=True)
     plan = Plan(
         (sync.Adopt(ready, True), send, sync.Republish(0, 1, 1)), "hold", 9, "flushing", True
