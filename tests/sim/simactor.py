@@ -128,7 +128,7 @@ class Actor:
         self.bus = ActorBus(self)
         self.store = ActorStore(self)
         self.logger = ActorLog(self)
-        self.runtime = Runtime(clock=self.clock, offload=self._offload, chance=self.chance)
+        self.runtime = Runtime(clock=self.clock, offload=self._offload, rng=self.chance)
 
     def clock(self) -> float:
         """Seconds since the epoch as this machine has them."""

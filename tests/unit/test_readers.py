@@ -18,8 +18,12 @@ from diloco.common.service import cancel
 from diloco.common.tape import records_of
 from diloco.common.views import load_view
 from diloco.learner import sync
-from diloco.learner.adopt import Adopter, Fetcher
-from diloco.learner.publish import Context as LearnerContext
+from diloco.learner.adopt import Adopter
+from diloco.learner.adopt import load as load_newest
+from diloco.learner.boundary import NOTHING, Decoded
+from diloco.learner.context import Context as LearnerContext
+from diloco.learner.fetch import Fetcher, start_at
+from diloco.learner.peers import Alone
 from diloco.learner.replica import Delta, Replica, View
 from diloco.operate.create import make_streams
 
@@ -220,7 +224,7 @@ class Followed:
 
     def __init__(self, lab: Lab) -> None:
         context = lab.context
-        self.readies: list[tuple[sync.Ready, object]] = []
+        self.readies: list[tuple[sync.Ready, Decoded]] = []
         self.context = LearnerContext(
             learner="a",
             settings=context.settings,
@@ -231,16 +235,17 @@ class Followed:
             runtime=context.runtime,
             logger=context.logger,
         )
-        self.adopter = Adopter(self.context, self.post)
 
     async def load(self) -> None:
         layout = self.context.layout
-        views = [(await self.adopter.load(each.index)).view for each in layout.fragments]
+        loaded = [await load_newest(self.context, each.index) for each in layout.fragments]
         like = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
-        replica = Replica(self.context.settings.sync, layout, like, views)
-        self.adopter.fetcher = Fetcher(self.context, replica)
+        replica = Replica(self.context.settings.sync, layout, like, [one.view for one in loaded])
+        starts = [start_at(one) for one in loaded]
+        fetcher = Fetcher(self.context, replica)
+        self.adopter = Adopter(self.context, self.post, fetcher, Alone(), starts, 1)
 
-    def post(self, event: sync.Event, payload: object = None) -> None:
+    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
         if isinstance(event, sync.Ready):
             self.readies.append((event, payload))
 
@@ -257,7 +262,7 @@ class Followed:
             await lab.until(there, f"version {version}")
         finally:
             await cancel(work)
-        return [(ready.version, type(payload)) for ready, payload in self.readies]
+        return [(ready.version, type(payload.tensors)) for ready, payload in self.readies]
 
 
 @pytest.mark.parametrize("loss", ["delta gone", "delta damaged", "body gone"])
