@@ -43,6 +43,13 @@ class RunMissingError(RunMismatchError):
     """There is no run of that name on this bus."""
 
 
+class RunIncompleteError(RunMismatchError):
+    """A fragment has no record: the run was not created wholly, or a replica is behind."""
+
+    retry = True
+    patience_s = 10.0
+
+
 class WireError(DilocoError):
     """Bytes from a peer are not what the protocol says: the sender's fault.
 

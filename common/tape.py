@@ -14,6 +14,7 @@ from diloco.common.errors import (
     IntegrityError,
     ObjectLostError,
     ObjectMissingError,
+    RunIncompleteError,
     RunMismatchError,
     RunMissingError,
     StreamMissingError,
@@ -78,15 +79,24 @@ async def data_position(
     """
     run = context.run
     last = last or partial(_last, context)
-    specification = await context.runtime.retry(
-        "reading the tape", lambda: load_specification(context.bus, run), logger=context.logger
-    )
+    specification = await _first(context, names.spec(run), wire.Specification)
     positions = [specification.positions.get(learner, 0)]
     positions.append(await _position_on(context, names.leave(run, learner), wire.Leave, last))
     for fragment in range(len(context.layout.fragments)):
         subject = names.update(run, learner, fragment)
         positions.append(await _position_on(context, subject, wire.Manifest, last))
     return max(positions)
+
+
+async def _first(context: RunContext, subject: str, kind: type[wire.T]) -> wire.T:
+    """The first message of a subject that has one, read in order: no replica takes it for missing.
+
+    Raises:
+        WireError: it cannot be decoded.
+    """
+    messages = context.bus.read(context.tape, [subject], 1)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        return wire.decode(kind, (await anext(messages)).payload)
 
 
 async def _last(context: RunContext, subject: str) -> Message | None:
@@ -162,14 +172,14 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
     """The newest record of a fragment, and its stream sequence.
 
     Raises:
-        RunMismatchError: the run has no such fragment: it was not created, or not wholly.
+        RunIncompleteError: the run has no such fragment: it was not created, or not wholly.
         IntegrityError: the record was made for another layout, or its body is gone.
     """
     missed = 0
     while True:
         message = await context.bus.last(context.tape, names.record(context.run, fragment))
         if message is None:
-            raise RunMismatchError(
+            raise RunIncompleteError(
                 f"run {context.run!r} has no record of fragment {fragment}",
                 hint="create the run with: diloco run create --config FILE",
             )

@@ -345,7 +345,8 @@ class SimLearner:
         """One life, to its end; True if it ended on purpose. `begin` may change the actor."""
         world = self.world
         self.leave_asked = False
-        self.actor = actor = Actor(self.name, world, **{"faults": world.faults, **self.life})
+        life = {"faults": world.faults, "reads_replicas": True, **self.life}
+        self.actor = actor = Actor(self.name, world, **life)
         if begin is not None:
             begin(actor)
         context = LearnerContext(
