@@ -95,6 +95,8 @@ class Bus(Protocol):
     async def last(self, stream: str, subject: str) -> Message | None:
         """The last message of `subject`, or of all that match it as a pattern; None if none does.
 
+        It may come from a replica that is behind, and then is one that was the last before.
+
         Raises:
             StreamMissingError: there is no such stream.
         """
@@ -262,8 +264,9 @@ class _Stream:
             raise BusError(f"message of {len(payload)} bytes: stream {self.name!r} takes {most}")
         # As nats-server with one replica does it: a stale expectation is refused even when the
         # msg_id is known, so whoever retries a swap must read the subject's last message.
-        if expected is not None and self.last_of.get(subject, 0) != expected:
-            raise SwapLostError(subject, expected)
+        last = self.last_of.get(subject, 0)
+        if expected is not None and last != expected:
+            raise SwapLostError(subject, expected, last)
         if msg_id in self._ids:
             return self._ids[msg_id].seq
         added = len(subject) + len(payload) + len(msg_id)

@@ -79,6 +79,7 @@ _SILENCE_S = 4.0  # without a heartbeat for so long, the consumer or the server 
 _CONSUMER_IDLE_S = 30.0  # after so long without a pull the server drops a consumer
 _BROADCAST_BACKLOG_BYTES = 1 << 20
 _WRONG_LAST_SEQUENCE = (10071, 10164)
+_LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
 _STREAM_EXISTS = 10058
 _STREAM_NOT_FOUND = 10059
 # Without a majority a cluster holds an earlier attempt of a message, neither stored nor lost.
@@ -371,7 +372,10 @@ class NatsBus:
             return await self._store(subject, bytes(payload), headers)
         except _RefusedError as error:
             if error.err_code in _WRONG_LAST_SEQUENCE:
-                raise SwapLostError(subject, expected_last or 0) from error
+                last = _LAST_SEQUENCE.search(error.message)
+                raise SwapLostError(
+                    subject, expected_last or 0, None if last is None else int(last[1])
+                ) from error
             raise
 
     async def last(self, stream: str, subject: str) -> Message | None:
