@@ -78,7 +78,7 @@ class Runtime:
     Attributes:
         clock: seconds since the epoch.
         offload: runs a blocking function and gives its result.
-        rng: for jitter and for identities.
+        rng: for jitter only.
         waits: what `retry` waits for.
     """
 

@@ -2,15 +2,13 @@
 
 from typing import Literal, NamedTuple
 
-from diloco.aggregator.core.state import Admitted, State, UpdateId
+from diloco.aggregator.core.state import Admitted, Quarantine, State, UpdateId
 from diloco.common import wire
 
 
 class Fetch(NamedTuple):
     """Read and verify an update's shards; answer `Fetched` or `Failed`. Any number in parallel."""
 
-    # No order among fetches: what is merged in which order is decided by their answers, and noted
-    # (invariant 5).
     update: UpdateId
     manifest: wire.Manifest
 
@@ -18,26 +16,35 @@ class Fetch(NamedTuple):
 class Merge(NamedTuple):
     """Add the update just fetched to the round's accumulator, before the next event."""
 
-    # In the order of these effects and no other, since the sum of floats depends on it (invariant
-    # 3).
     admitted: Admitted
 
 
-class OpenRound(NamedTuple):
-    """Begin an empty accumulator, then tell the learners that a round of this version is open."""
+class Discard(NamedTuple):
+    """Forget the round's accumulator: what it holds is read again."""
 
-    # The word to learners is a hint and may be lost: a learner that does not hear it sends when its
-    # own H steps are over.
+
+class OpenRound(NamedTuple):
+    """Tell the learners that a round of this version waits for them."""
+
     version: int
 
 
+class AskCut(NamedTuple):
+    """Ask the stream's leader for its last update of the fragment; answer `CutKnown`.
+
+    The answer comes after the announcement of that update, and of all before it.
+    """
+
+
 class Commit(NamedTuple):
-    """Store the objects, then publish the record, then answer `Committed`.
+    """Make a version, if it is one, and commit the record.
+
+    Answer `Made` for a version before any other event; then, beside what follows, store the
+    objects, publish the record, and answer `Committed`.
 
     `state` is the machine's at the close: all that the record says is in it.
     """
 
-    # The objects first: a record that stands must name nothing that is missing (invariant 3).
     what: Literal["version", "verdict"]
     reason: str
     final: bool
@@ -52,14 +59,7 @@ class Ignored(NamedTuple):
     reason: str
 
 
-class Quarantine(NamedTuple):
-    """Say on the tape that a learner is quarantined; said again until the tape has it."""
-
-    learner: str
-    reason: str
-
-
-Effect = Fetch | Merge | OpenRound | Commit | Ignored | Quarantine
+Effect = Fetch | Merge | Discard | OpenRound | AskCut | Commit | Ignored | Quarantine
 
 
 Result = tuple[State, tuple[Effect, ...]]
