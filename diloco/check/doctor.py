@@ -19,6 +19,7 @@ from diloco.check.audit import Account, Audit, audit
 from diloco.check.history import History, read_history
 from diloco.check.symptoms import Finding
 from diloco.cli.opening import OpenRun, open_run, run_config
+from diloco.cli.screen import SEVERITY_STYLES
 from diloco.common import names, wire
 from diloco.common.config import Config, differences
 from diloco.common.errors import (
@@ -35,7 +36,6 @@ from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
 from diloco.look.observe import read_heartbeats, read_leases
 
-COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 ORDER = ("error", "warning", "note", "ok")
 # A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
 LOOKS = 3
@@ -294,7 +294,7 @@ def show(report: Report, console: Console) -> None:
             lines.append(f"[dim]{escape(finding.advice)}[/]")
         if finding.runbook:
             lines.append(f"[dim]{finding.runbook}[/]")
-        colour = COLOURS[finding.severity]
+        colour = SEVERITY_STYLES[finding.severity]
         table.add_row(f"[{colour}]{finding.severity}[/]", escape(finding.about), "\n".join(lines))
     console.print(table)
     counts = {

@@ -13,10 +13,11 @@ import asyncio
 import urllib.parse
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco.aggregator.context import Context
 from diloco.common import bus_nats, log, names, wire
 from diloco.common.bus import Bus, MemoryBus, StreamLimits
 from diloco.common.config import (
@@ -190,6 +191,12 @@ async def open_run(
             logger=log.get(run=config.run.name),
         )
         yield OpenRun(config=config, specification=specification, context=context)
+
+
+def operator_context(opened: OpenRun) -> Context:
+    """What the aggregator's functions need, in the operator's name."""
+    parts = {field.name: getattr(opened.context, field.name) for field in fields(RunContext)}
+    return Context(**parts, name="operator")
 
 
 async def _play(

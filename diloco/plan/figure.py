@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from diloco.common.errors import ConfigError
+from diloco.figures import style
 from diloco.plan.forecast import Bandwidth, Plan
-from diloco.report import style
 
 # Utilization for which the right panel shows the links; it is one of `plan.UTILIZATIONS`.
 SHOWN = 0.95

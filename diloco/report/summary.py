@@ -4,10 +4,10 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from diloco.cli.units import byte_unit, human_count, human_time
 from diloco.report.chronicle import Chronicle
 from diloco.report.figures_run import Shown, goodput, spent
 from diloco.report.page import Fact, Table
-from diloco.report.style import byte_unit, human_count, human_time
 
 # Rows of a table that can grow with the run.
 ROWS = 100

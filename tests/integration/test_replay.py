@@ -21,7 +21,7 @@ from diloco.common.store import open_store
 from diloco.common.tape_file import read_tape_file, write_tape_file
 from diloco.operate import change as operate
 from diloco.replay import run as replay
-from diloco.replay.run import Options
+from diloco.replay.options import Options
 
 
 @pytest.fixture(autouse=True)
