@@ -13,10 +13,10 @@ from diloco.aggregator.machine import Admitted
 from diloco.aggregator.merge import Contribution, Grid, Vector
 from diloco.aggregator.outer import OuterOptimizer, State
 from diloco.common import shards, slices, wire
+from diloco.common.codec import Encoded, aligned_empty, code_count, code_dtype, scale_count
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, ObjectTooLargeError, WireError
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded, aligned_empty, code_count, code_dtype, scale_count
 from diloco.common.store import ObjectStore
 
 

@@ -25,9 +25,9 @@ from diloco.aggregator import machine, merge, policy
 from diloco.aggregator.conductor import Newest, stop_reason
 from diloco.aggregator.fragment import FragmentArrays, Payload
 from diloco.common import names, shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded
 from diloco.common.shards import shard_bytes, shard_ranges
 from diloco.learner import sync, tree
 from diloco.learner.checkpoint import copied

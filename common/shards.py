@@ -34,8 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from diloco.common.errors import IntegrityError, ObjectRangeError, WireError
-from diloco.common.quantize import (
+from diloco.common.codec import (
     GREATEST_SCALE,
     GREATEST_VALUE,
     LEAST_SCALE,
@@ -46,6 +45,7 @@ from diloco.common.quantize import (
     encoded_bytes,
     scale_count,
 )
+from diloco.common.errors import IntegrityError, ObjectRangeError, WireError
 
 HEADER: Final = struct.Struct("<4sBBHQ")
 MAGIC: Final = b"DLS2"

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from diloco.check import remake, symptoms
-from diloco.check.audit import Account, Audit, audit
+from diloco.check.audit import Account, Audit, Objects, audit
 from diloco.check.history import History, read_history
 from diloco.check.symptoms import Finding
 from diloco.cli.opening import OpenRun, open_run, run_config
@@ -266,7 +266,7 @@ async def _examine_run(
 
 async def _look(
     context: RunContext, *, deep: bool, progress: remake.Progress | None
-) -> tuple[History, Audit, remake.Objects]:
+) -> tuple[History, Audit, Objects]:
     """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
     for look in range(1, LOOKS + 1):
         history = await read_history(context)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from diloco.aggregator.tape_watch import NEARLY_FULL, share
-from diloco.check.audit import Audit, Breach
+from diloco.check.audit import Audit, Breach, Objects
 from diloco.check.history import History
-from diloco.check.remake import Objects
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.config import RunSettings, warnings

@@ -11,10 +11,10 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.genesis import commit_version_zero
 from diloco.common import bus_nats, log, names, shards, wire
 from diloco.common.bus import Bus
+from diloco.common.codec import canonical
 from diloco.common.config import BusSection, Config, RunSettings, check_same_run, parse_settings
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
 from diloco.common.layout import Layout, layout_bytes
-from diloco.common.quantize import canonical
 from diloco.common.service import Runtime
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco.aggregator.merge import Vector
+from diloco.check.audit import Objects
 from diloco.check.history import Chain, History
-from diloco.check.remake import Objects, Progress, Remaker
+from diloco.check.remake import Progress, Remaker
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError
 from diloco.common.store import ObjectStore, check_size

@@ -8,8 +8,9 @@ from runlab import RUN, Lab
 
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.aggregator.settings import change_settings, effective_settings
+from diloco.check.audit import Objects
 from diloco.check.history import History, read_history
-from diloco.check.remake import Objects, remake
+from diloco.check.remake import remake
 from diloco.common import names, shards
 from diloco.common.errors import ConfigError
 from diloco.replay import whatif

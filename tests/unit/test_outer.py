@@ -22,8 +22,9 @@ from diloco.aggregator.merge import (
     segment_norms,
 )
 from diloco.aggregator.outer import Gradient, apply_delta, close_round, make_outer, participation
+from diloco.common.codec import CODECS, Encoded, decode_numpy
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import CODECS, Encoded, decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import shard_ranges
 
 BLOCK = 16

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from diloco.__main__ import app
+from diloco.common.codec import encoded_bytes
 from diloco.common.config import parse_settings
 from diloco.common.errors import ConfigError
-from diloco.common.quantize import encoded_bytes
 from diloco.plan import forecast as plan
 from diloco.plan import inputs as plan_inputs
 from diloco.plan import outages as plan_outages
