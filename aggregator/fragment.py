@@ -337,6 +337,6 @@ def make_input(admitted: Admitted, coefficients: bytes) -> wire.Input:
 
 def _unmergeable(record: wire.Record, what: str) -> IntegrityError:
     return IntegrityError(
-        f"fragment {record.fragment} version {record.version} cannot be made again: {what}",
+        f"fragment {record.fragment} version {record.version} cannot be recomputed: {what}",
         hint="runbooks/digest-mismatch.md",
     )

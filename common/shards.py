@@ -347,7 +347,7 @@ def _check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
         else:
             bad = _check_values(chunk.astype(np.float32))
         if bad:
-            raise WireError("bad_code", f"a code of the shard is none that {codec} gives")
+            raise WireError("bad_code", f"a code of the shard is not a valid {codec} code")
 
 
 def _check_values(values: npt.NDArray[np.float32]) -> bool:

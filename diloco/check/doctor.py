@@ -159,7 +159,7 @@ def _probe_store(config: Config) -> list[Finding]:
         return [_failed("store", error, symptoms.STORE_AWAY)]
     except DilocoError as error:
         return [_failed("store", error, symptoms.PERMISSIONS)]
-    return [Finding(severity="ok", about="store", sentence=f"{config.store.url} takes objects")]
+    return [Finding(severity="ok", about="store", sentence=f"{config.store.url} accepts objects")]
 
 
 def _round_trip(store: ObjectStore, name: str) -> None:
@@ -193,7 +193,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
     live_s = context.settings.quorum.live_s
     return [
-        Finding(severity="ok", about="bus", sentence="NATS answers, and takes messages"),
+        Finding(severity="ok", about="bus", sentence="NATS answers and accepts messages"),
         symptoms.clock("this machine's clock", ahead_s, live_s),
         *symptoms.room(filled),
     ]
@@ -213,7 +213,7 @@ def _compare(run: OpenRun) -> list[Finding]:
     ]
     if not found:
         found.append(
-            Finding(severity="ok", about="specification", sentence="the file is that of the run")
+            Finding(severity="ok", about="specification", sentence="the file matches the run")
         )
     return found + _try_task(run.config, run.specification.layout)
 

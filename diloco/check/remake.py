@@ -213,7 +213,7 @@ class Remaker:
             except ObjectMissingError:
                 continue
             if not same:
-                raise IntegrityError(f"object {ref.name!r} is not what merging again gives")
+                raise IntegrityError(f"object {ref.name!r} is not what recomputing it gives")
 
     def _hold(self, record: wire.Record, what: str, said: object, found: object) -> None:
         if said != found:

@@ -106,7 +106,7 @@ def run_config(target: str | Path) -> Config:
     if not path.exists() and names.valid_name(str(target)):
         if (place.store_url or store_url()) is None:
             raise ConfigError(
-                f"there is no file or folder {str(target)!r}; if it is a run's name, say where",
+                f"there is no file or folder {str(target)!r}; for a run's name, say where it is",
                 hint="diloco --bus nats://HOST:4222 --store STORE ..., or set DILOCO_BUS_URL and "
                 "DILOCO_STORE_URL",
             )
@@ -161,7 +161,7 @@ async def open_run(
             if not reads:
                 raise ConfigError(
                     f"{str(target)!r} is a tape file; this command needs the run on a server",
-                    hint="put it on a server first: diloco tape import FILE",
+                    hint="import it first: diloco tape import FILE",
                 )
             bus, specification = await _play(stack, path, config)
         else:

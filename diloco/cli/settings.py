@@ -58,7 +58,7 @@ def parse_fragments(text: str) -> frozenset[int]:
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
             raise ConfigError(
-                f"--fragments {text!r}: {part!r} is no fragment and no range",
+                f"--fragments {text!r}: {part!r} is neither a fragment nor a range",
                 hint="for example --fragments 0-11, or --fragments 0,3,5-7",
             )
         found.update(range(int(first), int(last) + 1))

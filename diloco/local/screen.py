@@ -16,7 +16,7 @@ from diloco.local.fleet import Daemon
 from diloco.local.hardware import Hardware
 from diloco.look.observe import Observed
 
-# A learner that was not heard of for so long is shown as silent.
+# A learner without a heartbeat for this time is shown as starting.
 SILENT_S = 5.0
 WIDTH = 100
 BARS = "▁▂▃▄▅▆▇█"

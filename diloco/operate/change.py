@@ -103,7 +103,7 @@ async def find_targets(
             raise ConfigError(
                 f"checkpoint {to} is of epoch {file.specification.epoch}, the run is in epoch "
                 f"{context.epoch}",
-                hint="only a new server can begin from it: diloco resume",
+                hint="only a new server can resume from it: diloco resume",
             )
         return await rollback.find_versions(
             context, {record.fragment: record.version for record in file.records}
@@ -134,7 +134,7 @@ def _time(text: str, now_s: float, option: str) -> float:
         at = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(
-            f"{option} {text!r} is no version, no checkpoint and no time",
+            f"{option} {text!r} is not a version, a checkpoint or a time",
             hint="for example 120, 12,12,11,11, 0000-000000001234, 2h or 2026-01-31T12:00:00Z",
         ) from error
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()

@@ -134,7 +134,7 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
         if await runtime.call(store.list, prefix):
             raise RunMismatchError(
                 f"the store holds objects of a run {run!r}, but this bus has no tape of it",
-                hint="go on with it: diloco resume; or choose another run name or store",
+                hint="resume it: diloco resume; or choose another run name or store",
             )
 
 

@@ -42,7 +42,7 @@ def draw(plans: list[Plan], asked: Plan, path: Path) -> None:
             figure.savefig(path, dpi=150)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"cannot write the picture {str(path)!r}: {error}",
+                f"cannot write the figure {str(path)!r}: {error}",
                 hint="give a file that ends in .png in a folder that exists",
             ) from error
 

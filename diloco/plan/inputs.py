@@ -143,7 +143,7 @@ def _chips(text: str, count: int) -> list[int]:
     if chips[0] < count:
         raise ConfigError(
             f"--chips {text!r}: fewer than the {count} learners",
-            hint="it is the whole fleet's number, which the learners share",
+            hint="--chips is the number of the whole fleet, which the learners share",
         )
     return [chips[0] // count] * count
 

@@ -19,7 +19,7 @@ def run_export(target: str, folder: Path, form: str, version: str | None) -> Non
     """Write a run's global model, as it is or as it was.
 
     Raises:
-        DilocoError: it cannot be written, or is not there any more.
+        DilocoError: it cannot be written, or is no longer stored.
     """
     model_file.check_target(folder, form)
     console = Console()
@@ -55,7 +55,7 @@ async def _view_of(context: RunContext, record: wire.Record) -> Vector:
         return await load_version(context, record)
     except ObjectMissingError as error:
         raise ConfigError(
-            f"version {record.version} of fragment {record.fragment} is not there any more: "
+            f"version {record.version} of fragment {record.fragment} is no longer stored: "
             f"{error.message}",
-            hint="garbage collection keeps what gc.replay_s says; choose a later version",
+            hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
         ) from error

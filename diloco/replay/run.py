@@ -49,11 +49,11 @@ def _check(options: Options) -> None:
         ConfigError: they do.
     """
     if options.decide and (options.settings or options.export or options.resume):
-        raise ConfigError("--decide goes with --fragments, --from and --until only")
+        raise ConfigError("--decide can be combined with --fragments, --from and --until only")
     if options.settings and (options.resume or options.fragments):
-        raise ConfigError("--set makes a whole model: it goes without --resume and --fragments")
+        raise ConfigError("--set needs all fragments and excludes --resume and --fragments")
     if options.export and options.fragments:
-        raise ConfigError("--export writes a whole model: it goes without --fragments")
+        raise ConfigError("--export needs all fragments and excludes --fragments")
     if options.export:
         model_file.check_target(options.export)
 
@@ -78,7 +78,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         _tell_verified(history, chosen, found, console)
         if options.export is not None and not found.differences:
             await _export_views(context, options.export, found.views, chosen)
-            console.print(f"the model of then is in {options.export}")
+            console.print(f"the model at that point is in {options.export}")
         return 1 if found.differences or history.unreadable else 0
 
 
@@ -188,8 +188,8 @@ async def _export_views(
 ) -> None:
     if missing := [fragment for fragment in chosen if fragment not in views]:
         raise ConfigError(
-            f"fragment {missing[0]} could not be made again up to there",
-            hint="what it needs was collected as garbage; diloco export reads stored views",
+            f"fragment {missing[0]} could not be recomputed up to that version",
+            hint="its inputs were garbage-collected; diloco export reads stored views",
         )
     records = {fragment: chain[-1][1] for fragment, chain in chosen.items()}
     await model_file.write_model(folder, "safetensors", context, views, records)
@@ -274,7 +274,7 @@ async def _what_if(
     console.print(whatif.table(plan, result))
     path = options.plot or Path(f"what-if-{history.run}.png")
     await asyncio.to_thread(whatif.draw, plan, result, path)
-    console.print(f"the picture is {path}", soft_wrap=True)
+    console.print(f"the figure is {path}", soft_wrap=True)
     if options.export is not None:
         records = {fragment: chain[-1][1] for fragment, chain in chosen.items()}
         await model_file.write_model(

@@ -44,7 +44,7 @@ def run_tape_import(path: Path, config: Path | None) -> None:
         DilocoError: the file is no tape, or the server has the run already.
     """
     if not is_tape_file(path):
-        raise ConfigError(f"{str(path)!r} is no file of diloco tape export")
+        raise ConfigError(f"{str(path)!r} is not a tape file of diloco tape export")
     console = Console()
     run = tape_file_run(path)
     with console.status("writing the tape ..."):

@@ -64,7 +64,7 @@ class Shown:
 
 
 def tokens_at(chronicle: Chronicle, times_s: Column) -> Column:
-    """Tokens merged by then, on the mean over fragments."""
+    """Tokens merged by then, on average over fragments."""
     stored_s, tokens = chronicle.inputs["time_s"], chronicle.inputs["tokens"]
     summed = np.concatenate([[0.0], np.cumsum(tokens)]) / max(chronicle.fragments, 1)
     trimmed = max(chronicle.tokens_merged() - summed[-1], 0.0)

@@ -64,7 +64,7 @@ def facts(shown: Shown) -> list[Fact]:
         Fact("goodput", f"{goodput(times):.0%}", "of the learners' time is in the model"),
         Fact("learners", f"{len(chronicle.learners)}", _lives(shown)),
         Fact("updates merged", f"{merged:,}",
-             f"staleness {stale.mean():.2f} on the mean" if stale.size else ""),
+             f"staleness {stale.mean():.2f} on average" if stale.size else ""),
         Fact("updates rejected", f"{rejected:,}", _reasons(chronicle)),
     ]  # fmt: skip
 

@@ -225,7 +225,7 @@ def test_what_if_refuses_what_learners_would_have_done_otherwise():
     for assignment in ("sync.interval_steps=16", "run.steps=9"):
         with pytest.raises(ConfigError, match="cannot be replayed"):
             played(history, assignment)
-    with pytest.raises(ConfigError, match="that the run has"):
+    with pytest.raises(ConfigError, match="has these settings already"):
         played(history, "outer.learning_rate=0.9")
     with pytest.raises(ConfigError, match="lr"):
         played(history, "outer.lr=0.9")

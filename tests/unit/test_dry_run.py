@@ -121,7 +121,7 @@ def test_errors_are_the_learners():
         dry_run(config_of("fsdp=3,tensor=2"), "l0")
     with pytest.raises(ConfigError, match="among 3 hosts"):
         dry_run(config_of(), "l0", hosts=3)
-    with pytest.raises(ConfigError, match="cannot name a learner"):
+    with pytest.raises(ConfigError, match="is not a valid learner name"):
         run_dry(
             config_of(),
             "No Name",

@@ -523,7 +523,7 @@ def test_what_cannot_be_understood_is_said(options, said):
 
 def test_a_picture_that_cannot_be_written(tmp_path):
     options = PlanOptions(learners=1, plot=tmp_path / "nowhere" / "plan.png")
-    with pytest.raises(ConfigError, match="cannot write the picture"):
+    with pytest.raises(ConfigError, match="cannot write the figure"):
         run_plan(options)
 
 
