@@ -61,11 +61,11 @@ def learners(
         typer.Option(help="release this learner and reset its offence count", metavar="NAME"),
     ] = None,
     reason: Annotated[
-        str, typer.Option(help="reason of the quarantine, for people", metavar="TEXT")
+        str, typer.Option(help="reason to record on the tape", metavar="TEXT")
     ] = "by hand",
     json: shared.Json = False,
 ) -> None:
-    """Show the learners, what became of their updates, and who is quarantined and why.
+    """List the learners with their merged and rejected updates, and quarantines with reasons.
 
     Aggregators quarantine a learner after `bounds.quarantine_offences`: they reject its updates
     and do not wait for it until it is released.

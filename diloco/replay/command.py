@@ -17,7 +17,7 @@ app.add_typer(tape_app, name="tape")
 
 @command(app)
 def replay(run: shared.RunOrTape, options: Options) -> int:
-    """Verify a run's versions, repeat its decisions, or ask what if.
+    """Verify a run's versions, repeat its decisions, or replay it with other settings.
 
     By default every version is merged again from its recorded inputs and compared bit for bit.
     --decide repeats the decisions: when rounds opened and closed, and what was admitted. --set

@@ -18,7 +18,8 @@ class Options:
         list[str],
         typer.Option(
             "--set",
-            help="what if: section.key=value of outer, staleness, quorum or bounds; repeatable",
+            help="merge with another setting of outer, staleness, quorum or bounds, as "
+            "section.key=value; repeatable",
             metavar="KEY=VALUE",
         ),
     ] = field(default_factory=list)
@@ -52,7 +53,7 @@ class Options:
     ] = None
     resume: Annotated[
         Path | None,
-        typer.Option(help="file that keeps the progress; continue from it", metavar="FILE"),
+        typer.Option(help="progress file; an interrupted replay continues from it", metavar="FILE"),
     ] = None
     plot: Annotated[
         Path | None,

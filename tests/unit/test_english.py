@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from diloco.__main__ import app
 
@@ -101,6 +102,13 @@ def test_every_command_and_option_explains_itself(name: str) -> None:
             texts.append(parameter.help)
     found = [hit for text in texts for hit in hits(text, BANNED | BANNED_IN_HASTE)]
     assert not found, f"{name}: {found}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_option_is_cut_on_a_terminal_of_80_columns(name: str) -> None:
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*name.split()[1:], "--help"])
+    assert shown.exit_code == 0
+    assert "…" not in shown.output
 
 
 # Errors
