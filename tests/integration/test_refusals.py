@@ -107,7 +107,9 @@ def test_creating_again(new_world):
     world.aggregator(), world.learner("learner-0")
     assert [process.wait() for process in world.processes[-2:]] == [0, 0]
     moved = read_tape(world)
-    refused(create("moved"), f"run '{world.name}' exists", "not at the beginning")
+    refused(
+        create("moved"), f"run '{world.name}' exists", "does not begin as this configuration says"
+    )
     assert read_tape(world).messages == moved.messages
     moved.check()
 

@@ -20,9 +20,9 @@ from diloco.common.nats_server import NatsServer
 from diloco.common.store import open_store
 from diloco.common.tape_file import read_tape_file, write_tape_file
 from diloco.operate import change as operate
+from diloco.replay import run as replay
 from diloco.replay.export import run_export
 from diloco.replay.options import Options
-from diloco.replay.run import run_replay
 from diloco.replay.tape import run_tape_export, run_tape_import
 
 
@@ -98,7 +98,7 @@ def finish_with_a_stranger(world: World, processes: list) -> None:
 
 def run_replay(target: Path, **options) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=200)
-    status = run_replay(str(target), Options(**options), console)
+    status = replay.run_replay(str(target), Options(**options), console)
     return status, console.file.getvalue()
 
 
@@ -164,7 +164,7 @@ def test_what_was_verified_is_not_verified_again(eventful, tmp_path):
     assert "of 1 fragments" in later
     assert records_of(later) < records_of(first[1]) / 3
     memory.write_text("{}")
-    with pytest.raises(ConfigError, match="does not say how far"):
+    with pytest.raises(ConfigError, match="is not a progress file"):
         run_replay(eventful.tape_file, resume=memory)
 
 
