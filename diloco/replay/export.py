@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diloco.aggregator.merge import Vector
+from diloco.aggregator.arrays.merge import Vector
 from diloco.cli.opening import open_run
 from diloco.common import wire
 from diloco.common.errors import ConfigError, ObjectMissingError
