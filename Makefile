@@ -24,7 +24,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-systemd chaos fuzz lint types imports check \
+.PHONY: help install demo reference docs test test-slow test-systemd chaos fuzz lint types imports check \
 	bench headline quality sim terraform lock clean
 
 help: ## show this list
@@ -88,6 +88,9 @@ check: lint types imports ## lint, types and imports
 # STANDIN is a stand-in of Google's provider, with which plan and test need no account either.
 terraform: install ## check infra/terraform: fmt, validate, checkov; with STANDIN=... plan and test too
 	@.ci/terraform
+
+reference: install ## write the generated parts of docs/ anew
+	@$(RUN) docs.generate
 
 bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
 	@for name in $(BENCHES); do \

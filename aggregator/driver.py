@@ -431,7 +431,7 @@ class FragmentOwner:
 
     async def _store_snapshot(self, version: int) -> dict[str, Any]:
         """Store view and outer state, every so many versions; the record's fields of them."""
-        if version % self.settings.sync.snapshot_every:
+        if version % self.settings.sync.snapshot_interval_versions:
             return {}
         runtime = self.context.runtime
         view = await runtime.call(self._arrays.view_bytes)
@@ -519,8 +519,8 @@ def _totals(
 class LivenessWatch:
     """Tells the owners' machines which learners are heard of.
 
-    A learner is dead once it was silent for `quorum.live_s` while another was heard: when nobody
-    is heard it is the bus that is silent, and nobody is taken for dead.
+    A learner is dead once it was silent for `quorum.liveness_timeout_s` while another was heard:
+    when nobody is heard it is the bus that is silent, and nobody is taken for dead.
     """
 
     def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
@@ -531,8 +531,8 @@ class LivenessWatch:
 
     def _live_s(self) -> float:
         """The longest silence of a live learner; owners follow changed settings one by one."""
-        own = self._context.settings.quorum.live_s
-        return max((owner.rules.quorum.live_s for owner in self._owners), default=own)
+        own = self._context.settings.quorum.liveness_timeout_s
+        return max((owner.rules.quorum.liveness_timeout_s for owner in self._owners), default=own)
 
     async def watch(self) -> None:
         """Read heartbeats and compare, for ever."""
@@ -567,6 +567,6 @@ class LivenessWatch:
         for name, member in state.members.items():
             # One that was never heard of counts from its join, or from our own beginning.
             heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
-            live = self._newest_s - heard_at_s < owner.rules.quorum.live_s
+            live = self._newest_s - heard_at_s < owner.rules.quorum.liveness_timeout_s
             if live != member.live and not member.left:
                 owner.tell(machine.Liveness(now_s, name, member.incarnation, live))

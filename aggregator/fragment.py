@@ -300,7 +300,7 @@ def _read_shard(
 def _optimizer(settings: RunSettings) -> OuterOptimizer:
     section = settings.outer
     return outer.make_outer(
-        section.optimizer, delay=section.delay, delay_fraction=section.delay_fraction
+        section.optimizer, delay=section.delay_rounds, delay_fraction=section.delay_fraction
     )
 
 

@@ -748,8 +748,8 @@ def _wrong_base(
         return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
     if staleness == 0 and manifest.base_digest != state.view_digest:
         return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
-    if rules.staleness.maximum and staleness > rules.staleness.maximum:
-        return "stale", f"{staleness} versions old, at most {rules.staleness.maximum}"
+    if rules.staleness.max_versions and staleness > rules.staleness.max_versions:
+        return "stale", f"{staleness} versions old, at most {rules.staleness.max_versions}"
     return None
 
 

@@ -93,7 +93,7 @@ def discount(rule: StalenessSection, staleness: int) -> float:
         case "polynomial":
             return float((1 + staleness) ** -rule.power)
         case "hinge":
-            late = staleness - rule.knee
+            late = staleness - rule.threshold
             return 1.0 if late <= 0 else 1 / (rule.rate * late + 1)
         case "exponential":
             return math.exp(-rule.rate * staleness)
@@ -151,7 +151,7 @@ def judge_norm(
     if median == 0:
         return 1.0
     multiple = norm / steps / median
-    if multiple > bounds.norm_refuse:
+    if multiple > bounds.norm_reject:
         return None
     return 1.0 if multiple <= bounds.norm_clip else bounds.norm_clip / multiple
 

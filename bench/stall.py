@@ -176,7 +176,7 @@ def measure(config: Config, folder: Path, pairs: int) -> list[tuple[Took, Took]]
     background = Background(context, loop)
     with island.context():
         trainer = make_trainer(island, background, context.traffic)
-        background.join(trainer.meter.heartbeat, config.learner.heartbeat_s)
+        background.join(trainer.meter.heartbeat, config.learner.heartbeat_interval_s)
         trainer.seek(0)
         timings = measure_pairs(trainer, pairs)
         print(f"updates sent: {context.traffic.updates_sent}")

@@ -107,8 +107,8 @@ def _configure(config: Config) -> None:
         HostLostError: they did not.
     """
     section = config.learner
-    if section.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", section.compile_cache)
+    if section.compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", section.compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if section.cpu_devices:
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)
@@ -206,7 +206,7 @@ class _Life:
             if lost and not director.ended:
                 context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
             trainer.meter.state = "leaving"
-            background.leave(trainer.position, self._config.learner.leave_s)
+            background.leave(trainer.position, self._config.learner.drain_timeout_s)
             self._close(context, trainer, "run ended" if director.state.stopping else "asked to")
         finally:
             background.close()
@@ -246,7 +246,7 @@ class _Life:
             tokens_per_step=island.task.tokens_per_batch,
             asked_to_leave=lambda: self._asked() or (crew is not None and crew.asked_to_leave),
             lead=0 if crew is None else LEAD,
-            leave_s=config.learner.leave_s,
+            drain_timeout_s=config.learner.drain_timeout_s,
             turned=context.health.turned,
         )
         trainer.plans = director
@@ -263,7 +263,7 @@ class _Life:
             )
             self._go_on_from(context, trainer, None if moment is None else parts[moment]())
         meter = trainer.meter
-        incarnation = background.join(meter.heartbeat, config.learner.heartbeat_s)
+        incarnation = background.join(meter.heartbeat, config.learner.heartbeat_interval_s)
         if folder is not None:
             trainer.saver = Saver(context, config.learner, folder, incarnation, self._hosts)
             director.checkpoint_due = trainer.saver.due
@@ -433,8 +433,8 @@ class _Life:
             )
 
     def _watch(self, context: Context, meter: Meter) -> None:
-        hang_s = self._config.learner.hang_s
-        context.health.limit_s = lambda: step_limit_s(hang_s, meter.step_time_s)
+        watchdog_timeout_s = self._config.learner.watchdog_timeout_s
+        context.health.limit_s = lambda: step_limit_s(watchdog_timeout_s, meter.step_time_s)
         context.health.view = lambda: instruments.view(meter)
 
     def _close(self, context: Context, trainer: Trainer, why: str) -> None:

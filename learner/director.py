@@ -56,8 +56,8 @@ class Director:
         rules: of the core, and its `state`, `lead` boundaries ahead of the training.
         tokens_per_step: of all hosts together.
         lead: 0 for a learner of one host.
-        leave_s: how long one that was asked to leave goes on sending what is unsent. A run's end
-            is waited for, since others wait for this learner's word.
+        drain_timeout_s: how long one that was asked to leave goes on sending what is unsent. A
+            run's end is waited for, since others wait for this learner's word.
         checkpoint_due: whether one should be made.
         tell: given each plan as it is made.
         turned: told of each plan, also of those without a step.
@@ -69,7 +69,7 @@ class Director:
     tokens_per_step: int
     asked_to_leave: Callable[[], bool] = lambda: False
     lead: int = 0
-    leave_s: float = 0.0
+    drain_timeout_s: float = 0.0
     clock: Callable[[], float] = time.time
     checkpoint_due: Callable[[], bool] = lambda: False
     tell: Callable[[Plan], None] = lambda _plan: None
@@ -141,5 +141,5 @@ class Director:
             return "hold" if sync.must_wait(self.rules, self.state) else "step"
         if self._flushing_since_s is None:
             self._flushing_since_s = now_s
-        late = not self.state.stopping and now_s - self._flushing_since_s > self.leave_s
+        late = not self.state.stopping and now_s - self._flushing_since_s > self.drain_timeout_s
         return "end" if late or sync.flushed(self.state) else "hold"

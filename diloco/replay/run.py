@@ -348,7 +348,7 @@ async def _view_of(context: RunContext, record: wire.Record) -> Vector:
         raise ConfigError(
             f"version {record.version} of fragment {record.fragment} is not there any more: "
             f"{error.message}",
-            hint="garbage collection keeps what gc.replay_s says; choose a later version",
+            hint="garbage collection keeps what gc.replay_window_s says; choose a later version",
         ) from error
 
 

@@ -127,7 +127,7 @@ def chains(
             if not begins:
                 raise ConfigError(
                     f"fragment {fragment}: no view is stored of version {first} or before",
-                    hint="begin later: garbage collection keeps what gc.replay_s says",
+                    hint="begin later: garbage collection keeps what gc.replay_window_s says",
                 )
             chain = chain[begins[-1] :]
         found[fragment] = chain

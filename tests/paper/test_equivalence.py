@@ -60,7 +60,7 @@ def views_of_the_system(*, interval_steps, steps, outer):
             "codec": "float32",
             "delta_codec": "float32",
             "block": 16,
-            "snapshot_every": 1,
+            "snapshot_interval_versions": 1,
             "overlap_steps": 0,
         },
         "outer": {"merge": "average", **outer},

@@ -43,7 +43,7 @@ from diloco.operate.create import create_run, make_streams
 EPOCH_S = 1_000_000.0
 # Events kept for the trace of a failure.
 TRACE = 4000
-# As `learner.leave_s`.
+# As `learner.drain_timeout_s`.
 LEAVE_S = 20.0
 
 
@@ -210,15 +210,15 @@ class World:
         )
 
     def aggregator(
-        self, name: str = "aggregator", lease_s: float | None = None, **life: Any
+        self, name: str = "aggregator", lease_ttl_s: float | None = None, **life: Any
     ) -> Actor:
-        """Start one life of an aggregator; without `lease_s` it owns all fragments, unasked.
+        """Start one life of an aggregator; without `lease_ttl_s` it owns all fragments, unasked.
 
         `life` as of `Actor`.
         """
         actor = Actor(name, self, **{"faults": self.faults, **life})
         context = self._context(actor, name)
-        actor.spawn(aggregate(context, Leases(context, lease_s) if lease_s else None))
+        actor.spawn(aggregate(context, Leases(context, lease_ttl_s) if lease_ttl_s else None))
         return actor
 
     async def keep_aggregating(self, next_life: Callable[[], tuple[Actor, float]]) -> None:
@@ -321,7 +321,7 @@ class SimLearner:
         world: where it trains.
         index: its number; it is named after it.
         step_s: of an inner step.
-        heartbeat_s: between heartbeats.
+        heartbeat_interval_s: between heartbeats.
         hosts: numbers of hosts, one of which each life has.
         life: of `Actor`, for all its lives.
     """
@@ -332,7 +332,7 @@ class SimLearner:
         index: int,
         *,
         step_s: float = 1.0,
-        heartbeat_s: float = 1.0,
+        heartbeat_interval_s: float = 1.0,
         hosts: Sequence[int] = (1,),
         **life: Any,
     ) -> None:
@@ -340,7 +340,7 @@ class SimLearner:
         self.index = index
         self.name = f"learner-{index}"
         self.step_s = step_s
-        self.heartbeat_s = heartbeat_s
+        self.heartbeat_interval_s = heartbeat_interval_s
         self.hosts = hosts
         self.life = life
         self.steps = 0
@@ -385,7 +385,7 @@ class SimLearner:
         )  # fmt: skip
         trainer.plans = Director(
             rules=rules, state=sync.begin(rules, tuple(start_at(item) for item in loaded)),
-            inbox=background, tokens_per_step=TOKENS, leave_s=LEAVE_S, clock=actor.clock,
+            inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,
             asked_to_leave=lambda: self.leave_asked,
         )  # fmt: skip
         meter = trainer.meter
@@ -395,7 +395,9 @@ class SimLearner:
         tensors.begin(replica, trainer.position)
         background._spawn(background.adopter.follow())
         background._spawn(
-            background.publisher.beat(lambda: meter.heartbeat(incarnation), self.heartbeat_s)
+            background.publisher.beat(
+                lambda: meter.heartbeat(incarnation), self.heartbeat_interval_s
+            )
         )
         await self._train(actor, trainer)
         with contextlib.suppress(TimeoutError):

@@ -4,6 +4,7 @@ import pytest
 
 from diloco.common.config import (
     DAEMON_SECTIONS,
+    RENAMED,
     Config,
     RunSettings,
     check_same_run,
@@ -46,7 +47,7 @@ def test_a_name_a_length_and_a_store_are_enough():
     assert (config.outer.optimizer, config.outer.merge) == ("sgd", "rda")
     assert (config.quorum.min_learners, config.quorum.grace_fraction) == (1, 0.9)
     assert (config.staleness.rule, config.staleness.power) == ("polynomial", 0.5)
-    assert config.staleness.maximum == 0
+    assert config.staleness.max_versions == 0
     assert warnings(config) == []
 
 
@@ -68,35 +69,35 @@ REFUSED = [
     ("sync", "mode", "sync"),
     ("sync", "adopt", "mix"),
     ("sync", "alpha", 1.5),
-    ("sync", "snapshot_every", 0),
-    ("sync", "announce_again_s", 0),
+    ("sync", "snapshot_interval_versions", 0),
+    ("sync", "reannounce_timeout_s", 0),
     ("outer", "optimizer", "adam"),
     ("outer", "learning_rate", 0),
     ("outer", "momentum", 1),
-    ("outer", "delay", 0),
+    ("outer", "delay_rounds", 0),
     ("outer", "delay_fraction", 2),
     ("outer", "merge", "ties"),
     ("staleness", "rule", "linear"),
     ("staleness", "power", -1),
     ("staleness", "rate", -0.5),
-    ("staleness", "knee", -1),
-    ("staleness", "maximum", -1),
+    ("staleness", "threshold", -1),
+    ("staleness", "max_versions", -1),
     ("quorum", "min_learners", 0),
     ("quorum", "grace_fraction", 1.1),
     ("quorum", "grace_cap_s", -1),
     ("quorum", "deadline_s", 0),
     ("quorum", "pace", -0.1),
-    ("quorum", "live_s", 0),
+    ("quorum", "liveness_timeout_s", 0),
     ("bounds", "max_tokens_per_step", 0),
     ("bounds", "max_steps_per_s", 0),
     ("bounds", "norm_clip", 1),
-    ("bounds", "norm_refuse", 0.5),
+    ("bounds", "norm_reject", 0.5),
     ("bus", "replicas", 6),
     ("bus", "duplicate_window_s", 0),
     ("bus", "ops_max_bytes", 1),
-    ("learner", "heartbeat_s", 0),
-    ("learner", "leave_s", -1),
-    ("learner", "checkpoint_every_s", 0),
+    ("learner", "heartbeat_interval_s", 0),
+    ("learner", "drain_timeout_s", -1),
+    ("learner", "checkpoint_interval_s", 0),
     ("learner", "checkpoint_keep", 0),
     ("aggregator", "name", "A b"),
     ("outer", "learning_rate", float("nan")),
@@ -257,7 +258,9 @@ def test_the_environment_does_not_hide_a_section_that_is_no_table(path, monkeypa
 
 def test_the_daemons_sections_are_not_the_runs():
     assert set(Config.model_fields) - set(RunSettings.model_fields) == set(DAEMON_SECTIONS)
-    here = make(bus={"url": "nats://a:1"}, learner={"heartbeat_s": 9.0}, aggregator={"name": "x"})
+    here = make(
+        bus={"url": "nats://a:1"}, learner={"heartbeat_interval_s": 9.0}, aggregator={"name": "x"}
+    )
     assert here.settings() == make().settings()
     assert type(here.settings()) is RunSettings
 
@@ -350,3 +353,44 @@ def test_an_emulator_stands_in_for_google_only_where_both_sides_say_so(monkeypat
     with pytest.raises(ConfigError, match=r"store\.emulator is false") as caught:
         storage_emulator(asked_for=False)
     assert "unset it" in caught.value.hint
+
+
+# --- Keys that had another name
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_key_answers_with_the_new_one(old, new):
+    section, key = old.split(".")
+    assert refusal(**{section: {key: 3}}) == f"run.toml: '{old}' is now '{new}'"
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_new_name_is_a_key(old, new):
+    section, key = new.split(".")
+    fields = Config.model_fields[section].annotation.model_fields
+    assert key in fields
+    assert old.split(".")[1] not in fields
+
+
+def test_an_old_specification_is_read():
+    settings = make(quorum={"liveness_timeout_s": 3.0}, staleness={"max_versions": 5}).settings()
+    fields = settings.model_dump()
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if section in fields:
+            fields[section][key] = fields[section].pop(new.split(".")[1])
+    assert fields["quorum"]["live_s"] == 3.0
+    assert parse_settings(fields) == settings
+
+
+def test_both_names_in_one_specification_are_refused():
+    fields = make().settings().model_dump()
+    fields["quorum"]["live_s"] = 3.0
+    with pytest.raises(ConfigError, match=r"'quorum.live_s' is now 'quorum.liveness_timeout_s'"):
+        parse_settings(fields)
+
+
+@pytest.mark.parametrize("section", [*Config.model_fields])
+def test_every_key_has_a_description(section):
+    for name, field in Config.model_fields[section].annotation.model_fields.items():
+        assert field.description, f"{section}.{name}"

@@ -13,7 +13,7 @@ from diloco.learner.hosts import pack_change, pack_plan, unpack_change, unpack_p
 from diloco.learner.publish import Arrived
 
 RULES = sync.SyncRules(
-    interval_steps=6, min_steps=2, announce_again_s=30.0, lockstep=False, overwrite=False,
+    interval_steps=6, min_steps=2, reannounce_timeout_s=30.0, lockstep=False, overwrite=False,
     warmup_steps=0, warmup_interval_steps=6,
 )  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_work_is_counted_for_the_boundary_at_which_it_is_sent():
 
 def test_a_stop_ends_training_sends_the_rest_and_waits_for_the_tape():
     events = Inbox(e2=[sync.Stop()], e6=[sync.Published(1.0, 0, 1), sync.Published(1.0, 1, 1)])
-    found = plans_of(director(events, leave_s=1.0), 50)
+    found = plans_of(director(events, drain_timeout_s=1.0), 50)
     assert [plan.then for plan in found] == ["step", "hold", "hold", "hold", "hold", "end"]
     assert [type(effect) for effect in found[1].effects] == [sync.Send, sync.Send]
     assert [plan.state for plan in found] == ["training"] + 5 * ["flushing"]
@@ -124,7 +124,7 @@ def test_one_checkpoint_is_planned_when_one_is_due(lead):
 
 def test_who_was_asked_to_leave_gives_up_after_a_while():
     inbox = Inbox()
-    asked = director(inbox, leave_s=5.0, asked_to_leave=lambda: inbox.looks >= 3)
+    asked = director(inbox, drain_timeout_s=5.0, asked_to_leave=lambda: inbox.looks >= 3)
     found = plans_of(asked, 50)
     assert found[-1].then == "end"
     assert len(found) == 3 + 6
