@@ -89,6 +89,11 @@ check: lint types imports ## lint, types and imports
 terraform: install ## check infra/terraform: fmt, validate, checkov; with STANDIN=... plan and test too
 	@.ci/terraform
 
+# Strict: a link that leads nowhere, or a page that no list names, is an error.
+docs: reference ## build the site of the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet --strict $(ARGS)
+	@echo "look at it: $(BIN)/python -m http.server --directory site"
+
 reference: install ## write the generated parts of docs/ anew
 	@$(RUN) docs.generate
 
@@ -125,6 +130,6 @@ lock: install ## resolve requirements.lock again; ARGS=--upgrade for newer versi
 		--output-file requirements.lock $(ARGS) >/dev/null
 
 clean: ## remove .venv, caches and build leftovers; runs/ stays
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

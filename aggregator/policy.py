@@ -86,7 +86,7 @@ def weight(tokens: int, steps: int) -> float:
 
 
 def discount(rule: StalenessSection, staleness: int) -> float:
-    """S(s), the share of itself that an update s versions old keeps (PAPER.md, section 4)."""
+    """S(s), the share that an update s versions old keeps (docs/design/paper.md, section 4)."""
     match rule.rule:
         case "constant":
             return 1.0

@@ -3,8 +3,8 @@
 A message is one msgpack map with `schema`, `kind` and the fields of one of these classes;
 docs/protocol.md is generated from them. Decoding is strict: a missing, unknown or wrong-typed
 field, a non-finite float or anything beyond the limits raises `WireError` with a stable reason.
-Nothing here builds an object from a name in the data. What decoding takes of memory is in proportion to
-the message's length, whatever lengths are claimed in it.
+Nothing here builds an object from a name in the data. What decoding takes of memory is in
+proportion to the message's length, whatever lengths are claimed in it.
 """
 
 from diloco.common.wire.beside import (

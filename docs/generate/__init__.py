@@ -9,7 +9,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from docs.generate import commands, configuration, errors, messages, metrics, worked_example
+from docs.generate import (
+    commands,
+    configuration,
+    errors,
+    files,
+    messages,
+    metrics,
+    worked_example,
+)
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
@@ -26,6 +34,7 @@ def blocks() -> dict[str, str]:
         **metrics.blocks(),
         **commands.blocks(),
         **errors.blocks(),
+        **files.blocks(),
     }
 
 

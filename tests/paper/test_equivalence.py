@@ -1,4 +1,4 @@
-"""DESIGN.md's invariant 7: without what is asynchronous, the system is what it decouples.
+"""docs/design/design.md's invariant 7: without what is asynchronous, the system is what it decouples.
 
 In lockstep with K = M, float32, plain average and no overlap it equals synchronous DiLoCo
 (arXiv 2311.08105, Algorithm 1); with one fragment, H = 1, inner and outer SGD, data-parallel

@@ -41,7 +41,7 @@ def refusal(**sections) -> str:
 
 def test_a_name_a_length_and_a_store_are_enough():
     config = make()
-    # The paper's schedule, int4 on both links, Nesterov, K = 1 with grace (PAPER.md, section 1).
+    # The paper's schedule, int4 on both links, Nesterov, K = 1 with grace (docs/design/paper.md, section 1).
     assert (config.sync.interval_steps, config.sync.overlap_steps) == (24, 2)
     assert (config.sync.codec, config.sync.delta_codec) == ("int4", "int4")
     assert (config.outer.optimizer, config.outer.merge) == ("sgd", "rda")

@@ -1,4 +1,4 @@
-"""The aggregator's rules: PAPER.md's formulas, and what is believed of a manifest."""
+"""The aggregator's rules: docs/design/paper.md's formulas, and what is believed of a manifest."""
 
 import math
 
@@ -44,7 +44,7 @@ def test_the_weight_is_quantity_times_quality(tokens, steps, expected):
     assert policy.weight(tokens, steps) == expected
 
 
-# PAPER.md, section 4, worked out by hand.
+# docs/design/paper.md, section 4, worked out by hand.
 DISCOUNTS = [
     ("constant", {}, {0: 1, 1: 1, 100: 1}),
     ("polynomial", {"power": 0.5}, {0: 1, 3: 0.5, 8: 1 / 3, 99: 0.1}),
