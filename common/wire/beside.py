@@ -28,7 +28,7 @@ class Lease(Body):
         " do"
     )
     ttl_s: Seconds = Field(
-        description="it holds for so long after it was stored; 0 for `done`, which stays"
+        description="time to live, counted from when it was stored; 0 for `done`, which stays"
     )
     pinned: Several[Count] | None = Field(
         description="the fragments that this aggregator keeps to; nil: it takes its share"
@@ -48,7 +48,7 @@ class Score(Body):
     versions: Several[Count] = Field(description="of all fragments")
     record_seqs: Several[Positive] = Field(description="sequences of the records that made them")
     global_step: Count = Field(description="the greatest of those records")
-    tokens: Count = Field(description="merged by then, on the mean over fragments")
+    tokens: Count = Field(description="merged by then, on average over fragments")
     at_s: Seconds = Field(description="when the newest of the rounds closed")
     loss: float = Field(description="the task's, on held-out data")
 

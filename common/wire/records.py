@@ -127,8 +127,8 @@ class PolicyState(Part):
 
     members: Several[MemberState] = Field(description="the learners")
     marks: Several[Mark] = Field(description="of the last four lives of each learner")
-    quarantined: Several[Name] = Field(description="learners that are shut out")
-    allowances: Several[Allowance] = Field(description="of everybody who announced an update")
+    quarantined: Several[Name] = Field(description="quarantined learners")
+    allowances: Several[Allowance] = Field(description="of every learner that announced an update")
     seen_seq: Count = Field(
         description="highest stream sequence that this memory comes from; what lies between"
         " `position` and it is met again after a recovery, and does not count twice"
@@ -140,7 +140,7 @@ class PolicyState(Part):
         description="stream sequence of the settings in force; 0: the specification's"
     )
     closed_at_s: float = Field(description="when the last round that made a version closed")
-    stopping_at_s: float = Field(description="when the stop was stored; 0: the run goes on")
+    stopping_at_s: float = Field(description="when the stop was stored; 0: not stopped")
     quorum_s: Seconds = Field(description="moving average: from opening to quorum")
     sync_s: Seconds = Field(description="moving average: from closing to the committed record")
     norms: Several[float] = Field(description="norms per step of the last 32 merged updates")

@@ -29,14 +29,14 @@ class Specification(Body):
     run: Name = Field(description="the run")
     epoch: Count = Field(description="0; one more each time the run is resumed on a new tape")
     positions: dict[Name, Count] = Field(
-        description="where data goes on, in batches, for learners of the epochs before"
+        description="where data resumes, in batches, for learners of earlier epochs"
     )
     layout: Digest = Field(description="of the layout object")
     settings: dict[str, Any] = Field(
         description="sections `run`, `task`, `sync`, `outer`, `staleness`, `quorum`, `bounds` of"
         " the configuration, every key"
     )
-    constants: ObjectName | None = Field(description="object with the leaves that nobody trains")
+    constants: ObjectName | None = Field(description="object with the leaves that are not trained")
     created_at_s: Seconds = Field(description="when")
 
 
@@ -61,7 +61,7 @@ class Leave(Body):
     run: Name = Field(description="the run")
     learner: Name = Field(description="the learner")
     incarnation: Positive = Field(description="the life")
-    position: Count = Field(description="data position, in batches, where its next life goes on")
+    position: Count = Field(description="data position, in batches, where its next incarnation resumes")
     fragments: Several[Count] = Field(description="empty: the life ends")
 
 
@@ -79,7 +79,7 @@ class Settings(Body):
 
 
 class Quarantine(Body):
-    """Shuts a learner out of all fragments, or lets it in again.
+    """Quarantines a learner in all fragments, or releases it.
 
     The machine of a fragment asks for it after `bounds.quarantine_offences`; an operator lifts it,
     or imposes it.
@@ -88,7 +88,7 @@ class Quarantine(Body):
     kind: ClassVar[str] = "quarantine"
     run: Name = Field(description="the run")
     learner: Name = Field(description="who")
-    active: bool = Field(description="shut out; false: let in again, its offences are forgotten")
+    active: bool = Field(description="true: quarantined; false: released, its offences forgotten")
     reason: Text = Field(description="for people")
     by: Text = Field(description="the aggregator's name, or `operator`")
 
