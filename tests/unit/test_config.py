@@ -4,7 +4,6 @@ import pytest
 
 from diloco.common.config import (
     DAEMON_SECTIONS,
-    RENAMED,
     Config,
     RunSettings,
     check_same_run,
@@ -353,44 +352,3 @@ def test_an_emulator_stands_in_for_google_only_where_both_sides_say_so(monkeypat
     with pytest.raises(ConfigError, match=r"store\.emulator is false") as caught:
         storage_emulator(asked_for=False)
     assert "unset it" in caught.value.hint
-
-
-# --- Keys that had another name
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_old_key_answers_with_the_new_one(old, new):
-    section, key = old.split(".")
-    assert refusal(**{section: {key: 3}}) == f"run.toml: '{old}' is now '{new}'"
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_new_name_is_a_key(old, new):
-    section, key = new.split(".")
-    fields = Config.model_fields[section].annotation.model_fields
-    assert key in fields
-    assert old.split(".")[1] not in fields
-
-
-def test_an_old_specification_is_read():
-    settings = make(quorum={"liveness_timeout_s": 3.0}, staleness={"max_versions": 5}).settings()
-    fields = settings.model_dump()
-    for old, new in RENAMED.items():
-        section, key = old.split(".")
-        if section in fields:
-            fields[section][key] = fields[section].pop(new.split(".")[1])
-    assert fields["quorum"]["live_s"] == 3.0
-    assert parse_settings(fields) == settings
-
-
-def test_both_names_in_one_specification_are_refused():
-    fields = make().settings().model_dump()
-    fields["quorum"]["live_s"] = 3.0
-    with pytest.raises(ConfigError, match=r"'quorum.live_s' is now 'quorum.liveness_timeout_s'"):
-        parse_settings(fields)
-
-
-@pytest.mark.parametrize("section", [*Config.model_fields])
-def test_every_key_has_a_description(section):
-    for name, field in Config.model_fields[section].annotation.model_fields.items():
-        assert field.description, f"{section}.{name}"
