@@ -185,8 +185,13 @@ class QuorumSection(Section):
     grace_cap_s: NonNegative = Field(default=30.0, description="longest grace window")
     deadline_s: Seconds = Field(
         default=60.0,
-        description="hard deadline: a round closes this long after it opened, with what it has;"
-        " so does the run's end after the stop",
+        description="hard deadline: a round ends this long after it opened, with what was announced"
+        " for it; so does the run's end after the stop",
+    )
+    read_timeout_s: Seconds = Field(
+        default=60.0,
+        description="longest time after a round's end that the aggregator reads what was announced"
+        " for it; the rest waits for the next round",
     )
     pace: NonNegative = Field(
         default=0.9,

@@ -15,6 +15,7 @@ from diloco.common.wire.beside import (
     Score,
 )
 from diloco.common.wire.coding import (
+    T,
     decode,
     decode_record,
     encode,
@@ -122,6 +123,7 @@ __all__ = [
     "Slice",
     "Specification",
     "Stop",
+    "T",
     "Text",
     "Totals",
     "decode",

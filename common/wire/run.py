@@ -61,7 +61,9 @@ class Leave(Body):
     run: Name = Field(description="the run")
     learner: Name = Field(description="the learner")
     incarnation: Positive = Field(description="the life")
-    position: Count = Field(description="data position, in batches, where its next incarnation resumes")
+    position: Count = Field(
+        description="data position, in batches, where its next incarnation resumes"
+    )
     fragments: Several[Count] = Field(description="empty: the life ends")
 
 

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 
-from diloco.aggregator import machine
-from diloco.aggregator.fragment import FragmentArrays, read_payload
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.shard_reader import read_payload
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, layout_bytes, make_layout
@@ -70,8 +71,7 @@ def merged(packed: bytes, manifest: wire.Manifest, arrays: FragmentArrays) -> di
     store.put(manifest.shards[0].name, packed)
     payload = read_payload(store, manifest, arrays.grid)
     weight = manifest.tokens**2 / manifest.steps
-    admitted = machine.Admitted(manifest, 9, weight, 0, 1.0, 1.0, payload.norm)
-    arrays.open_round()
+    admitted = Admitted(manifest, 9, weight, 0, 1.0, 1.0, payload.norm)
     arrays.merge(payload, admitted)
     made = arrays.close_round([admitted], 1.0)
     delta = names.version_object(RUN, 0, 1, "delta", shards.digest(made.delta))
