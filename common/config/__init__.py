@@ -43,6 +43,8 @@ from diloco.common.config.reading import (
 )
 from diloco.common.config.renamed import RENAMED
 from diloco.common.config.run import (
+    BUILT_IN_TASK,
+    BUILT_IN_TASK_0_1,
     BoundsSection,
     OuterSection,
     QuorumSection,
@@ -54,6 +56,8 @@ from diloco.common.config.run import (
 )
 
 __all__ = [
+    "BUILT_IN_TASK",
+    "BUILT_IN_TASK_0_1",
     "CHANGEABLE",
     "DAEMON_SECTIONS",
     "RENAMED",

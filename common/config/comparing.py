@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from diloco.common.config.run import RunSettings
+from diloco.common.config.run import BUILT_IN_TASK, BUILT_IN_TASK_0_1, RunSettings
 from diloco.common.errors import ConfigError, RunMismatchError
+
+_BUILT_IN_NAMES = frozenset({BUILT_IN_TASK, BUILT_IN_TASK_0_1})
 
 # What a run may change while it goes on: section -> keys, None for all of them.
 CHANGEABLE: dict[str, frozenset[str] | None] = {
@@ -26,6 +28,7 @@ def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
     return [
         f"{key}: {ours!r} here, {theirs!r} in the run"
         for key, ours, theirs in _unequal(ours, theirs)
+        if key != "task.build" or {ours, theirs} != _BUILT_IN_NAMES
     ]
 
 

@@ -202,7 +202,7 @@ class LearnerSection(Section):
         if self.hosts > 1 and self.coordinator is None:
             raise ValueError("a learner of several hosts needs the address of its coordinator")
         if self.host >= self.hosts:
-            raise ValueError(f"host {self.host} of {self.hosts}: they are counted from 0")
+            raise ValueError(f"host {self.host} of {self.hosts}: hosts are numbered from 0")
         return self
 
     def island(self, learner: str) -> IslandSection:

@@ -8,6 +8,10 @@ from diloco.common.config.fields import Fraction, NonNegative, Seconds, Section,
 from diloco.common.layout import Rhythm
 from diloco.common.names import NAME
 
+# The built-in task, and its name in runs of 0.1.0, whose packages had top-level names.
+BUILT_IN_TASK = "diloco.learner.model:build"
+BUILT_IN_TASK_0_1 = "learner.model:build"
+
 CodecName = Literal["float32", "bfloat16", "int8", "int4"]
 
 
@@ -31,7 +35,7 @@ class TaskSection(Section):
     """What a learner trains."""
 
     build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
-        default="diloco.learner.model:build",
+        default=BUILT_IN_TASK,
         description='function that builds the task: `"package.module:function"`',
     )
     options: dict[str, Any] = Field(default={}, description="keyword arguments of that function")
