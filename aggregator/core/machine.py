@@ -10,7 +10,7 @@ Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
   or logging; times come in with events, in seconds since the epoch, and `rounds.deadline` says
   when the machine wants a `Timer`.
-- The machine trusts that messages were decoded (`common/wire.py`), and nothing else in them.
+- The machine trusts that messages were decoded (`common/wire`), and nothing else in them.
 - An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
   that record is committed its stream sequence stays at or above the position in the record, so
   that whoever recovers from the record meets it again.

@@ -45,7 +45,7 @@ class History:
                     "quorum.min_learners": pick([1, 2, 3, 4]),
                     "quorum.pace": pick([0.0, 0.1, 0.9]),
                     "quorum.grace_fraction": pick([0.0, 0.9]),
-                    "staleness.maximum": pick([0, 0, 1]),
+                    "staleness.max_versions": pick([0, 0, 1]),
                     "bounds.max_steps_per_s": 10,
                 }
             )
