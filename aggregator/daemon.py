@@ -10,8 +10,8 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.driver import FragmentOwner, LivenessWatch
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.tape_watch import watch_tape
-from diloco.common import bus_nats, log, names
-from diloco.common.bus import Bus
+from diloco.common import log, names
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import (
     Config,
     check_same_run,
@@ -170,7 +170,7 @@ async def _serve(
     for sentence in warnings(config.settings()):
         logger.warning("configuration", warning=sentence)
     store = open_store(config.store.url, emulator=config.store.emulator)
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         config.bus.url,
         name=config.aggregator.name,
         credentials=config.bus.credentials,

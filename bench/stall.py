@@ -23,7 +23,8 @@ import jax
 import numpy as np
 import tomli_w
 
-from diloco.common import bus_nats, log
+from diloco.common import log
+from diloco.common.bus import jetstream
 from diloco.common.config import Config, LearnerSection, RunSettings, load_config
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import Runtime
@@ -159,7 +160,7 @@ def measure(config: Config, folder: Path, pairs: int) -> list[tuple[Took, Took]]
     """(with, without) of each pair of blocks."""
     loop, stop_loop = run_loop()
     bus = asyncio.run_coroutine_threadsafe(
-        bus_nats.connect(config.bus.url, name="stall"), loop
+        jetstream.connect(config.bus.url, name="stall"), loop
     ).result()
     settings = config.settings()
     island = Island(config, "alone")

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from diloco.common import bus_nats, log, names, wire
-from diloco.common.bus import Bus, MemoryBus
+from diloco.common import log, names, wire
+from diloco.common.bus import Bus, MemoryBus, jetstream
 from diloco.common.config import Config, check_same_run, parse_settings
 from diloco.common.errors import ConfigError, HostLostError
 from diloco.common.health import step_limit_s
@@ -161,7 +161,7 @@ class _Life:
         config, settings = self._config, self._config.settings()
         crew = Crew(self._hosts, self._loop, self._lost) if self._hosts > 1 else None
         bus: Bus = self._run(
-            bus_nats.connect(
+            jetstream.connect(
                 config.bus.url,
                 name=self._learner,
                 credentials=config.bus.credentials,

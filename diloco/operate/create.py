@@ -9,8 +9,8 @@ import numpy as np
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.genesis import commit_version_zero
-from diloco.common import bus_nats, log, names, shards, wire
-from diloco.common.bus import Bus, StreamLimits
+from diloco.common import log, names, shards, wire
+from diloco.common.bus import Bus, StreamLimits, jetstream
 from diloco.common.config import BusSection, Config, RunSettings, check_same_run, parse_settings
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
 from diloco.common.layout import Layout, layout_bytes
@@ -44,7 +44,7 @@ def create(config: Config, source: Path | None) -> Layout:
 
 
 async def _create(config: Config, layout: Layout, params: Params) -> None:
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         config.bus.url,
         name=f"create-{config.run.name}",
         credentials=config.bus.credentials,

@@ -19,7 +19,8 @@ from diloco.check import remake
 from diloco.check.history import Chain, History, messages_of, read_history
 from diloco.cli.opening import open_run, placed_bus
 from diloco.cli.settings import parse_fragments
-from diloco.common import bus_nats, names, wire
+from diloco.common import names, wire
+from diloco.common.bus import jetstream
 from diloco.common.config import load_config
 from diloco.common.errors import ConfigError, ObjectMissingError
 from diloco.common.tape import Recorded, RunContext
@@ -395,7 +396,7 @@ def run_tape_import(path: Path, config: Path | None) -> None:
 
 async def _tape_import(path: Path, run: str, config: Path | None) -> tuple[str, int]:
     section = placed_bus() if config is None else load_config(config).bus
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         section.url, name="import", credentials=section.credentials, tls_ca=section.tls_ca
     )
     try:

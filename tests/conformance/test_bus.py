@@ -22,7 +22,7 @@ from diloco.common.bus import (
     subject_matches,
     subjects_overlap,
 )
-from diloco.common.bus_nats import connect
+from diloco.common.bus.jetstream import connect
 from diloco.common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
 
 Connect: TypeAlias = Callable[[], Awaitable[Bus]]

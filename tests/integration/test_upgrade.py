@@ -9,7 +9,7 @@ from audit import Tape, read_tape
 from harness import ENDLESS, World
 
 from diloco.common import names, wire
-from diloco.common.bus_nats import NatsBus
+from diloco.common.bus.jetstream import NatsBus
 
 # Two releases in a row: the later one writes a schema that the earlier one can read already.
 EARLIER = ("other_release", "1", "1,2")
