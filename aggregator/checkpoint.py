@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from diloco.aggregator import machine
 from diloco.aggregator.context import Context, commit_record, identity, swap
+from diloco.aggregator.core import memory
 from diloco.aggregator.quarantine import shut_out
 from diloco.aggregator.recovery import rebuild
 from diloco.aggregator.rollback import whole
@@ -94,7 +94,7 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
     source = at.record
     recovered = await rebuild(context, source, at.record_seq)
     fields = await whole(context, source, recovered, source.version)
-    memory = machine.EMPTY_POLICY.model_copy(
+    kept = memory.EMPTY_POLICY.model_copy(
         update={
             "floor": source.version,
             "norms": source.policy.norms,
@@ -112,7 +112,7 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
             "base_digest": "",
             "reason": "resumed",
             "position": 1,
-            "policy": memory,
+            "policy": kept,
         }
     )
 

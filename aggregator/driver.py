@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, NamedTuple
 
-from diloco.aggregator import instruments, machine, policy
+from diloco.aggregator import instruments
+from diloco.aggregator.arrays.fragment import FragmentArrays, Payload, read_payload
 from diloco.aggregator.collector import Collector
 from diloco.aggregator.context import Context, commit_record, identity, store_version_object
-from diloco.aggregator.decisions import decided
-from diloco.aggregator.fragment import FragmentArrays, Payload, read_payload
-from diloco.aggregator.machine import Commit, Fetch, Ignored, Merge, OpenRound, ShutOut
+from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core.decisions import decided
+from diloco.aggregator.core.effects import Commit, Effect, Fetch, Ignored, Merge, OpenRound, ShutOut
+from diloco.aggregator.core.state import State
 from diloco.aggregator.quarantine import quarantine
 from diloco.aggregator.recovery import recover
 from diloco.common import metrics, names, wire
@@ -45,11 +47,11 @@ class Resettled(NamedTuple):
     """Changed settings, with the machine's event of them."""
 
     settings: RunSettings
-    event: machine.Changed
+    event: events.Changed
 
 
 # What the tape and the fetches have for `_serve`, with the payload that it is about.
-Item = tuple[machine.Event | Recorded | Resettled, Payload | None]
+Item = tuple[events.Event | Recorded | Resettled, Payload | None]
 
 
 class FragmentOwner:
@@ -67,7 +69,7 @@ class FragmentOwner:
         self.context = context
         self._still_ours = still_ours
         self.fragment = fragment
-        self.state: machine.State | None = None
+        self.state: State | None = None
         self._logger = context.logger.bind(fragment=fragment)
         self._metrics = context.metrics
         self._queue: asyncio.Queue[Item | None] = asyncio.Queue(QUEUE)
@@ -120,7 +122,7 @@ class FragmentOwner:
         """Events that wait for the machine."""
         return self._queue.qsize()
 
-    def tell(self, event: machine.Liveness) -> None:
+    def tell(self, event: events.Liveness) -> None:
         """Give the machine a liveness change; dropped while its queue is full, and told again."""
         if not self._queue.full():
             self._queue.put_nowait((event, None))
@@ -144,7 +146,7 @@ class FragmentOwner:
         self._settle(recovered.settings)
         self._queue = asyncio.Queue(QUEUE)
         self._fetching = asyncio.Semaphore(FETCHES)
-        self.state = machine.resume(recovered.record, recovered.record_seq, runtime.clock())
+        self.state = memory.resume(recovered.record, recovered.record_seq, runtime.clock())
         self._metrics.add(metrics.RECOVERIES)
         self._metrics.add(metrics.MERGED_AGAIN, recovered.merged_again)
         self._logger.info(
@@ -182,7 +184,7 @@ class FragmentOwner:
             if event is not None:
                 await self._queue.put((event, None))
 
-    def _decode(self, message: Message) -> machine.Event | Recorded | Resettled | None:
+    def _decode(self, message: Message) -> events.Event | Recorded | Resettled | None:
         """What a message of the tape is for `_serve`; None if it is not for this fragment.
 
         Raises:
@@ -192,7 +194,7 @@ class FragmentOwner:
             return Recorded(message.seq)
         if message.subject == names.settings(self.context.run):
             settings = parse_changed(self.context.settings, message.payload)
-            return Resettled(settings, machine.Changed(message.time_s, message.seq))
+            return Resettled(settings, events.Changed(message.time_s, message.seq))
         return decode_event(message, self.fragment)
 
     async def _sample(self, subject: str, reason: str, detail: str) -> None:
@@ -248,7 +250,7 @@ class FragmentOwner:
         if record_seq > self.state.record_seq:
             raise self._overtaken(self.state)
 
-    def _overtaken(self, state: machine.State) -> SwapLostError:
+    def _overtaken(self, state: State) -> SwapLostError:
         subject = names.record(self.context.run, self.fragment)
         return SwapLostError(subject, state.record_seq)
 
@@ -263,7 +265,7 @@ class FragmentOwner:
     async def _next_item(self) -> Item | None:
         """The next event; a deadline that has passed comes first, however many others wait."""
         assert self.state is not None
-        due_s = machine.deadline(self.rules, self.state)
+        due_s = rounds.deadline(self.rules, self.state)
         if due_s is None:
             return await self._queue.get()
         clock = self.context.runtime.clock
@@ -271,15 +273,15 @@ class FragmentOwner:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(due_s - clock()):
                     return await self._queue.get()
-        return machine.Timer(max(due_s, clock())), None
+        return events.Timer(max(due_s, clock())), None
 
-    async def _take(self, event: machine.Event, payload: Payload | None) -> None:
+    async def _take(self, event: events.Event, payload: Payload | None) -> None:
         assert self.state is not None
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
             await self._perform(effect, payload)
 
-    async def _perform(self, effect: machine.Effect, payload: Payload | None) -> None:
+    async def _perform(self, effect: Effect, payload: Payload | None) -> None:
         match effect:
             case Fetch():
                 task = asyncio.ensure_future(self._fetch(effect))
@@ -323,7 +325,7 @@ class FragmentOwner:
         """Read and verify an update; its payload waits in the queue until the machine's word."""
         await self._fetching.acquire()
         runtime = self.context.runtime
-        event: machine.Event
+        event: events.Event
         payload: Payload | None = None
         try:
             payload = await runtime.retry(
@@ -333,13 +335,13 @@ class FragmentOwner:
                 ),
                 logger=self._logger,
             )
-            event = machine.Fetched(runtime.clock(), fetch.update, payload.norm)
+            event = events.Fetched(runtime.clock(), fetch.update, payload.norm)
             received = sum(shard.size_bytes for shard in fetch.manifest.shards)
             self._metrics.add(metrics.RECEIVED, received)
         except ObjectMissingError as error:
-            event = machine.Failed(runtime.clock(), fetch.update, "missing", error.message)
+            event = events.Failed(runtime.clock(), fetch.update, "missing", error.message)
         except WireError as error:
-            event = machine.Failed(runtime.clock(), fetch.update, error.reason, error.message)
+            event = events.Failed(runtime.clock(), fetch.update, error.reason, error.message)
         if payload is None:
             self._fetching.release()
         await self._queue.put((event, payload))
@@ -364,7 +366,7 @@ class FragmentOwner:
         instruments.count_record(self._metrics, self._newest, record)
         # Later records must cite this one where it could only say "this".
         self._newest = record.model_copy(update={"outer_seq": record.outer_seq or record_seq})
-        committed = machine.Committed(runtime.clock(), record_seq, record.view_digest)
+        committed = events.Committed(runtime.clock(), record_seq, record.view_digest)
         self._logger.info(
             "committed",
             what=record.what,
@@ -405,11 +407,11 @@ class FragmentOwner:
         fields["totals"] = _totals(previous.totals, fields["inputs"], fields["rejected"])
         return previous.model_copy(update=fields)
 
-    async def _make_version(self, state: machine.State) -> dict[str, Any]:
+    async def _make_version(self, state: State) -> dict[str, Any]:
         """Close the round on the arrays, store what it made, and say so in fields of the record."""
         settings, previous, runtime = self.settings, self._newest, self.context.runtime
         version = state.version + 1
-        part = machine.share(state) if settings.outer.participation else 1.0
+        part = rounds.share(state) if settings.outer.participation else 1.0
         with self._timing("merge"):
             made = await runtime.call(self._arrays.close_round, state.admitted, part)
         merged_at_s = runtime.clock()
@@ -451,7 +453,7 @@ class FragmentOwner:
         )
 
 
-def decode_event(message: Message, fragment: int) -> machine.Event | None:
+def decode_event(message: Message, fragment: int) -> events.Event | None:
     """The machine's event in a message of the tape; None if it is not for this fragment.
 
     Raises:
@@ -463,25 +465,25 @@ def decode_event(message: Message, fragment: int) -> machine.Event | None:
         case "quarantine":
             word = wire.decode(wire.Quarantine, message.payload)
             _check_sender(rest[0] == word.learner and run == word.run)
-            return machine.Quarantined(at_s, seq, word.learner, word.active)
+            return events.Quarantined(at_s, seq, word.learner, word.active)
         case "join":
             join = wire.decode(wire.Join, message.payload)
             _check_sender(rest[0] == join.learner and run == join.run)
-            return machine.Joined(at_s, seq, join.learner)
+            return events.Joined(at_s, seq, join.learner)
         case "leave":
             leave = wire.decode(wire.Leave, message.payload)
             _check_sender(rest[0] == leave.learner and run == leave.run)
             if not leave.fragments:
-                return machine.Departed(at_s, seq, leave.learner, leave.incarnation)
+                return events.Departed(at_s, seq, leave.learner, leave.incarnation)
             if fragment in leave.fragments:
-                return machine.Finished(at_s, seq, leave.learner, leave.incarnation)
+                return events.Finished(at_s, seq, leave.learner, leave.incarnation)
             return None
         case "update":
             manifest = wire.decode(wire.Manifest, message.payload)
             _check_sender(rest[0] == manifest.learner and run == manifest.run)
             _check_sender(rest[1] == str(manifest.fragment))
-            return machine.Announced(at_s, seq, manifest)
-    return machine.Stopped(at_s, seq)
+            return events.Announced(at_s, seq, manifest)
+    return events.Stopped(at_s, seq)
 
 
 def _check_sender(matches: bool) -> None:
@@ -562,11 +564,11 @@ class LivenessWatch:
                 if owner.state is not None:
                     self._tell(owner, owner.state)
 
-    def _tell(self, owner: FragmentOwner, state: machine.State) -> None:
+    def _tell(self, owner: FragmentOwner, state: State) -> None:
         now_s = self._context.runtime.clock()
         for name, member in state.members.items():
             # One that was never heard of counts from its join, or from our own beginning.
             heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
             live = self._newest_s - heard_at_s < owner.rules.quorum.live_s
             if live != member.live and not member.left:
-                owner.tell(machine.Liveness(now_s, name, member.incarnation, live))
+                owner.tell(events.Liveness(now_s, name, member.incarnation, live))

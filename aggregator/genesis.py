@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diloco.aggregator import machine
+from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.context import Context, commit_record, identity, store_version_object
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.core import memory
 from diloco.common import names, shards, wire
 from diloco.common.errors import RunMismatchError, SwapLostError
 
@@ -70,7 +70,7 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
         position=1,
         totals=NOTHING,
         observations=(),
-        policy=machine.EMPTY_POLICY,
+        policy=memory.EMPTY_POLICY,
         final=False,
         opened_at_s=now_s,
         quorum_at_s=now_s,

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from diloco.aggregator import machine
+from diloco.aggregator.core.state import State
 from diloco.common import metrics, wire
 from diloco.common.health import View
 from diloco.common.metrics import Metrics
@@ -28,7 +28,7 @@ BY_FRAGMENT = (
 class Owner(Protocol):
     """What is asked of a fragment's owner; `state` is None while it recovers."""
 
-    state: machine.State | None
+    state: State | None
 
     @property
     def newest(self) -> wire.Record:
@@ -55,9 +55,7 @@ def show_owned(counted: Metrics, owners: Mapping[int, Owner], fragments: int, st
             counted.set(metrics.QUEUED, owner.queued, fragment)
 
 
-def _show_fragment(
-    counted: Metrics, fragment: int, newest: wire.Record, state: machine.State
-) -> None:
+def _show_fragment(counted: Metrics, fragment: int, newest: wire.Record, state: State) -> None:
     live = sum(member.live and not member.left for member in state.members.values())
     for metric, value in (
         (metrics.VERSION, newest.version),

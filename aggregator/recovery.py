@@ -7,7 +7,7 @@ are compared. Nothing else is needed, and nothing is trusted that does not repro
 import contextlib
 from typing import NamedTuple
 
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError

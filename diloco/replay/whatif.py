@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from diloco.aggregator import machine, policy
-from diloco.aggregator.fragment import FragmentArrays, make_grid, read_payload
-from diloco.aggregator.machine import Admitted
-from diloco.aggregator.merge import Vector
-from diloco.aggregator.outer import make_outer
+from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid, read_payload
+from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.arrays.outer import make_outer
+from diloco.aggregator.core import policy, rounds
+from diloco.aggregator.core.state import Admitted
 from diloco.check.history import Chain, History
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
@@ -229,7 +229,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
             break  # Beyond --until.
         settings = change(_settings_at(history, made.settings_seq))
         state = made.commit.state
-        part = machine.share(state) if settings.outer.participation else 1.0
+        part = rounds.share(state) if settings.outer.participation else 1.0
         found.append(Round(made.at_s, fragment, state.admitted, part, settings))
     for _, record in chain[1:]:
         if record.what == "restore":

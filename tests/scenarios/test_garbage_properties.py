@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from diloco.aggregator import garbage
-from diloco.aggregator.garbage import Fleet, Ledger
-from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.core import garbage
+from diloco.aggregator.core.garbage import Fleet, Ledger
+from diloco.aggregator.core.state import UpdateId
 from diloco.common import names, wire
 
 RUN, FRAGMENT, EPOCH = "lab", 3, 1

@@ -13,7 +13,7 @@ import numpy as np
 from simgarbage import GarbageChecker
 from simtensors import TOKENS, Covers
 
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import DilocoError

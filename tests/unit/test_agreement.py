@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.aggregator import merge
+from diloco.aggregator.arrays import merge
 from diloco.common import shards, slices, wire
 from diloco.common.config import SyncSection
 from diloco.common.layout import Tensor, TensorHint, make_layout

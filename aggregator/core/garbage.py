@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.core.state import UpdateId
 from diloco.common import names, wire
 
 

@@ -13,9 +13,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from diloco.aggregator import machine, policy
-from diloco.aggregator.machine import Commit, Refused, State
-from diloco.aggregator.policy import FragmentRules
+from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core.effects import Commit
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import Refused, State, UpdateId
 from diloco.common import wire
 
 
@@ -27,12 +28,12 @@ def decided(rules: FragmentRules, commit: Commit) -> dict[str, Any]:
         "base_seq": state.record_seq,
         "what": commit.what,
         "version": state.version + made,
-        "global_step": machine.global_step_after(rules, state) if made else state.global_step,
+        "global_step": rounds.global_step_after(rules, state) if made else state.global_step,
         "rejected": tuple(_rejected(refused) for refused in state.rejected),
         "reason": commit.reason,
-        "position": machine.position(state),
+        "position": memory.position(state),
         "observations": state.observations,
-        "policy": machine.policy_after(state),
+        "policy": memory.policy_after(state),
         "final": commit.final,
         "opened_at_s": state.opened_at_s,
         "quorum_at_s": state.quorum_at_s,
@@ -58,7 +59,7 @@ class Heard(NamedTuple):
     """An event of the tape; `rules` are those that a change of settings puts in force."""
 
     stream_seq: int
-    event: machine.Event
+    event: events.Event
     rules: FragmentRules | None = None
 
 
@@ -171,7 +172,7 @@ class _Follower:
 
     def _begin(self, base: wire.Record, base_seq: int, at_s: float) -> None:
         """As an owner does that begins from a record."""
-        self.state = machine.resume(base, base_seq, at_s)
+        self.state = memory.resume(base, base_seq, at_s)
         self.rules = self._rules_at(base.policy.settings_seq)
         self.commit = None
         self._next = bisect_left(self._seqs, base.position)
@@ -213,9 +214,9 @@ class _Follower:
                 self.rules = heard.rules
             self._step(heard.event)
 
-    def _step(self, event: machine.Event) -> None:
+    def _step(self, event: events.Event) -> None:
         assert self.state is not None
-        if isinstance(event, machine.Committed):
+        if isinstance(event, events.Committed):
             self.commit = None
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
@@ -225,20 +226,20 @@ class _Follower:
 
 def _event(
     observation: wire.Observation, base: wire.Record, base_seq: int, record: wire.Record
-) -> machine.Event:
+) -> events.Event:
     """What the machine was told; why an update failed stands in its rejection."""
     at_s, learner = observation.at_s, observation.learner
-    update = machine.UpdateId(learner, observation.incarnation, observation.seq)
+    update = UpdateId(learner, observation.incarnation, observation.seq)
     match observation.what:
         case "fetched":
-            return machine.Fetched(at_s, update, observation.value)
+            return events.Fetched(at_s, update, observation.value)
         case "failed":
             for taken in record.rejected:
                 if (taken.learner, taken.incarnation, taken.seq) == update:
-                    return machine.Failed(at_s, update, taken.reason, taken.detail)
-            return machine.Failed(at_s, update, "", "")
+                    return events.Failed(at_s, update, taken.reason, taken.detail)
+            return events.Failed(at_s, update, "", "")
         case "committed":
-            return machine.Committed(at_s, base_seq, base.view_digest)
+            return events.Committed(at_s, base_seq, base.view_digest)
         case "timer":
-            return machine.Timer(at_s)
-    return machine.Liveness(at_s, learner, observation.incarnation, observation.what == "live")
+            return events.Timer(at_s)
+    return events.Liveness(at_s, learner, observation.incarnation, observation.what == "live")

@@ -8,10 +8,10 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
-from diloco.aggregator import merge, outer
-from diloco.aggregator.machine import Admitted
-from diloco.aggregator.merge import Contribution, Grid, Vector
-from diloco.aggregator.outer import OuterOptimizer, State
+from diloco.aggregator.arrays import merge, outer
+from diloco.aggregator.arrays.merge import Contribution, Grid, Vector
+from diloco.aggregator.arrays.outer import OuterOptimizer, State
+from diloco.aggregator.core.state import Admitted
 from diloco.common import shards, slices, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, ObjectTooLargeError, WireError

@@ -1,0 +1,111 @@
+"""Which updates are taken, and from whom."""
+
+import math
+
+from diloco.aggregator.core import events, policy
+from diloco.aggregator.core.effects import Effect, ShutOut
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import Allowance, Refused, State, UpdateId, to_resolve
+from diloco.common import wire
+
+
+def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[str, str] | None:
+    """(reason, detail) to reject an announced update at once, or None."""
+    manifest = event.manifest
+    member = state.members.get(manifest.learner)
+    if member is None or manifest.incarnation > member.incarnation:
+        return "unknown_incarnation", f"no join of incarnation {manifest.incarnation} precedes it"
+    if manifest.incarnation < member.incarnation < event.stream_seq:
+        return "superseded", f"incarnation {member.incarnation} joined before it was stored"
+    if state.final:
+        return "ended", "the fragment's last version is committed"
+    shut_out = quarantined(state, manifest)
+    if shut_out is not None:
+        return shut_out
+    wrong = policy.malformed(rules, manifest)
+    if wrong is not None:
+        return wrong
+    since_s = event.stored_at_s - member.heard_at_s
+    met_before = event.stream_seq <= state.known_seq
+    if not met_before and policy.too_many_steps(rules.bounds, manifest.steps, since_s):
+        return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
+    # A learner may have read the record that is being committed: judged when it is to be merged.
+    return None if state.phase == "closing" else wrong_base(rules, state, manifest)
+
+
+def quarantined(state: State, manifest: wire.Manifest) -> tuple[str, str] | None:
+    """(reason, detail) if an update's sender is quarantined."""
+    if manifest.learner in state.quarantined:
+        return "quarantined", f"{manifest.learner} is quarantined until an operator releases it"
+    return None
+
+
+def allow(rules: FragmentRules, state: State, learner: str, now_s: float) -> tuple[State, bool]:
+    """Whether a learner may announce one more update now; takes it from its allowance."""
+    before = state.allowances.get(learner, Allowance(math.inf, now_s))
+    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
+    allowed = left >= 1
+    after = Allowance(left - allowed, max(now_s, before.at_s))
+    return state._replace(allowances={**state.allowances, learner: after}), allowed
+
+
+def charge(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> State:
+    """Take from the sender's allowance what its rejection costs, if it was not taken before."""
+    if refused.stream_seq <= state.known_seq:
+        return state
+    learner = refused.manifest.learner
+    before = state.allowances[learner]
+    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
+    after = Allowance(left - policy.REJECTION_COST + 1, max(now_s, before.at_s))
+    return state._replace(allowances={**state.allowances, learner: after})
+
+
+def overtakes(state: State, update: UpdateId) -> bool:
+    """Whether the learner announced an update while an earlier one was not resolved.
+
+    What is being committed counts as resolved: the learner may read the record before we do.
+    """
+    still = state.rejected[state.committing[0] :] if state.phase == "closing" else to_resolve(state)
+    unresolved = (*state.pending.values(), *still)
+    return any(
+        waiting.manifest.learner == update.learner
+        and waiting.manifest.incarnation == update.incarnation
+        for waiting in unresolved
+    )
+
+
+def wrong_base(
+    rules: FragmentRules, state: State, manifest: wire.Manifest
+) -> tuple[str, str] | None:
+    """(reason, detail) if an update's base does not fit the version being built on, else None.
+
+    Judged when it is announced and again when it is merged: an update that waits grows stale.
+    """
+    if manifest.base_version < state.floor:
+        return "rolled_back", f"based on version {manifest.base_version}, before the rollback"
+    staleness = state.version - manifest.base_version
+    if staleness < 0:
+        return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
+    if staleness == 0 and manifest.base_digest != state.view_digest:
+        return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
+    if rules.staleness.maximum and staleness > rules.staleness.maximum:
+        return "stale", f"{staleness} versions old, at most {rules.staleness.maximum}"
+    return None
+
+
+def offenders(
+    rules: FragmentRules, state: State, resolved: tuple[Refused, ...]
+) -> tuple[Effect, ...]:
+    """Whom to shut out, after the record that rejects what is `resolved`."""
+    limit = rules.bounds.quarantine_offences
+    found = {}
+    for refused in resolved:
+        learner = refused.manifest.learner
+        member = state.members.get(learner)
+        if limit and member and member.offences >= limit and learner not in state.quarantined:
+            found[learner] = ShutOut(
+                learner,
+                f"{member.offences} more updates of fragment {rules.fragment} rejected than "
+                f"merged, the last one for {refused.reason!r}: {refused.detail}"[:1000],
+            )
+    return tuple(found.values())

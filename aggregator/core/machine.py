@@ -1,0 +1,255 @@
+"""What happens to each update of one fragment, event by event.
+
+    idle --first verified update, pace allows--> open --quorum--> grace --deadline or all in-->
+    closing --record committed--> idle
+
+Rules of the core:
+- `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
+  or logging; times come in with events, in seconds since the epoch, and `rounds.deadline` says
+  when the machine wants a `Timer`.
+- The machine trusts that messages were decoded (`common/wire.py`), and nothing else in them.
+- An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
+  that record is committed its stream sequence stays at or above the position in the record, so
+  that whoever recovers from the record meets it again.
+- What the machine decides from is either on the tape or noted in `observations`, which go into
+  the next record: a reader of the tape can decide the same again.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from diloco.aggregator.core import admission, events, memory, policy, rounds
+from diloco.aggregator.core.effects import Effect, Ignored, Merge, OpenRound, Result
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import (
+    NOBODY,
+    Admitted,
+    Member,
+    Pending,
+    Refused,
+    State,
+    UpdateId,
+    with_member,
+    with_observation,
+    with_pending,
+    with_seen,
+    without_pending,
+)
+
+
+def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
+    """The state after `event`, and what the driver must do, in order."""
+    return _HANDLERS[type(event)](rules, state, event)
+
+
+def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
+    state = with_seen(state, event.stream_seq)
+    known = state.members.get(event.learner)
+    if known and known.incarnation >= event.stream_seq:
+        return state, ()
+    member = Member(
+        event.stream_seq,
+        step_time_s=known.step_time_s if known else 0.0,
+        weight=known.weight if known else 0.0,
+        heard_at_s=event.stored_at_s,
+        offences=known.offences if known else 0,
+    )
+    return with_member(state, event.learner, member), ()
+
+
+def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> Result:
+    state = with_seen(state, event.stream_seq)
+    member = state.members.get(event.learner)
+    if member is None or member.incarnation != event.incarnation:
+        return state, ()
+    state = with_member(state, event.learner, member._replace(live=False, left=True))
+    return rounds.advance(rules, state, event.stored_at_s)
+
+
+def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> Result:
+    state = with_seen(state, event.stream_seq)
+    member = state.members.get(event.learner)
+    if member is None or member.incarnation != event.incarnation:
+        return state, ()
+    state = with_member(state, event.learner, member._replace(final=True))
+    return rounds.advance(rules, state, event.stored_at_s)
+
+
+def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -> Result:
+    manifest = event.manifest
+    update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
+    state = with_seen(state, event.stream_seq)
+    if manifest.epoch != rules.epoch:
+        # Its incarnation is of another tape: nothing here may be marked with it.
+        return state, (Ignored(manifest, "epoch"),)
+    if memory.is_known(state, update):
+        return state, ()
+    if admission.overtakes(state, update):
+        return state, (Ignored(manifest, "in_flight"),)
+    if event.stream_seq > state.known_seq:
+        state, allowed = admission.allow(rules, state, manifest.learner, event.stored_at_s)
+        if not allowed:
+            return state, (Ignored(manifest, "rate"),)
+    verdict = admission.judge(rules, state, event)
+    if verdict is not None:
+        refused = Refused(manifest, event.stream_seq, *verdict)
+        return rounds.reject(rules, state, refused, event.stored_at_s)
+    member = state.members[manifest.learner]
+    current = manifest.incarnation == member.incarnation
+    if current and event.stream_seq <= state.known_seq:
+        member = member._replace(final=member.final or manifest.final)
+    elif current:
+        member = member._replace(
+            final=member.final or manifest.final,
+            step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
+            weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
+            heard_at_s=max(member.heard_at_s, event.stored_at_s),
+        )
+    state = state._replace(
+        members={**state.members, manifest.learner: member},
+        pending={**state.pending, update: Pending(manifest, event.stream_seq, fetching=False)},
+    )
+    return rounds.fetch_waiting(rules, state, event.stored_at_s)
+
+
+def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Result:
+    state = with_seen(state, event.stream_seq)
+    if state.stopping_at_s or state.final:
+        return state, ()
+    state = state._replace(stopping_at_s=event.stored_at_s)
+    return rounds.go_on(rules, state, event.stored_at_s)
+
+
+def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Result:
+    state = with_seen(state, event.stream_seq)
+    if event.stream_seq <= state.settings_seq:
+        return state, ()
+    return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), event.stored_at_s)
+
+
+def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantined) -> Result:
+    state = with_seen(state, event.stream_seq)
+    one = frozenset({event.learner})
+    if event.active:
+        state = state._replace(quarantined=state.quarantined | one)
+    else:
+        state = state._replace(quarantined=state.quarantined - one)
+        member = state.members.get(event.learner)
+        if member is not None:
+            state = with_member(state, event.learner, member._replace(offences=0))
+    # A round does not wait for somebody who is shut out.
+    return rounds.advance(rules, state, event.stored_at_s)
+
+
+def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Result:
+    pending = state.pending.get(event.update)
+    if pending is None:
+        return state, ()
+    state = with_observation(state, "fetched", event.at_s, event.update, event.norm)
+    if not rounds.takes_updates(rules, state, event.at_s):
+        # Too late for its round; its shards are read again when the next one opens.
+        return with_pending(state, event.update, pending._replace(fetching=False)), ()
+    manifest = pending.manifest
+    wrong = admission.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
+    if wrong is not None:
+        refused = Refused(manifest, pending.stream_seq, *wrong)
+        return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
+    clip = policy.judge_norm(rules.bounds, state.norms, event.norm, manifest.steps)
+    if clip is None:
+        detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
+        refused = Refused(manifest, pending.stream_seq, "norm", detail)
+        return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
+    staleness = state.version - manifest.base_version
+    admitted = Admitted(
+        manifest,
+        pending.stream_seq,
+        policy.weight(manifest.tokens, manifest.steps),
+        staleness,
+        policy.discount(rules.staleness, staleness),
+        clip,
+        event.norm,
+    )
+    opened: tuple[Effect, ...] = ()
+    if state.phase == "idle":
+        opened = (OpenRound(state.version + 1),)
+        state = state._replace(phase="open", opened_at_s=event.at_s, quorum_at_s=0.0)
+    remaining = {key: value for key, value in state.pending.items() if key != event.update}
+    norms = (*state.norms, clip * event.norm / manifest.steps)[-policy.NORM_WINDOW :]
+    state = state._replace(pending=remaining, admitted=(*state.admitted, admitted), norms=norms)
+    state, more = rounds.advance(rules, state, event.at_s)
+    return state, (*opened, Merge(admitted), *more)
+
+
+def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Result:
+    pending = state.pending.get(event.update)
+    if pending is None:
+        return state, ()
+    state = with_observation(state, "failed", event.at_s, event.update, 0.0)
+    refused = Refused(pending.manifest, pending.stream_seq, event.reason, event.detail)
+    return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
+
+
+def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> Result:
+    member = state.members.get(event.learner)
+    if member is None or member.incarnation != event.incarnation or member.left:
+        return state, ()
+    if member.live == event.live:
+        return state, ()
+    about = UpdateId(event.learner, event.incarnation, 0)
+    state = with_observation(state, "live" if event.live else "dead", event.at_s, about, 0.0)
+    state = with_member(state, event.learner, member._replace(live=event.live))
+    return rounds.advance(rules, state, event.at_s)
+
+
+def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result:
+    due = rounds.deadline(rules, state)
+    if due is None or event.at_s < due:
+        return state, ()
+    state = with_observation(state, "timer", event.at_s, NOBODY, 0.0)
+    if state.stopping_at_s:
+        return rounds.close(rounds.refuse_late(state), event.at_s, "deadline", final=True)
+    if state.phase == "idle":
+        return rounds.fetch_waiting(rules, state, event.at_s)
+    return rounds.close(state, event.at_s, "grace" if state.phase == "grace" else "deadline")
+
+
+def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -> Result:
+    published = bool(state.admitted)
+    took_s = max(0.0, event.at_s - state.closed_at_s)
+    rejections, observations = state.committing
+    resolved = state.rejected[:rejections]
+    state = memory.after_record(state)._replace(
+        version=state.version + published,
+        global_step=rounds.global_step_after(rules, state) if published else state.global_step,
+        record_seq=event.record_seq,
+        view_digest=event.view_digest,
+        phase="idle",
+        admitted=(),
+        rejected=state.rejected[rejections:],
+        observations=state.observations[observations:],
+        committing=(0, 0),
+        sync_s=policy.ema(state.sync_s, took_s) if published else state.sync_s,
+    )
+    state = with_observation(state, "committed", event.at_s, NOBODY, 0.0)
+    offenders = admission.offenders(rules, state, resolved)
+    if state.rejected:
+        state, effects = rounds.close(state, event.at_s, "rejections", final=state.final)
+    else:
+        state, effects = rounds.go_on(rules, state, event.at_s)
+    return state, offenders + effects
+
+
+_HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
+    events.Joined: _on_joined,
+    events.Departed: _on_departed,
+    events.Finished: _on_finished,
+    events.Announced: _on_announced,
+    events.Stopped: _on_stopped,
+    events.Changed: _on_changed,
+    events.Quarantined: _on_quarantined,
+    events.Fetched: _on_fetched,
+    events.Failed: _on_failed,
+    events.Liveness: _on_liveness,
+    events.Timer: _on_timer,
+    events.Committed: _on_committed,
+}
