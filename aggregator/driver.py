@@ -277,7 +277,8 @@ class FragmentOwner:
 
     async def _take(self, event: events.Event, payload: Payload | None) -> None:
         assert self.state is not None
-        self.state, effects = machine.step(self.rules, self.state, event)
+        now_s = self.context.runtime.clock()
+        self.state, effects = machine.step_at(self.rules, self.state, event, now_s)
         for effect in effects:
             await self._perform(effect, payload)
 
@@ -529,6 +530,7 @@ class LivenessWatch:
         self._context = context
         self._owners = owners
         self._heard_at_s: dict[str, float] = {}
+        self._signs: dict[tuple[int, str], tuple[int, float]] = {}
         self._newest_s = context.runtime.clock()
 
     def _live_s(self) -> float:
@@ -568,7 +570,12 @@ class LivenessWatch:
         now_s = self._context.runtime.clock()
         for name, member in state.members.items():
             # One that was never heard of counts from its join, or from our own beginning.
-            heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
-            live = self._newest_s - heard_at_s < owner.rules.quorum.live_s
+            self._heard_at_s.setdefault(name, now_s)
+            # Joins and updates are signs of life too, from when we see them: the server's clock,
+            # which their times are of, may differ from ours by hours.
+            key, sign = (owner.fragment, name), (member.incarnation, member.heard_at_s)
+            if self._signs.setdefault(key, sign) != sign:
+                self._signs[key], self._heard_at_s[name] = sign, now_s
+            live = self._newest_s - self._heard_at_s[name] < owner.rules.quorum.live_s
             if live != member.live and not member.left:
                 owner.tell(events.Liveness(now_s, name, member.incarnation, live))

@@ -210,7 +210,8 @@ class Observation(Part):
     """An input of the machine that is not on the tape, in the order it was taken.
 
     Attributes:
-        what: "fetched", "failed", "live", "dead" or "timer"; "committed" when it heard that the
+        what: "fetched", "failed", "live", "dead" or "timer"; "tick" where only the time was told,
+            before a message of the tape; "committed" when it heard that the
             record before stands; "resumed" when it began from the record before.
         after_seq: highest stream sequence the machine had taken before.
         value: the update's norm for "fetched", else 0.

@@ -7,12 +7,12 @@ plan says that steps follow, the core (`sync.py`) can run ahead: what it counts 
 boundary is trained when the boundary comes.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from diloco.common.clock import Clock
 from diloco.learner import sync
 from diloco.learner.publish import Arrived
 
@@ -70,7 +70,7 @@ class Director:
     asked_to_leave: Callable[[], bool] = lambda: False
     lead: int = 0
     leave_s: float = 0.0
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=Clock)
     checkpoint_due: Callable[[], bool] = lambda: False
     tell: Callable[[Plan], None] = lambda _plan: None
     turned: Callable[[], None] = lambda: None

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from diloco.common import wire
+from diloco.common.clock import Clock
 from diloco.common.errors import TaskError
 from diloco.learner import sync, tree
 from diloco.learner.checkpoint import copied
@@ -187,7 +188,7 @@ class Trainer:
     plans: Plans = field(init=False)
     position: int = 0
     speed: float = 1.0
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=Clock)
     optimizer_state: Any = None
     saver: Saver | None = None
     _batches: Iterator[Batch] = field(default_factory=lambda: iter(()))

@@ -199,6 +199,7 @@ class _Follower:
         self.state = self.state._replace(
             observations=(observation,),
             began_at_s=self._began_at_s,
+            now_s=observation.at_s,
             opened_at_s=base.opened_at_s,
             quorum_at_s=base.quorum_at_s,
             sync_s=sync_s if base.what == "version" else self.state.sync_s,
@@ -242,4 +243,6 @@ def _event(
             return events.Committed(at_s, base_seq, base.view_digest)
         case "timer":
             return events.Timer(at_s)
+        case "tick":
+            return events.Tick(at_s)
     return events.Liveness(at_s, learner, observation.incarnation, observation.what == "live")

@@ -1,6 +1,7 @@
 """What the machine can be told: messages of the tape, answers of the driver, and the time.
 
-Times are in seconds since the epoch: `stored_at_s` is the tape's, `at_s` the driver's.
+Times are in seconds since the epoch: `stored_at_s` is by the server's clock, `at_s` by the
+owner's.
 """
 
 from typing import NamedTuple
@@ -98,6 +99,12 @@ class Timer(NamedTuple):
     at_s: float
 
 
+class Tick(NamedTuple):
+    """What the time is, before a message of the tape that comes long after the last event."""
+
+    at_s: float
+
+
 class Committed(NamedTuple):
     """The record of the last `Commit` is on the tape."""
 
@@ -106,17 +113,5 @@ class Committed(NamedTuple):
     view_digest: str
 
 
-Event = (
-    Joined
-    | Departed
-    | Finished
-    | Announced
-    | Stopped
-    | Changed
-    | Quarantined
-    | Fetched
-    | Failed
-    | Liveness
-    | Timer
-    | Committed
-)
+FromTape = Joined | Departed | Finished | Announced | Stopped | Changed | Quarantined
+Event = FromTape | Fetched | Failed | Liveness | Timer | Tick | Committed

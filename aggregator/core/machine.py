@@ -7,6 +7,9 @@ Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
   or logging; times come in with events, in seconds since the epoch, and `rounds.deadline` says
   when the machine wants a `Timer`.
+- Rounds follow the owner's clock alone: a message of the tape happens at `state.now_s`, the last
+  time that the owner told. When the server stored it, by a clock that may differ by hours, counts
+  only against other such times of one sender.
 - The machine trusts that messages were decoded (`common/wire.py`), and nothing else in them.
 - An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
   that record is committed its stream sequence stays at or above the position in the record, so
@@ -36,10 +39,24 @@ from diloco.aggregator.core.state import (
     without_pending,
 )
 
+# A message of the tape that comes so much later than what was last told brings the time with it:
+# each such time stands in the next record.
+TICK_S = 0.1
+
 
 def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
     """The state after `event`, and what the driver must do, in order."""
     return _HANDLERS[type(event)](rules, state, event)
+
+
+def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: float) -> Result:
+    """As `step`, of an event that comes at `now_s`.
+
+    A message of the tape does not say when its reader has it, and rounds follow the reader's clock.
+    """
+    if isinstance(event, events.FromTape) and now_s - state.now_s > TICK_S:
+        state, _ = step(rules, state, events.Tick(now_s))
+    return step(rules, state, event)
 
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
@@ -63,7 +80,7 @@ def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> 
     if member is None or member.incarnation != event.incarnation:
         return state, ()
     state = with_member(state, event.learner, member._replace(live=False, left=True))
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> Result:
@@ -72,7 +89,7 @@ def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> 
     if member is None or member.incarnation != event.incarnation:
         return state, ()
     state = with_member(state, event.learner, member._replace(final=True))
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -> Result:
@@ -93,7 +110,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     verdict = admission.judge(rules, state, event)
     if verdict is not None:
         refused = Refused(manifest, event.stream_seq, *verdict)
-        return rounds.reject(rules, state, refused, event.stored_at_s)
+        return rounds.reject(rules, state, refused, state.now_s)
     member = state.members[manifest.learner]
     current = manifest.incarnation == member.incarnation
     if current and event.stream_seq <= state.known_seq:
@@ -103,28 +120,28 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
             final=member.final or manifest.final,
             step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
             weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
-            heard_at_s=max(member.heard_at_s, event.stored_at_s),
+            heard_at_s=event.stored_at_s,
         )
     state = state._replace(
         members={**state.members, manifest.learner: member},
         pending={**state.pending, update: Pending(manifest, event.stream_seq, fetching=False)},
     )
-    return rounds.fetch_waiting(rules, state, event.stored_at_s)
+    return rounds.fetch_waiting(rules, state, state.now_s)
 
 
 def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Result:
     state = with_seen(state, event.stream_seq)
     if state.stopping_at_s or state.final:
         return state, ()
-    state = state._replace(stopping_at_s=event.stored_at_s)
-    return rounds.go_on(rules, state, event.stored_at_s)
+    state = state._replace(stopping_at_s=state.now_s)
+    return rounds.go_on(rules, state, state.now_s)
 
 
 def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Result:
     state = with_seen(state, event.stream_seq)
     if event.stream_seq <= state.settings_seq:
         return state, ()
-    return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), event.stored_at_s)
+    return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), state.now_s)
 
 
 def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantined) -> Result:
@@ -138,7 +155,7 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
         if member is not None:
             state = with_member(state, event.learner, member._replace(offences=0))
     # A round does not wait for somebody who is shut out.
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Result:
@@ -213,6 +230,10 @@ def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result
     return rounds.close(state, event.at_s, "grace" if state.phase == "grace" else "deadline")
 
 
+def _on_tick(_rules: FragmentRules, state: State, event: events.Tick) -> Result:
+    return with_observation(state, "tick", event.at_s, NOBODY, 0.0), ()
+
+
 def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -> Result:
     published = bool(state.admitted)
     took_s = max(0.0, event.at_s - state.closed_at_s)
@@ -251,5 +272,6 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     events.Failed: _on_failed,
     events.Liveness: _on_liveness,
     events.Timer: _on_timer,
+    events.Tick: _on_tick,
     events.Committed: _on_committed,
 }

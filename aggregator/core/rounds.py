@@ -155,7 +155,7 @@ def close(state: State, now_s: float, reason: str, *, final: bool = False) -> Re
 
 def reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> Result:
     """Note a rejection; with no round open it gets a record of its own, else the round's."""
-    state = admission.charge(rules, state, refused, now_s)
+    state = admission.charge(state, refused)
     state = state._replace(rejected=(*state.rejected, refused))
     if state.phase == "idle":
         return close(state, now_s, "rejections", final=state.final)

@@ -91,7 +91,8 @@ class State(NamedTuple):
     `allowances` has everybody who announced something. `committing` counts the
     rejections and observations that the record being committed holds; `final`: the fragment's
     last version is committed, or is being so; `known_seq`: what is at or below it on the tape
-    was met before the record that this life began from at `began_at_s`.
+    was met before the record that this life began from at `began_at_s`; `now_s`: the last time that
+    the owner told, by its own clock, as all times of rounds are.
     """
 
     version: int
@@ -121,6 +122,7 @@ class State(NamedTuple):
     norms: tuple[float, ...] = ()
     known_seq: int = 0
     began_at_s: float = 0.0
+    now_s: float = 0.0
 
 
 def update_id(manifest: wire.Manifest) -> UpdateId:
@@ -206,4 +208,4 @@ def with_observation(state: State, what: str, at_s: float, about: UpdateId, valu
         seq=about.seq,
         value=value,
     )
-    return state._replace(observations=(*state.observations, observation))
+    return state._replace(observations=(*state.observations, observation), now_s=at_s)

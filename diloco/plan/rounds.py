@@ -351,7 +351,7 @@ class _Line:
     # The aggregator's side
 
     def _decide(self, event: events.Event) -> None:
-        self._state, effects = machine.step(self._rules, self._state, event)
+        self._state, effects = machine.step_at(self._rules, self._state, event, self._now_s)
         for effect in effects:
             if isinstance(effect, Fetch):
                 self._at(self._now_s + self._fetch_s, self._fetched, effect)

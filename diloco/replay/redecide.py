@@ -176,7 +176,7 @@ class _Rerun:
         return max(known for stood_s, known in self._stood if stood_s <= at_s)
 
     def _step(self, event: events.Event) -> None:
-        self.state, effects = machine.step(self._rules, self.state, event)
+        self.state, effects = machine.step_at(self._rules, self.state, event, self._now_s)
         for effect in effects:
             if isinstance(effect, Fetch):
                 self._fetch(effect)

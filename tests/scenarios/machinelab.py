@@ -187,7 +187,8 @@ class Lab:
         """Give the machine an event; note the commit it asks for."""
         if isinstance(event, events.Committed):
             self.unheard = False
-        self.state, effects = machine.step(self.rules, self.state, event)
+        now_s = event.stored_at_s if isinstance(event, events.FromTape) else event.at_s
+        self.state, effects = machine.step_at(self.rules, self.state, event, now_s)
         for effect in effects:
             if isinstance(effect, Commit):
                 assert not self.open_commit, "a second commit while one is open"
