@@ -285,7 +285,7 @@ class _World:
         self._seq = itertools.count(1)
         self._order = itertools.count()
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
-        self._chance = np.random.default_rng(settings.run.seed)
+        self._rng = np.random.default_rng(settings.run.seed)
         self.owners = [self._owner(f.index) for f in start.layout.fragments]
         self.learners: dict[str, _Learner] = {}
         self.checkpoints: dict[str, Any] = {}
@@ -325,7 +325,7 @@ class _World:
         self.after(self.weather.latency_steps, call)
 
     def step_s(self, speed: float) -> float:
-        return (1 + self.weather.jitter * float(self._chance.uniform(-1, 1))) / speed
+        return (1 + self.weather.jitter * float(self._rng.uniform(-1, 1))) / speed
 
     def tell(self, learner: _Learner, event: sync.Event, payload: Encoded | None = None) -> None:
         self.later(lambda: learner.hear(event, payload))

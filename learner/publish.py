@@ -194,7 +194,7 @@ class Publisher:
         self._post = post
         self._manifests: dict[int, wire.Manifest] = {}
         self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._nonce = f"{context.runtime.chance.getrandbits(128):032x}"
+        self._nonce = f"{context.runtime.rng.getrandbits(128):032x}"
         self.incarnation = 0
         self.others: Gather = nobody_else
 

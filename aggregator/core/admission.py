@@ -3,7 +3,7 @@
 import math
 
 from diloco.aggregator.core import events, policy
-from diloco.aggregator.core.effects import Effect, ShutOut
+from diloco.aggregator.core.effects import Effect, Quarantine
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Allowance, Refused, State, UpdateId, to_resolve
 from diloco.common import wire
@@ -13,22 +13,32 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
     """(reason, detail) to reject an announced update at once, or None."""
     manifest = event.manifest
     member = state.members.get(manifest.learner)
+    # An incarnation is the sequence of a join: one that the tape does not have is made up, or the
+    # join is behind its updates, which no honest learner does.
     if member is None or manifest.incarnation > member.incarnation:
         return "unknown_incarnation", f"no join of incarnation {manifest.incarnation} precedes it"
+    # By where the tape stored it, not by when it was made: what was stored before the newer join is
+    # honest work and is merged. Later it would be the work of a twin, whose steps the new life may
+    # train again (invariant 4).
     if manifest.incarnation < member.incarnation < event.stream_seq:
         return "superseded", f"incarnation {member.incarnation} joined before it was stored"
     if state.final:
         return "ended", "the fragment's last version is committed"
-    shut_out = quarantined(state, manifest)
-    if shut_out is not None:
-        return shut_out
+    # Answered even so: its learner, once released, must not find an update in flight for ever.
+    rejected = quarantined(state, manifest)
+    if rejected is not None:
+        return rejected
     wrong = policy.malformed(rules, manifest)
     if wrong is not None:
         return wrong
+    # Steps make the weight: more of them than a machine can do since it was last heard of is a
+    # claim and not work. Judged once, when `heard_at_s` is the one that was true then.
     since_s = event.stored_at_s - member.heard_at_s
     met_before = event.stream_seq <= state.known_seq
     if not met_before and policy.too_many_steps(rules.bounds, manifest.steps, since_s):
         return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
+    # The base is known only when the record stands: a version that is not committed is nobody's
+    # base.
     # A learner may have read the record that is being committed: judged when it is to be merged.
     return None if state.phase == "closing" else wrong_base(rules, state, manifest)
 
@@ -42,15 +52,20 @@ def quarantined(state: State, manifest: wire.Manifest) -> tuple[str, str] | None
 
 def allow(rules: FragmentRules, state: State, learner: str, now_s: float) -> tuple[State, bool]:
     """Whether a learner may announce one more update now; takes it from its allowance."""
+    # A bucket of tokens for each learner: a flood of manifests would otherwise fill the records of
+    # everybody. Taken before the verdict, since judging is what costs us time.
     before = state.allowances.get(learner, Allowance(math.inf, now_s))
     left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
     allowed = left >= 1
+    # Also backwards: a server's clock that was set back must not end the filling. What is then
+    # earned twice is no more than the most that an allowance holds.
     after = Allowance(left - allowed, now_s)
     return state._replace(allowances={**state.allowances, learner: after}), allowed
 
 
 def charge(state: State, refused: Refused) -> State:
     """Take from the sender's allowance what its rejection costs, if it was not taken before."""
+    # The life before this one has charged for it.
     if refused.stream_seq <= state.known_seq:
         return state
     learner = refused.manifest.learner
@@ -65,6 +80,8 @@ def overtakes(state: State, update: UpdateId) -> bool:
     What is being committed counts as resolved: the learner may read the record before we do.
     """
     still = state.rejected[state.committing[0] :] if state.phase == "closing" else to_resolve(state)
+    # By life and not by learner: a new life's first update is not in the way of what the old one
+    # still has on the tape.
     unresolved = (*state.pending.values(), *still)
     return any(
         waiting.manifest.learner == update.learner
@@ -80,13 +97,19 @@ def wrong_base(
 
     Judged when it is announced and again when it is merged: an update that waits grows stale.
     """
+    # Work on versions that an operator took back would bring them in again.
     if manifest.base_version < state.floor:
         return "rolled_back", f"based on version {manifest.base_version}, before the rollback"
+    # Nobody can have built on what is not committed.
     staleness = state.version - manifest.base_version
     if staleness < 0:
         return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
+    # The digest says that learner and aggregator mean the same bits. Older ones are not kept, and
+    # their delta is discounted.
     if staleness == 0 and manifest.base_digest != state.view_digest:
         return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
+    # Off by default: the discount makes old work small, and throwing it away costs tokens
+    # (invariant 4 counts them as rejected).
     if rules.staleness.maximum and staleness > rules.staleness.maximum:
         return "stale", f"{staleness} versions old, at most {rules.staleness.maximum}"
     return None
@@ -96,13 +119,15 @@ def offenders(
     rules: FragmentRules, state: State, resolved: tuple[Refused, ...]
 ) -> tuple[Effect, ...]:
     """Whom to shut out, after the record that rejects what is `resolved`."""
+    # Counted in rejected less merged, so that an honest learner with a rare fault is never shut
+    # out, and one that only offends soon is.
     limit = rules.bounds.quarantine_offences
     found = {}
     for refused in resolved:
         learner = refused.manifest.learner
         member = state.members.get(learner)
         if limit and member and member.offences >= limit and learner not in state.quarantined:
-            found[learner] = ShutOut(
+            found[learner] = Quarantine(
                 learner,
                 f"{member.offences} more updates of fragment {rules.fragment} rejected than "
                 f"merged, the last one for {refused.reason!r}: {refused.detail}"[:1000],

@@ -20,25 +20,48 @@ from diloco.aggregator.core.state import Refused, State, UpdateId
 from diloco.common import wire
 
 
-def decided(rules: FragmentRules, commit: Commit) -> dict[str, Any]:
-    """The fields of a record that the machine alone decides."""
+class Decided(NamedTuple):
+    """The part of a record that the machine alone decides, field by field as in `wire.Record`.
+
+    Operators' records, which no machine decides, state the same.
+    """
+
+    what: Literal["version", "verdict", "restore", "restored"]
+    base_seq: int
+    version: int
+    global_step: int
+    rejected: tuple[wire.Rejected, ...]
+    reason: str
+    position: int
+    observations: tuple[wire.Observation, ...]
+    policy: wire.PolicyState
+    final: bool
+    opened_at_s: float
+    quorum_at_s: float
+    closed_at_s: float
+
+
+def decide(rules: FragmentRules, commit: Commit) -> Decided:
+    """What the machine says in the record of a commit."""
     state = commit.state
+    # A verdict leaves version and clock where they are: learners have nothing to adopt
+    # (invariant 1).
     made = commit.what == "version"
-    return {
-        "base_seq": state.record_seq,
-        "what": commit.what,
-        "version": state.version + made,
-        "global_step": rounds.global_step_after(rules, state) if made else state.global_step,
-        "rejected": tuple(_rejected(refused) for refused in state.rejected),
-        "reason": commit.reason,
-        "position": memory.position(state),
-        "observations": state.observations,
-        "policy": memory.policy_after(state),
-        "final": commit.final,
-        "opened_at_s": state.opened_at_s,
-        "quorum_at_s": state.quorum_at_s,
-        "closed_at_s": commit.at_s,
-    }
+    return Decided(
+        what=commit.what,
+        base_seq=state.record_seq,
+        version=state.version + made,
+        global_step=rounds.global_step_after(rules, state) if made else state.global_step,
+        rejected=tuple(_rejected(refused) for refused in state.rejected),
+        reason=commit.reason,
+        position=memory.position(state),
+        observations=state.observations,
+        policy=memory.policy_after(state),
+        final=commit.final,
+        opened_at_s=state.opened_at_s,
+        quorum_at_s=state.quorum_at_s,
+        closed_at_s=commit.at_s,
+    )
 
 
 def _rejected(refused: Refused) -> wire.Rejected:
@@ -80,7 +103,7 @@ class Decision(NamedTuple):
     fields: tuple[tuple[str, Any, Any], ...] = ()
 
 
-# What a record says beside `decided`, given the commit and the record itself.
+# What a record says beside `Decided`, given the commit and the record itself.
 Beside = Callable[[Commit, wire.Record], Mapping[str, Any]]
 
 
@@ -114,12 +137,14 @@ def decide_again(
         if commit is None:
             fields: tuple[tuple[str, Any, Any], ...] = (("what", record.what, "nothing yet"),)
         else:
-            again = {**decided(follower.rules, commit), **beside(commit, record)}
+            again = {**decide(follower.rules, commit)._asdict(), **beside(commit, record)}
             fields = tuple(
                 (name, getattr(record, name), value)
                 for name, value in again.items()
                 if getattr(record, name) != value
             )
+        # What follows from a decision that came out differently is no evidence: the next begins
+        # from its own record, if it can.
         if fields:
             follower.state = None
         yield Decision(seq, record, "different" if fields else "same", "", commit, fields)
@@ -147,6 +172,8 @@ class _Follower:
         first = record.observations[0].what if record.observations else ""
         why = self._cannot_begin(base) if first == "committed" and self.state is None else ""
         for observation in record.observations:
+            # A record holds the observations of every life since the one before it: of those that
+            # died nothing but what they met counts.
             if observation.what == "resumed":
                 self._began_at_s = observation.at_s
                 if base.position < self._whole_from:

@@ -45,14 +45,14 @@ class Ignored(NamedTuple):
     reason: str
 
 
-class ShutOut(NamedTuple):
+class Quarantine(NamedTuple):
     """Say on the tape that a learner is quarantined; said again until the tape has it."""
 
     learner: str
     reason: str
 
 
-Effect = Fetch | Merge | OpenRound | Commit | Ignored | ShutOut
+Effect = Fetch | Merge | OpenRound | Commit | Ignored | Quarantine
 
 
 Result = tuple[State, tuple[Effect, ...]]

@@ -16,6 +16,11 @@ Rules of the core:
   that whoever recovers from the record meets it again.
 - What the machine decides from is either on the tape or noted in `observations`, which go into
   the next record: a reader of the tape can decide the same again.
+- In `closing` nothing is decided but what needs no base: messages of the tape are taken, updates
+  wait as pending and are judged against the version that is being committed once it stands,
+  rejections go into the next record. So a driver may go on reading the tape while it commits.
+  Today none does: the owner of a fragment (`tenure.py`), the planner and the what-if of a replay
+  all give the machine its next event after `Committed`, in the order in which they came.
 """
 
 from collections.abc import Callable
@@ -61,9 +66,15 @@ def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: floa
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
     state = with_seen(state, event.stream_seq)
+    # Whoever recovers meets joins again that its memory has; and a learner's newest life is the one
+    # that counts, so that an older join, met later, takes nothing back (invariant 3: the same tape
+    # gives the same state, however often it is read).
     known = state.members.get(event.learner)
     if known and known.incarnation >= event.stream_seq:
         return state, ()
+    # A new life is believed to be as fast and as heavy as the one before until it says otherwise:
+    # pace and grace must not jump at each restart. Its offences stay as well, or a crash would wash
+    # them off.
     member = Member(
         event.stream_seq,
         step_time_s=known.step_time_s if known else 0.0,
@@ -77,8 +88,11 @@ def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Res
 def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> Result:
     state = with_seen(state, event.stream_seq)
     member = state.members.get(event.learner)
+    # A leave that travelled slowly must not end the life that came after it.
     if member is None or member.incarnation != event.incarnation:
         return state, ()
+    # `left` beside `live`: a heartbeat that is still on its way must not bring it back, and the
+    # round would wait for somebody who said goodbye.
     state = with_member(state, event.learner, member._replace(live=False, left=True))
     return rounds.advance(rules, state, state.now_s)
 
@@ -88,6 +102,8 @@ def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> 
     member = state.members.get(event.learner)
     if member is None or member.incarnation != event.incarnation:
         return state, ()
+    # This learner had nothing unsent of the fragment: the last round need not wait for an update
+    # that never comes.
     state = with_member(state, event.learner, member._replace(final=True))
     return rounds.advance(rules, state, state.now_s)
 
@@ -99,20 +115,30 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     if manifest.epoch != rules.epoch:
         # Its incarnation is of another tape: nothing here may be marked with it.
         return state, (Ignored(manifest, "epoch"),)
+    # Announcing again is how a learner makes up for a lost message, and the tape itself delivers
+    # more than once: an update has one answer, in one record (invariant 2).
     if memory.is_known(state, update):
         return state, ()
+    # The mark of a life is its highest resolved seq: were two under way, resolving the later one
+    # first would lose the earlier (invariants 2 and 4).
     if admission.overtakes(state, update):
         return state, (Ignored(manifest, "in_flight"),)
+    # What the record before this life had met was paid for then: paid again, a crash of ours would
+    # shut out an honest learner.
     if event.stream_seq > state.known_seq:
         state, allowed = admission.allow(rules, state, manifest.learner, event.stored_at_s)
         if not allowed:
             return state, (Ignored(manifest, "rate"),)
+    # Judged before its shards are read: an update that can be refused by its manifest alone must
+    # cost no bytes.
     verdict = admission.judge(rules, state, event)
     if verdict is not None:
         refused = Refused(manifest, event.stream_seq, *verdict)
         return rounds.reject(rules, state, refused, state.now_s)
     member = state.members[manifest.learner]
     current = manifest.incarnation == member.incarnation
+    # The averages in the record have this update already. Taken twice they would differ from those
+    # of a machine that never died (invariant 3).
     if current and event.stream_seq <= state.known_seq:
         member = member._replace(final=member.final or manifest.final)
     elif current:
@@ -131,6 +157,8 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
 
 def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Result:
     state = with_seen(state, event.stream_seq)
+    # The first word counts: the last deadline is reckoned from it, and must not move when the
+    # message is met again.
     if state.stopping_at_s or state.final:
         return state, ()
     state = state._replace(stopping_at_s=state.now_s)
@@ -139,6 +167,8 @@ def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Re
 
 def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Result:
     state = with_seen(state, event.stream_seq)
+    # The memory says which settings a record was made under; older ones, met again after a
+    # recovery, are not in force any more.
     if event.stream_seq <= state.settings_seq:
         return state, ()
     return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), state.now_s)
@@ -152,6 +182,8 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
     else:
         state = state._replace(quarantined=state.quarantined - one)
         member = state.members.get(event.learner)
+        # An operator who lets a learner in again gives it a fresh start, or its next mistake would
+        # shut it out.
         if member is not None:
             state = with_member(state, event.learner, member._replace(offences=0))
     # A round does not wait for somebody who is shut out.
@@ -159,23 +191,38 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
 
 
 def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Result:
+    # Its answer stands already: the run's end refused it while its shards were on their way.
     pending = state.pending.get(event.update)
     if pending is None:
         return state, ()
+    # When shards were here, and with which norm, is on no tape: a replay must be told (invariant
+    # 5).
     state = with_observation(state, "fetched", event.at_s, event.update, event.norm)
     if not rounds.takes_updates(rules, state, event.at_s):
         # Too late for its round; its shards are read again when the next one opens.
         return with_pending(state, event.update, pending._replace(fetching=False)), ()
+    # Once more, since it waited: meanwhile a version may have been committed, a rollback or a
+    # quarantine. What is merged fits the version that is built on now.
     manifest = pending.manifest
     wrong = admission.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
     if wrong is not None:
         refused = Refused(manifest, pending.stream_seq, *wrong)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
+    # The norm is measured, not claimed: the one bound on an update's effect that no manifest can
+    # talk around.
     clip = policy.judge_norm(rules.bounds, state.norms, event.norm, manifest.steps)
     if clip is None:
         detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
         refused = Refused(manifest, pending.stream_seq, "norm", detail)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
+    return _admit(rules, without_pending(state, event.update), pending, clip, event)
+
+
+def _admit(
+    rules: FragmentRules, state: State, pending: Pending, clip: float, event: events.Fetched
+) -> Result:
+    """Merge a verified update, in a round that is opened for it if there is none."""
+    manifest = pending.manifest
     staleness = state.version - manifest.base_version
     admitted = Admitted(
         manifest,
@@ -188,11 +235,14 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     )
     opened: tuple[Effect, ...] = ()
     if state.phase == "idle":
+        # Not before something can be merged: the deadline of a round that is open runs, and an
+        # update whose shards never come must not start it.
         opened = (OpenRound(state.version + 1),)
         state = state._replace(phase="open", opened_at_s=event.at_s, quorum_at_s=0.0)
-    remaining = {key: value for key, value in state.pending.items() if key != event.update}
+    # The median is of norms as they were merged, so that one huge update cannot raise the bar for
+    # the next; per step, so that the honest work of an outage is judged like any other.
     norms = (*state.norms, clip * event.norm / manifest.steps)[-policy.NORM_WINDOW :]
-    state = state._replace(pending=remaining, admitted=(*state.admitted, admitted), norms=norms)
+    state = state._replace(admitted=(*state.admitted, admitted), norms=norms)
     state, more = rounds.advance(rules, state, event.at_s)
     return state, (*opened, Merge(admitted), *more)
 
@@ -201,6 +251,8 @@ def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Resu
     pending = state.pending.get(event.update)
     if pending is None:
         return state, ()
+    # The sender is told through the record: an update whose shards are bad must not stay in flight
+    # for ever (invariant 2).
     state = with_observation(state, "failed", event.at_s, event.update, 0.0)
     refused = Refused(pending.manifest, pending.stream_seq, event.reason, event.detail)
     return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
@@ -210,6 +262,7 @@ def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> 
     member = state.members.get(event.learner)
     if member is None or member.incarnation != event.incarnation or member.left:
         return state, ()
+    # A repeated word is no observation: records must not grow with the number of heartbeats.
     if member.live == event.live:
         return state, ()
     about = UpdateId(event.learner, event.incarnation, 0)
@@ -220,10 +273,13 @@ def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> 
 
 def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result:
     due = rounds.deadline(rules, state)
+    # An event that was taken meanwhile may have moved the deadline.
     if due is None or event.at_s < due:
         return state, ()
     state = with_observation(state, "timer", event.at_s, NOBODY, 0.0)
     if state.stopping_at_s:
+        # The end comes whatever is missing: a learner that died with its last update on its way
+        # must not hold up a whole run.
         return rounds.close(rounds.refuse_late(state), event.at_s, "deadline", final=True)
     if state.phase == "idle":
         return rounds.fetch_waiting(rules, state, event.at_s)
@@ -236,9 +292,13 @@ def _on_tick(_rules: FragmentRules, state: State, event: events.Tick) -> Result:
 
 def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -> Result:
     published = bool(state.admitted)
+    # The grace window leaves room for what a commit takes, since learners cannot adopt before.
     took_s = max(0.0, event.at_s - state.closed_at_s)
     rejections, observations = state.committing
     resolved = state.rejected[:rejections]
+    # Only now: until the record stands, a crash must find the machine as it was before the close
+    # (invariants 1 and 3). What came in meanwhile is beyond `committing` and goes into the next
+    # record.
     state = memory.after_record(state)._replace(
         version=state.version + published,
         global_step=rounds.global_step_after(rules, state) if published else state.global_step,
@@ -251,8 +311,13 @@ def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -
         committing=(0, 0),
         sync_s=policy.ema(state.sync_s, took_s) if published else state.sync_s,
     )
+    # A clock of ours again, and `sync_s` follows from it.
     state = with_observation(state, "committed", event.at_s, NOBODY, 0.0)
+    # After the record, since the word on the tape must never stand without the rejections that led
+    # to it.
     offenders = admission.offenders(rules, state, resolved)
+    # What was rejected while this record was being stored has waited for long enough: its senders
+    # are blocked until they hear.
     if state.rejected:
         state, effects = rounds.close(state, event.at_s, "rejections", final=state.final)
     else:

@@ -24,20 +24,47 @@ from diloco.common import wire
 LIVES = 4
 
 
-EMPTY_POLICY = wire.PolicyState(
-    members=(),
-    marks=(),
-    quarantined=(),
-    allowances=(),
-    seen_seq=0,
-    floor=0,
-    settings_seq=0,
-    closed_at_s=0.0,
-    stopping_at_s=0.0,
-    quorum_s=0.0,
-    sync_s=0.0,
-    norms=(),
-)
+def beginning(
+    *,
+    quarantined: tuple[str, ...] = (),
+    floor: int = 0,
+    quorum_s: float = 0.0,
+    sync_s: float = 0.0,
+    norms: tuple[float, ...] = (),
+) -> wire.PolicyState:
+    """What the first record of a tape remembers: nothing that has a sequence number.
+
+    Args:
+        quarantined: who is shut out already.
+        floor: the oldest version that an update may be based on.
+        quorum_s: moving average of the tape before, from a round's opening to its quorum.
+        sync_s: likewise, from its close to its record.
+        norms: of the updates merged last.
+    """
+    return wire.PolicyState(
+        members=(),
+        marks=(),
+        quarantined=quarantined,
+        allowances=(),
+        seen_seq=0,
+        floor=floor,
+        settings_seq=0,
+        closed_at_s=0.0,
+        stopping_at_s=0.0,
+        quorum_s=quorum_s,
+        sync_s=sync_s,
+        norms=norms,
+    )
+
+
+def with_floor(kept: wire.PolicyState, floor: int) -> wire.PolicyState:
+    """The memory of a fragment that went back: what was made before `floor` is merged no more."""
+    return wire.PolicyState(**(dict(kept) | {"floor": floor}))
+
+
+def with_settings(kept: wire.PolicyState, settings_seq: int) -> wire.PolicyState:
+    """The memory under the settings of a message of the tape."""
+    return wire.PolicyState(**(dict(kept) | {"settings_seq": settings_seq}))
 
 
 def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
@@ -50,6 +77,9 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         version=record.version,
         record_seq=record_seq,
         view_digest=record.view_digest,
+        # From the lowest sequence that is not resolved: what lies above it and is resolved is met
+        # again, and known by its mark. So position needs no acknowledgement, which could be lost
+        # (invariant 2).
         seen_seq=record.position - 1,
         global_step=record.global_step,
         floor=memory.floor,
@@ -60,11 +90,14 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         members={m.learner: Member(**m.model_dump(exclude={"learner"})) for m in memory.members},
         marks={(m.learner, m.incarnation): Mark(m.seq, m.stream_seq) for m in memory.marks},
         pending={},
+        # A predecessor whose clock was an hour ahead must not make us wait an hour.
         closed_at_s=min(memory.closed_at_s, now_s),
         stopping_at_s=min(memory.stopping_at_s, now_s),
         quorum_s=memory.quorum_s,
         sync_s=memory.sync_s,
         norms=memory.norms,
+        # Up to here the predecessor's averages and allowances have everything; what it did not read
+        # it has not counted.
         known_seq=memory.seen_seq,
         began_at_s=now_s,
     )
@@ -73,6 +106,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
 
 def policy_after(state: State) -> wire.PolicyState:
     """What the record that commits `state` must keep for `resume`."""
+    # As it will be once this very record stands, since it is read only then.
     committed = after_record(state)
     members = tuple(
         wire.MemberState(learner=learner, **member._asdict())
@@ -92,6 +126,7 @@ def policy_after(state: State) -> wire.PolicyState:
             wire.Allowance(learner=learner, **allowance._asdict())
             for learner, allowance in committed.allowances.items()
         ),
+        # A life that dies before it has caught up has still inherited what the one before had met.
         seen_seq=max(committed.seen_seq, committed.known_seq),
         floor=committed.floor,
         settings_seq=committed.settings_seq,
@@ -105,6 +140,7 @@ def policy_after(state: State) -> wire.PolicyState:
 
 def position(state: State) -> int:
     """Lowest stream sequence that is not resolved once `state`'s record is committed."""
+    # What waits is in no record yet: a position above it would lose it (invariant 2).
     waiting = (pending.stream_seq for pending in state.pending.values())
     return min(waiting, default=state.seen_seq + 1)
 
@@ -128,6 +164,7 @@ def is_known(state: State, update: UpdateId) -> bool:
         return True
     if mark is not None:
         return False
+    # Memory has a bound: without one, a learner that restarts for a year would fill every record.
     # A life so old that its mark is gone was answered long ago.
     joined = newest_incarnation(state, update.learner)
     lives = [
@@ -145,6 +182,8 @@ def after_record(state: State) -> State:
     resolved += state.rejected[: state.committing[0]]
     for taken in resolved:
         update = update_id(taken.manifest)
+        # One update of a life is in flight at a time, so its highest resolved seq stands for all
+        # before it: the memory does not grow with updates.
         marks[update[:2]] = Mark(update.seq, taken.stream_seq)
     for learner in {learner for learner, _ in marks}:
         joined = newest_incarnation(state, learner)
@@ -163,6 +202,7 @@ def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[s
         learner = taken.manifest.learner
         if learner not in members or getattr(taken, "reason", "") in policy.NO_OFFENCES:
             continue
+        # Merged work makes up for offences, or every learner would be shut out some day.
         change = 1 if isinstance(taken, Refused) else -1
         count = max(0, members[learner].offences + change)
         members[learner] = members[learner]._replace(offences=count)

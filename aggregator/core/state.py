@@ -15,7 +15,7 @@ class UpdateId(NamedTuple):
     seq: int
 
 
-# Whom an observation is about that is about nobody.
+# Whom an observation is about that is about nobody: a timer, a commit.
 NOBODY = UpdateId("", 0, 0)
 
 
@@ -28,7 +28,11 @@ class Pending(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """An update that the open round has merged."""
+    """An update that the open round has merged.
+
+    Its numbers are decided once and recorded: whoever merges again reads them, so that no change of
+    a rule, or of arithmetic, changes a version that was published (invariants 3 and 5).
+    """
 
     manifest: wire.Manifest
     stream_seq: int
@@ -49,20 +53,22 @@ class Refused(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What this fragment knows of a learner.
-
-    `final`: its last update of this fragment is announced; `left`: it ended on purpose;
-    `heard_at_s`: when its last join or update was stored; `offences`: how many more of its
-    updates were rejected for what they are than were merged.
-    """
+    """What this fragment knows of a learner."""
 
     incarnation: int
+    # Whether rounds wait for it. A learner is live from its join on: it has something to add to the
+    # very round that is open.
     live: bool = True
+    # It ended on purpose, and no heartbeat on its way brings it back.
     left: bool = False
+    # Its last update of this fragment is announced, so that the run's last round need not wait.
     final: bool = False
+    # Moving averages of what its updates claim; 0 while there was none.
     step_time_s: float = 0.0
     weight: float = 0.0
+    # When its last join or update was stored: steps are believed for the time since then.
     heard_at_s: float = 0.0
+    # How many more of its updates were rejected for what they are than were merged.
     offences: int = 0
 
 
@@ -84,44 +90,58 @@ Phase = Literal["idle", "open", "grace", "closing"]
 
 
 class State(NamedTuple):
-    """The machine's state; mappings are replaced, never changed.
+    """The machine's state; mappings are replaced, never changed."""
 
-    `global_step` is the run's clock at `version`; `floor` the version of the newest rollback;
-    `settings_seq` the settings message that the rules come from. `quarantined` are shut out;
-    `allowances` has everybody who announced something. `committing` counts the
-    rejections and observations that the record being committed holds; `final`: the fragment's
-    last version is committed, or is being so; `known_seq`: what is at or below it on the tape
-    was met before the record that this life began from at `began_at_s`; `now_s`: the last time that
-    the owner told, by its own clock, as all times of rounds are.
-    """
-
+    # What stands: the newest version, the record that says so, and its view's digest, against which
+    # the base of an update is judged.
     version: int
     record_seq: int
     view_digest: str
+    # The tape is taken up to here. A record's position follows from it, and so what its successor
+    # reads again.
     seen_seq: int
     members: Mapping[str, Member]
+    # By (learner, incarnation). They alone tell an update that is announced once more from a new
+    # one (invariant 2), so they outlive every record.
     marks: Mapping[tuple[str, int], Mark]
     pending: Mapping[UpdateId, Pending]
+    # The run's clock at `version`. It is carried and not computed from `version`, since a rollback
+    # sets it back while versions go on.
     global_step: int = 0
+    # The version of the newest rollback: nothing that was made before it is merged any more.
     floor: int = 0
+    # The settings message that the rules come from; the rules themselves are given with each event,
+    # so that what the machine remembers is small.
     settings_seq: int = 0
     quarantined: frozenset[str] = frozenset()
+    # Everybody who ever announced something: a learner that restarts must not get a full allowance.
     allowances: Mapping[str, Allowance] = MappingProxyType({})
     phase: Phase = "idle"
+    # The fragment's last version is committed, or is being so: nothing follows it (invariant 1).
     final: bool = False
+    # What the open round has merged, in this order: additions of floats do not commute, and
+    # recovery repeats them (invariant 3).
     admitted: tuple[Admitted, ...] = ()
     rejected: tuple[Refused, ...] = ()
     observations: tuple[wire.Observation, ...] = ()
+    # How many rejections and observations are in the record that is being committed; the others
+    # came since its round closed.
     committing: tuple[int, int] = (0, 0)
+    # Times of the open round, and of the newest version's; 0 where there is none.
     opened_at_s: float = 0.0
     quorum_at_s: float = 0.0
     closed_at_s: float = 0.0
+    # When the run's stop was stored; 0 before it.
     stopping_at_s: float = 0.0
+    # Moving averages: from a round's opening to its quorum, from its close to its record.
     quorum_s: float = 0.0
     sync_s: float = 0.0
     norms: tuple[float, ...] = ()
+    # This life began at `began_at_s` from a record whose maker had met everything up to
+    # `known_seq`: it counted it in the averages and allowances, which must not be done again.
     known_seq: int = 0
     began_at_s: float = 0.0
+    # The last time that the owner told, by its own clock, as all times of rounds are.
     now_s: float = 0.0
 
 
@@ -199,7 +219,7 @@ def without_pending(state: State, update: UpdateId) -> State:
 
 def with_observation(state: State, what: str, at_s: float, about: UpdateId, value: float) -> State:
     """An input that is not on the tape was taken: the next record says so."""
-    observation = wire.Observation.model_construct(
+    observation = wire.Observation(
         what=what,
         at_s=at_s,
         after_seq=state.seen_seq,

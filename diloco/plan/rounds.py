@@ -8,6 +8,7 @@ Pure: randomness comes in as a generator, times are seconds since the beginning.
 
 import heapq
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -202,6 +203,7 @@ class _Line:
         self._heap: list[_Event] = []
         self._stream = count(1)
         self._timer_s = NEVER_S
+        self._held: deque[events.Event] = deque()
         self._state = State(
             version=0, record_seq=0, view_digest=_digest(0), seen_seq=0,
             members={}, marks={}, pending={},
@@ -351,6 +353,10 @@ class _Line:
     # The aggregator's side
 
     def _decide(self, event: events.Event) -> None:
+        if self._state.phase == "closing" and not isinstance(event, events.Committed):
+            # As a fragment's owner does: its machine is told nothing before the record stands.
+            self._held.append(event)
+            return
         self._state, effects = machine.step_at(self._rules, self._state, event, self._now_s)
         for effect in effects:
             if isinstance(effect, Fetch):
@@ -368,7 +374,8 @@ class _Line:
     def _timer(self, due_s: float) -> None:
         if due_s == self._timer_s:
             self._timer_s = NEVER_S
-            self._decide(events.Timer(self._now_s))
+            if self._state.phase != "closing":
+                self._decide(events.Timer(self._now_s))
 
     def _fetched(self, fetch: Fetch) -> None:
         # Every update has the same norm per step: none is clipped.
@@ -393,6 +400,8 @@ class _Line:
             )  # fmt: skip
             arrives_s = self._now_s + learner.worker.download_s
             self._at(arrives_s, self._hear, learner, learner.incarnation, ready)
+        while self._held and self._state.phase != "closing":
+            self._decide(self._held.popleft())
 
 
 def _digest(version: int) -> str:

@@ -7,7 +7,7 @@ from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decision, Heard, decide_again
 from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
-from diloco.aggregator.driver import decode_event
+from diloco.aggregator.tape_events import decode_event
 from diloco.check.history import Chain, History
 from diloco.common import wire
 from diloco.common.bus import Message

@@ -5,9 +5,13 @@ Shared by the scenario scripts and the property tests. The lab does what the dri
 can crash: `resume` from the last record and meet the tape again from its position.
 """
 
+from records import make_record
+
+from diloco.aggregator.arrays.fragment import make_input as merged_input
 from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core.decisions import decide
 from diloco.aggregator.core.effects import Commit, Effect
-from diloco.aggregator.core.state import Admitted, Refused, State
+from diloco.aggregator.core.state import State
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import make_config
 from diloco.common.layout import Tensor, make_layout
@@ -15,7 +19,6 @@ from diloco.common.layout import Tensor, make_layout
 BLOCK = 16
 LAYOUT = make_layout([Tensor(name="w", shape=(32, 64), dtype="float32")], fragments=1, block=BLOCK)
 CODEC = "int4"
-REF = wire.ObjectRef(name="o", size_bytes=1, crc32c=0)
 # One fragment; H = 24; two shards an update.
 BASIS = {
     "sync": {"fragments": 1, "interval_steps": 24, "block": BLOCK, "shard_elements": 1024},
@@ -78,85 +81,17 @@ def make_manifest(rules, learner, incarnation, seq, base=0, **changes) -> wire.M
 
 def record_of(rules, commit: Commit, base_digest: str) -> wire.Record:
     """The record that the driver would make of a commit, as far as the machine's part goes."""
-    state = commit.state
-    version = state.version + (commit.what == "version")
-    return wire.Record(
-        what=commit.what,
+    decided = decide(rules, commit)
+    return make_record(
+        **decided._asdict(),
         run=rules.run,
         epoch=rules.epoch,
         fragment=rules.fragment,
-        version=version,
-        restored_version=None,
-        base_seq=state.record_seq,
         base_digest=base_digest,
         layout=rules.layout,
-        global_step=rounds.global_step_after(rules, state)
-        if commit.what == "version"
-        else state.global_step,
-        inputs=tuple(_input(taken) for taken in state.admitted),
-        rejected=tuple(_rejected(refused) for refused in state.rejected),
-        reason=commit.reason,
-        factors=b"",
-        learning_rate=1.0,
-        momentum=0.0,
-        delta=None,
-        snapshot=REF,
-        snapshot_version=0,
-        deltas=(),
-        outer=REF,
-        outer_version=0,
-        outer_seq=0,
-        view_digest=digest_of(version),
-        outer_digest=digest_of(version),
-        position=memory.position(state),
-        totals=wire.Totals(
-            updates_merged=0, updates_rejected=0, tokens_merged=0, tokens_rejected=0, steps_merged=0
-        ),
-        observations=state.observations,
-        policy=memory.policy_after(state),
-        final=commit.final,
-        opened_at_s=state.opened_at_s,
-        quorum_at_s=state.quorum_at_s,
-        closed_at_s=commit.at_s,
-        merged_at_s=commit.at_s,
-        aggregator="lab",
-        attempt_id="0",
-    )
-
-
-def _input(taken: Admitted) -> wire.Input:
-    sent = taken.manifest
-    return wire.Input(
-        learner=sent.learner,
-        incarnation=sent.incarnation,
-        seq=sent.seq,
-        stream_seq=taken.stream_seq,
-        codec=sent.codec,
-        shards=sent.shards,
-        weight=taken.weight,
-        staleness=taken.staleness,
-        discount=taken.discount,
-        clip=taken.clip,
-        norm=taken.norm,
-        tokens=sent.tokens,
-        steps=sent.steps,
-        loss=sent.loss,
-        final=sent.final,
-        coefficients=b"",
-    )
-
-
-def _rejected(refused: Refused) -> wire.Rejected:
-    sent = refused.manifest
-    return wire.Rejected(
-        learner=sent.learner,
-        incarnation=sent.incarnation,
-        seq=sent.seq,
-        stream_seq=refused.stream_seq,
-        tokens=sent.tokens,
-        steps=sent.steps,
-        reason=refused.reason,
-        detail=refused.detail,
+        inputs=tuple(merged_input(taken, b"") for taken in commit.state.admitted),
+        view_digest=digest_of(decided.version),
+        outer_digest=digest_of(decided.version),
     )
 
 

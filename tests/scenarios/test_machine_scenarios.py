@@ -25,7 +25,15 @@ from machinelab import BLOCK, Lab, lab_rules, make_manifest
 from scripts import check, files, split
 
 from diloco.aggregator.core import events, memory
-from diloco.aggregator.core.effects import Commit, Effect, Fetch, Ignored, Merge, OpenRound, ShutOut
+from diloco.aggregator.core.effects import (
+    Commit,
+    Effect,
+    Fetch,
+    Ignored,
+    Merge,
+    OpenRound,
+    Quarantine,
+)
 from diloco.aggregator.core.state import UpdateId
 from diloco.common import slices
 
@@ -171,7 +179,7 @@ class Player:
                 return f"commit {what}{version}, {reason}{last}: {', '.join(parts)}"
             case Ignored(manifest, reason):
                 return f"ignore {self._name(manifest)}: {reason}"
-            case ShutOut(learner, reason):
+            case Quarantine(learner, reason):
                 return f"shut out {learner}: {reason}"
 
     def _status(self) -> Iterator[str]:

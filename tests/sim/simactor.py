@@ -130,7 +130,7 @@ class Actor:
         self.store = ActorStore(self)
         self.logger = ActorLog(self)
         self.clock = Clock(self.wall_clock, self.monotonic)
-        self.runtime = Runtime(clock=self.clock, offload=self._offload, chance=self.chance)
+        self.runtime = Runtime(clock=self.clock, offload=self._offload, rng=self.chance)
 
     def monotonic(self) -> float:
         """Seconds since the machine was started, as its oscillator counts them."""

@@ -3,7 +3,7 @@
 from unittest import mock
 
 import pytest
-from simrun import KINDS, Plan, simulate
+from simrun import KINDS, Trial, simulate
 from simshrink import commit, explain, shrink
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
@@ -39,9 +39,9 @@ def merged_again_out_of_order():
     """Recovery merges the inputs of a version in another order than its record says."""
 
     class Reversed(FragmentArrays):
-        def merge_again(self, record, store):
+        def merge_again(self, record, read):
             backwards = record.model_copy(update={"inputs": record.inputs[::-1]})
-            super().merge_again(backwards, store)
+            super().merge_again(backwards, read)
 
     return mock.patch("diloco.aggregator.recovery.FragmentArrays", Reversed)
 
@@ -91,7 +91,7 @@ BUGS = {
 def test_a_planted_bug_is_found(plant, record_property):
     with plant():
         for seed in range(SEEDS):
-            violation = simulate(Plan(seed=seed)).violation
+            violation = simulate(Trial(seed=seed)).violation
             if violation is not None:
                 break
         else:
@@ -103,7 +103,7 @@ def test_a_planted_bug_is_found(plant, record_property):
 
 def test_a_failure_is_shown_by_seed_commit_and_minimal_trace():
     with no_fence():
-        failed = simulate(Plan(seed=0))
+        failed = simulate(Trial(seed=0))
         smallest = shrink(failed)
         text = explain(smallest)
     assert smallest.violation.rule == failed.violation.rule

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.aggregator.arrays import merge
-from diloco.aggregator.arrays.fragment import read_parts, read_payload
 from diloco.aggregator.arrays.merge import Contribution, make_grid
+from diloco.aggregator.shard_reader import read_parts, read_payload
 from diloco.common import shards, slices, wire
 from diloco.common.errors import WireError
 from diloco.common.layout import Tensor, make_layout
@@ -56,8 +56,8 @@ def stored(store, codec, parts):
     return tuple(entries)
 
 
-def sharded(chance, most):
-    return [np.sort(part) for part in slices.cut(chance.permutation(BLOCKS), most)]
+def sharded(rng, most):
+    return [np.sort(part) for part in slices.cut(rng.permutation(BLOCKS), most)]
 
 
 @settings(max_examples=40)

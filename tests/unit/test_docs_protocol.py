@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.aggregator.arrays.fragment import FragmentArrays, read_payload
+from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.shard_reader import read_payload
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, layout_bytes, make_layout

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from diloco.__main__ import app
+from diloco.aggregator.core import events, machine
 from diloco.common.config import parse_settings
 from diloco.common.errors import ConfigError
 from diloco.common.quantize import encoded_bytes
@@ -189,6 +190,21 @@ def worker(step_s=1.0, trace=None, upload_s=0.1, download_s=0.1, horizon_s=2000.
         download_s=download_s,
         trace=trace or plan_outages.always(horizon_s),
     )
+
+
+def test_a_machine_is_told_nothing_while_it_commits(monkeypatch):
+    """As in production, where the owner of a fragment waits for the record to stand."""
+    told = []
+    step = machine.step
+
+    def spy(rules, state, event):
+        told.append((state.phase, type(event)))
+        return step(rules, state, event)
+
+    monkeypatch.setattr(machine, "step", spy)
+    found = rounds_of([worker(1.0), worker(1.4), worker(2.3)], close_s=30.0)
+    assert found.versions > 5
+    assert {kind for phase, kind in told if phase == "closing"} == {events.Committed}
 
 
 def test_equal_learners_make_complete_rounds_every_h_steps():
