@@ -65,11 +65,13 @@ class Fetcher:
     async def _fetch(self, fetch: Fetch) -> None:
         """Its payload waits with the answer until the machine's word."""
         await self._free.acquire()
-        runtime = self._context.runtime
+        context, runtime = self._context, self._context.runtime
         try:
             payload = await runtime.retry(
                 "reading shards",
-                lambda: runtime.call(read_payload, self._context.store, fetch.manifest, self._grid),
+                lambda: runtime.call(
+                    read_payload, context.store, fetch.manifest, self._grid, context.arithmetic
+                ),
                 logger=self._logger,
             )
         except ObjectMissingError as error:

@@ -209,6 +209,7 @@ class World:
             logger=actor.logger,
             name=name,
             gc=self.gc,
+            arithmetic=self.tensors.arithmetic,
         )
 
     def aggregator(
