@@ -94,7 +94,7 @@ class Bus(Protocol):
         """
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None.
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
 
         Staleness: without bound. With the credentials of a learner any replica may answer, also one
         that is behind what was acknowledged, even to this client, and the next answer may be

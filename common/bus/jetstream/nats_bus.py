@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from diloco.common.errors import (
 )
 
 _BROADCAST_BACKLOG_BYTES = 1 << 20
+_LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
 
 
 class NatsBus:
@@ -114,21 +116,25 @@ class NatsBus:
             )
         except RefusedError as error:
             if error.err_code in WRONG_LAST_SEQUENCE:
-                raise SwapLostError(subject, expected_last or 0) from error
+                last = _LAST_SEQUENCE.search(error.message)
+                raise SwapLostError(
+                    subject, expected_last or 0, None if last is None else int(last[1])
+                ) from error
             raise
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None.
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
 
-        It is asked of the stream's leader; with `direct_reads`, of any replica. For how stale
+        It is asked of the stream's leader; with `direct_reads` (no patterns then),
+        of any replica. For how stale
         that may be see `Bus.last`.
 
         Raises:
             BusUnavailableError: no answer (with `direct_reads` also: no such stream).
             BusError: no such stream, or not permitted.
         """
-        check_subject(subject)
         direct = self._direct_reads
+        check_subject(subject, wildcards=not direct)
         asked = f"{self._api}.{'DIRECT' if direct else 'STREAM.MSG'}.GET.{stream}"
         if direct:
             asked = f"{asked}.{subject}"
@@ -169,6 +175,7 @@ class NatsBus:
             BusUnavailableError: no answer; nothing, some or all was removed: call again.
             BusError: no such stream, or not permitted.
         """
+        check_subject(subject)
         last = await self.last(stream, subject)
         # Newer messages may come meanwhile, older ones cannot: the last one is safe.
         end = min(below_seq, last.seq) if last is not None else 0
