@@ -25,7 +25,7 @@ from diloco.common.bus import Message
 from diloco.common.config import RunSettings
 from diloco.common.errors import DilocoError, ObjectMissingError, SwapLostError, WireError
 from diloco.common.service import cancel, first_of
-from diloco.common.tape import parse_changed
+from diloco.common.tape import decode, decode_as, parse_changed
 
 # Payloads of one fragment that may be in memory before they are merged.
 FETCHES = 2
@@ -191,7 +191,7 @@ class FragmentOwner:
         if message.subject == names.record(self.context.run, self.fragment):
             return Recorded(message.seq)
         if message.subject == names.settings(self.context.run):
-            settings = parse_changed(self.context.settings, message.payload)
+            settings = parse_changed(self.context.settings, message)
             return Resettled(settings, machine.Changed(message.time_s, message.seq))
         return decode_event(message, self.fragment)
 
@@ -205,7 +205,7 @@ class FragmentOwner:
         self._sampled_at_s[reason] = now_s
         count = self._unseen.pop(reason)
         self._logger.warning("ignored", subject=subject, reason=reason, detail=detail, count=count)
-        learner = (*subject.split("."), "operator")[3]
+        learner = names.subject_learner(subject) or "operator"
         sample = wire.Rejection(
             fragment=self.fragment,
             learner=learner,
@@ -457,38 +457,30 @@ def decode_event(message: Message, fragment: int) -> machine.Event | None:
     Raises:
         WireError: it cannot be decoded, or speaks for somebody else than its subject.
     """
-    at_s, seq = message.time_s, message.seq
-    _, run, kind, *rest = message.subject.split(".")
-    match kind:
-        case "quarantine":
-            word = wire.decode(wire.Quarantine, message.payload)
-            _check_sender(rest[0] == word.learner and run == word.run)
-            return machine.Quarantined(at_s, seq, word.learner, word.active)
-        case "join":
-            join = wire.decode(wire.Join, message.payload)
-            _check_sender(rest[0] == join.learner and run == join.run)
-            return machine.Joined(at_s, seq, join.learner)
-        case "leave":
-            leave = wire.decode(wire.Leave, message.payload)
-            _check_sender(rest[0] == leave.learner and run == leave.run)
-            if not leave.fragments:
-                return machine.Departed(at_s, seq, leave.learner, leave.incarnation)
-            if fragment in leave.fragments:
-                return machine.Finished(at_s, seq, leave.learner, leave.incarnation)
-            return None
-        case "update":
-            manifest = wire.decode(wire.Manifest, message.payload)
-            _check_sender(rest[0] == manifest.learner and run == manifest.run)
-            _check_sender(rest[1] == str(manifest.fragment))
-            return machine.Announced(at_s, seq, manifest)
-    return machine.Stopped(at_s, seq)
+    parsed = names.parse_subject(message.subject)
+    if parsed is not None and parsed.kind == "stop":
+        # By its subject alone, as all daemons take it: a run that nobody could stop is worse.
+        return machine.Stopped(message.time_s, message.seq)
+    body = decode(message.subject, message.payload)
+    return event_of(body, message.seq, message.time_s, fragment)
 
 
-def _check_sender(matches: bool) -> None:
-    if not matches:
-        raise WireError(
-            "sender", "the message names another run, learner or fragment than its subject"
-        )
+def event_of(body: wire.Body, seq: int, stored_at_s: float, fragment: int) -> machine.Event | None:
+    """The machine's event in what a message of the tape says; None if it has none of it."""
+    match body:
+        case wire.Quarantine() as word:
+            return machine.Quarantined(stored_at_s, seq, word.learner, word.active)
+        case wire.Join() as join:
+            return machine.Joined(stored_at_s, seq, join.learner)
+        case wire.Leave() as leave if not leave.fragments:
+            return machine.Departed(stored_at_s, seq, leave.learner, leave.incarnation)
+        case wire.Leave() as leave if fragment in leave.fragments:
+            return machine.Finished(stored_at_s, seq, leave.learner, leave.incarnation)
+        case wire.Manifest() as manifest if manifest.fragment == fragment:
+            return machine.Announced(stored_at_s, seq, manifest)
+        case wire.Stop():
+            return machine.Stopped(stored_at_s, seq)
+    return None
 
 
 def _rejection(fragment: int, rejected: wire.Rejected) -> wire.Rejection:
@@ -546,7 +538,12 @@ class LivenessWatch:
         )
         subjects = [names.heartbeat(context.run, "*")]
         async for message in context.bus.read(stream, subjects, start + 1):
-            self._hear(message.subject.split(".")[3], context.runtime.clock())
+            try:
+                beat = decode_as(wire.Heartbeat, message.subject, message.payload)
+            except WireError as error:
+                context.metrics.add(metrics.IGNORED, 1, error.reason)
+                continue
+            self._hear(beat.learner, context.runtime.clock())
 
     def _hear(self, learner: str, now_s: float) -> None:
         if now_s - self._newest_s > self._live_s():

@@ -17,6 +17,7 @@ from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, ObjectTooLargeError, WireError
 from diloco.common.layout import Layout
 from diloco.common.quantize import Encoded, aligned_empty, code_count, code_dtype, scale_count
+from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 
 
@@ -291,9 +292,9 @@ def _read_shard(
     try:
         data = store.get(entry.name, entry.size_bytes)
     except ObjectTooLargeError as error:
-        raise WireError("oversize", error.message) from error
+        raise WireError(Reason.OVERSIZE, error.message) from error
     if len(data) == entry.size_bytes and shards.crc32c(data) != entry.crc32c:
-        raise WireError("checksum", f"object {entry.name!r} is not what its manifest says")
+        raise WireError(Reason.CHECKSUM, f"object {entry.name!r} is not what its manifest says")
     return shards.unpack(data, codec=codec, count=count, block=block)
 
 

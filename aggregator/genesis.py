@@ -14,6 +14,7 @@ from diloco.aggregator.context import Context, commit_record, identity, store_ve
 from diloco.aggregator.fragment import FragmentArrays
 from diloco.common import names, shards, wire
 from diloco.common.errors import RunMismatchError, SwapLostError
+from diloco.common.tape import decode
 
 NOTHING = wire.Totals(
     updates_merged=0, updates_rejected=0, tokens_merged=0, tokens_rejected=0, steps_merged=0
@@ -89,7 +90,7 @@ async def _check_same_beginning(context: Context, ours: wire.Record) -> None:
     """A second `run create` is harmless if it is of the same run that has not moved on."""
     subject = names.record(context.run, ours.fragment)
     message = await context.bus.last(context.tape, subject)
-    found = wire.decode_record(message.payload) if message else None
+    found = decode(subject, message.payload) if message else None
     if not isinstance(found, wire.Record) or found.view_digest != ours.view_digest:
         raise RunMismatchError(
             f"run {context.run!r} exists, and fragment {ours.fragment} is not at the beginning "

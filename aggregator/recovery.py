@@ -83,7 +83,7 @@ async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> 
     if outer_seq < record_seq:
         subjects = [names.record(context.run, record.fragment)]
         async for message in context.bus.read(context.tape, subjects, outer_seq + 1):
-            again = await read_record(context, message.payload)
+            again = await read_record(context, message)
             if again.what == "version":
                 await context.runtime.call(arrays.merge_again, again, context.store)
                 merged_again += 1

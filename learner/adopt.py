@@ -17,6 +17,7 @@ from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.service import cancel
 from diloco.common.tape import (
     data_position,
+    decode_as,
     get_object,
     parse_changed,
     read_record,
@@ -166,8 +167,9 @@ class Adopter:
 
     async def _read_records(self, start: int) -> None:
         async for message in self._messages(names.record(self._context.run, "*"), start):
-            fragment = int(message.subject.rsplit(".", 1)[1])
-            self._queues[fragment].put_nowait(message)
+            subject = names.parse_subject(message.subject)
+            if subject is not None and subject.fragment in self._queues:
+                self._queues[subject.fragment].put_nowait(message)
 
     async def _read_word(self, subject: str, start: int) -> None:
         """Hand over the messages of one subject that is about the whole run.
@@ -187,14 +189,15 @@ class Adopter:
     def _pass_on(self, message: Message) -> None:
         """Hand over a message that is about the whole run."""
         context = self._context
-        match message.subject.split(".")[2]:
-            case "stop":
+        # Stop and end by their subject alone: a run that nobody could stop is worse.
+        match names.parse_subject(message.subject):
+            case names.Subject(kind="stop"):
                 self._post(sync.Stop())
-            case "end":
+            case names.Subject(kind="end"):
                 self._post(sync.End())
             case _:
                 try:
-                    settings = parse_changed(context.settings, message.payload)
+                    settings = parse_changed(context.settings, message)
                 except WireError as error:
                     context.logger.warning(
                         "unreadable", subject=message.subject, reason=error.reason
@@ -207,7 +210,7 @@ class Adopter:
         subject = names.round_open(self._context.run, "*")
         async for heard, payload in self._context.bus.listen(subject):
             try:
-                opened = wire.decode(wire.RoundOpen, payload)
+                opened = decode_as(wire.RoundOpen, heard, payload)
             except WireError as error:
                 self._context.logger.warning("unreadable", subject=heard, reason=error.reason)
                 continue
@@ -230,7 +233,7 @@ class Adopter:
         record_seq = message.seq
         payload: Any = None
         try:
-            record = await read_record(self._context, message.payload)
+            record = await read_record(self._context, message)
             if record.what != "verdict":
                 payload = await self._prepare(self._change(fragment, record, record_seq))
         except (ObjectMissingError, IntegrityError) as error:

@@ -35,6 +35,7 @@ import numpy as np
 
 from diloco.common import wire
 from diloco.common.errors import HostLostError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.reasons import Reason
 from diloco.learner import sync
 from diloco.learner.adopt import Change
 from diloco.learner.director import Plan
@@ -81,7 +82,7 @@ def end_if_hanging(within_s: float = HANGING_S) -> None:
 async def _read(reader: asyncio.StreamReader) -> Message:
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > _FRAME_BYTES:
-        raise WireError("oversize", f"a host of this learner sends {length} bytes")
+        raise WireError(Reason.OVERSIZE, f"a host of this learner sends {length} bytes")
     message: Message = msgpack.unpackb(await reader.readexactly(length), use_list=False)
     return message
 
@@ -352,7 +353,7 @@ class Link:
         if isinstance(message, BaseException):
             raise message
         if message["kind"] != kind:
-            raise WireError("bad_kind", f"{message['kind']!r} came, not {kind!r}")
+            raise WireError(Reason.KIND, f"{message['kind']!r} came, not {kind!r}")
         if kind == "plan" and message["rest"][0] == "end":
             self._ended = True
         return message

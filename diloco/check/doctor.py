@@ -16,7 +16,6 @@ from rich.table import Table
 
 from diloco.check import remake, symptoms
 from diloco.check.audit import Account, Audit, audit
-from diloco.check.history import History, read_history
 from diloco.check.symptoms import Finding
 from diloco.cli.opening import OpenRun, open_run, run_config
 from diloco.common import names, wire
@@ -33,7 +32,8 @@ from diloco.common.errors import (
 )
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
-from diloco.look.observe import read_heartbeats, read_leases
+from diloco.projections.history import History, read_history
+from diloco.projections.live import read_heartbeats, read_leases
 
 COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 ORDER = ("error", "warning", "note", "ok")

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from diloco.local.fleet import Daemon
 from diloco.local.hardware import Hardware
-from diloco.look.observe import Observed
+from diloco.projections.live import LiveState
 
 # A learner that was not heard of for so long is shown as silent.
 SILENT_S = 5.0
@@ -30,7 +30,7 @@ class Frame:
     fragments: int
     learners: dict[str, Hardware]
     daemons: dict[str, Daemon]
-    observed: Observed
+    observed: LiveState
     losses: list[float]
     note: str
     elapsed_s: float

@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.aggregator.quarantine import quarantine
-from diloco.check.history import History, read_history
 from diloco.cli.opening import open_run
 from diloco.common.errors import ConfigError, RunMismatchError
 from diloco.look.status_screen import age
 from diloco.operate.change import operator_context
+from diloco.projections.history import History, read_history
 
 REASONS = 3
 STYLES = {"live": "green", "quarantined": "bold red", "silent": "yellow", "left": "dim"}

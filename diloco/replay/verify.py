@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco.aggregator.merge import Vector
-from diloco.check.history import Chain, History
 from diloco.check.remake import Objects, Progress, Remaker
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError
 from diloco.common.store import ObjectStore, check_size
+from diloco.projections.history import Chain, History
 
 # Threads that read ahead, and how many records ahead they read.
 READERS = 4

@@ -20,7 +20,6 @@ from diloco.aggregator.fragment import FragmentArrays, make_grid, read_payload
 from diloco.aggregator.machine import Admitted
 from diloco.aggregator.merge import Vector
 from diloco.aggregator.outer import make_outer
-from diloco.check.history import Chain, History
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common import wire
@@ -28,6 +27,7 @@ from diloco.common.config import RunSettings, changes
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, get_object
 from diloco.model.view import GlobalModel
+from diloco.projections.history import Chain, History
 from diloco.replay.decide import heard, rules_of
 from diloco.replay.redecide import redecide
 from diloco.replay.verify import is_stored
