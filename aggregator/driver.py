@@ -24,6 +24,7 @@ from diloco.common import metrics, names, wire
 from diloco.common.bus import Message
 from diloco.common.config import RunSettings
 from diloco.common.errors import DilocoError, ObjectMissingError, SwapLostError, WireError
+from diloco.common.reasons import Reason
 from diloco.common.service import cancel, first_of
 from diloco.common.tape import decode, decode_as, parse_changed
 
@@ -337,7 +338,7 @@ class FragmentOwner:
             received = sum(shard.size_bytes for shard in fetch.manifest.shards)
             self._metrics.add(metrics.RECEIVED, received)
         except ObjectMissingError as error:
-            event = machine.Failed(runtime.clock(), fetch.update, "missing", error.message)
+            event = machine.Failed(runtime.clock(), fetch.update, Reason.MISSING, error.message)
         except WireError as error:
             event = machine.Failed(runtime.clock(), fetch.update, error.reason, error.message)
         if payload is None:

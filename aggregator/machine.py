@@ -24,6 +24,7 @@ from diloco.aggregator import policy
 from diloco.aggregator.policy import FragmentRules
 from diloco.common import wire
 from diloco.common.layout import next_step
+from diloco.common.reasons import Reason, is_offence
 
 # How many earlier lives of a learner keep their mark. An update of a life older than that, which
 # is announced once more, is ignored instead of answered.
@@ -488,15 +489,15 @@ def _on_announced(rules: FragmentRules, state: State, event: Announced) -> Resul
     state = _seen(state, event.stream_seq)
     if manifest.epoch != rules.epoch:
         # Its incarnation is of another tape: nothing here may be marked with it.
-        return state, (Ignored(manifest, "epoch"),)
+        return state, (Ignored(manifest, Reason.EPOCH),)
     if _is_known(state, update):
         return state, ()
     if _overtakes(state, update):
-        return state, (Ignored(manifest, "in_flight"),)
+        return state, (Ignored(manifest, Reason.IN_FLIGHT),)
     if event.stream_seq > state.known_seq:
         state, allowed = _allow(rules, state, manifest.learner, event.stored_at_s)
         if not allowed:
-            return state, (Ignored(manifest, "rate"),)
+            return state, (Ignored(manifest, Reason.RATE),)
     verdict = _judge(rules, state, event)
     if verdict is not None:
         refused = Refused(manifest, event.stream_seq, *verdict)
@@ -564,7 +565,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: Fetched) -> Result:
     clip = policy.judge_norm(rules.bounds, state.norms, event.norm, manifest.steps)
     if clip is None:
         detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
-        refused = Refused(manifest, pending.stream_seq, "norm", detail)
+        refused = Refused(manifest, pending.stream_seq, Reason.NORM, detail)
         return _reject(rules, _without_pending(state, event.update), refused, event.at_s)
     staleness = state.version - manifest.base_version
     admitted = Admitted(
@@ -665,16 +666,19 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
 # Rules
 
 
-def _judge(rules: FragmentRules, state: State, event: Announced) -> tuple[str, str] | None:
+def _judge(rules: FragmentRules, state: State, event: Announced) -> tuple[Reason, str] | None:
     """(reason, detail) to reject an announced update at once, or None."""
     manifest = event.manifest
     member = state.members.get(manifest.learner)
     if member is None or manifest.incarnation > member.incarnation:
-        return "unknown_incarnation", f"no join of incarnation {manifest.incarnation} precedes it"
+        return (
+            Reason.UNKNOWN_INCARNATION,
+            f"no join of incarnation {manifest.incarnation} precedes it",
+        )
     if manifest.incarnation < member.incarnation < event.stream_seq:
-        return "superseded", f"incarnation {member.incarnation} joined before it was stored"
+        return Reason.SUPERSEDED, f"incarnation {member.incarnation} joined before it was stored"
     if state.final:
-        return "ended", "the fragment's last version is committed"
+        return Reason.ENDED, "the fragment's last version is committed"
     shut_out = _shut_out(state, manifest)
     if shut_out is not None:
         return shut_out
@@ -684,15 +688,18 @@ def _judge(rules: FragmentRules, state: State, event: Announced) -> tuple[str, s
     since_s = event.stored_at_s - member.heard_at_s
     met_before = event.stream_seq <= state.known_seq
     if not met_before and policy.too_many_steps(rules.bounds, manifest.steps, since_s):
-        return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
+        return Reason.STEPS, f"{manifest.steps} steps within {since_s:.0f} s"
     # A learner may have read the record that is being committed: judged when it is to be merged.
     return None if state.phase == "closing" else _wrong_base(rules, state, manifest)
 
 
-def _shut_out(state: State, manifest: wire.Manifest) -> tuple[str, str] | None:
+def _shut_out(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | None:
     """(reason, detail) if an update's sender is quarantined."""
     if manifest.learner in state.quarantined:
-        return "quarantined", f"{manifest.learner} is quarantined until an operator releases it"
+        return (
+            Reason.QUARANTINED,
+            f"{manifest.learner} is quarantined until an operator releases it",
+        )
     return None
 
 
@@ -736,20 +743,26 @@ def _offenders(
 
 def _wrong_base(
     rules: FragmentRules, state: State, manifest: wire.Manifest
-) -> tuple[str, str] | None:
+) -> tuple[Reason, str] | None:
     """(reason, detail) if an update's base does not fit the version being built on, else None.
 
     Judged when it is announced and again when it is merged: an update that waits grows stale.
     """
     if manifest.base_version < state.floor:
-        return "rolled_back", f"based on version {manifest.base_version}, before the rollback"
+        return Reason.ROLLED_BACK, f"based on version {manifest.base_version}, before the rollback"
     staleness = state.version - manifest.base_version
     if staleness < 0:
-        return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
+        return (
+            Reason.FUTURE,
+            f"based on version {manifest.base_version}, the newest is {state.version}",
+        )
     if staleness == 0 and manifest.base_digest != state.view_digest:
-        return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
+        return (
+            Reason.BASE_DIGEST,
+            f"view {manifest.base_digest}, version {state.version} is another",
+        )
     if rules.staleness.maximum and staleness > rules.staleness.maximum:
-        return "stale", f"{staleness} versions old, at most {rules.staleness.maximum}"
+        return Reason.STALE, f"{staleness} versions old, at most {rules.staleness.maximum}"
     return None
 
 
@@ -902,7 +915,7 @@ def _reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) 
 def _refuse_late(state: State) -> State:
     """At the end's deadline: what is not verified by now is rejected."""
     late = tuple(
-        Refused(pending.manifest, pending.stream_seq, "late", "not here when the run ended")
+        Refused(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
         for pending in state.pending.values()
     )
     return state._replace(pending={}, rejected=state.rejected + late)
@@ -1006,7 +1019,9 @@ def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[s
     members = dict(state.members)
     for taken in resolved:
         learner = taken.manifest.learner
-        if learner not in members or getattr(taken, "reason", "") in policy.NO_OFFENCES:
+        if learner not in members:
+            continue
+        if isinstance(taken, Refused) and not is_offence(taken.reason):
             continue
         change = 1 if isinstance(taken, Refused) else -1
         count = max(0, members[learner].offences + change)

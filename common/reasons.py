@@ -50,6 +50,10 @@ class Reason(StrEnum):
         made.offence = offence and made.stages != ("no update",)
         return made
 
+    def __repr__(self) -> str:
+        """As the plain word: texts of records are the same whoever gave the reason."""
+        return repr(self.value)
+
     # fmt: off
     OVERSIZE = "oversize", ("no update", "objects"), "a message or a shard is larger than it may be"
     UNDECODABLE = "undecodable", "no update", "it is no msgpack map"

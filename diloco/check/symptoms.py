@@ -16,6 +16,7 @@ from diloco.check.remake import Objects
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.config import RunSettings, warnings
+from diloco.common.reasons import find
 from diloco.projections.history import History
 from diloco.projections.live import LastHeartbeat
 
@@ -28,6 +29,7 @@ STORE_AWAY = "runbooks/store-away.md"
 PERMISSIONS = "runbooks/permissions.md"
 CLOCK_SKEW = "runbooks/clock-skew.md"
 LAGGING_LEARNER = "runbooks/lagging-learner.md"
+REJECTED_UPDATES = "runbooks/rejected-updates.md"
 FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
 MISSING_OBJECT = "runbooks/missing-object.md"
 ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
@@ -195,12 +197,13 @@ def usefulness(name: str, resolved: Iterable[Answer]) -> Iterator[Finding]:
         )
     if reasons.total() > REJECTED_SHARE * len(recent):
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        most = find(reasons.most_common(1)[0][0])
         yield Finding(
             severity="warning",
             about=f"learner {name}",
             sentence=f"{reasons.total()} of its last {len(recent)} updates were rejected: {listed}",
-            advice="docs/protocol.md says what each reason means",
-            runbook=LAGGING_LEARNER,
+            advice=f"{most}: {most.text}" if most else "it is a reason of another release",
+            runbook=most.runbook if most else REJECTED_UPDATES,
         )
 
 

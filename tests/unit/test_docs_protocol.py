@@ -1,6 +1,6 @@
-"""docs/protocol.md says what the code does: every field and its type, and the worked example.
+"""docs/protocol.md says what the code does: every field and its type, the reasons, and the worked example.
 
-`python tests/unit/test_docs_protocol.py` writes the example's blocks into the page anew.
+`python tests/unit/test_docs_protocol.py` writes the example's blocks and the reasons anew.
 """
 
 import json
@@ -17,12 +17,15 @@ from diloco.common import names, shards, slices, wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, layout_bytes, make_layout
 from diloco.common.quantize import decode_numpy, encode
+from diloco.common.reasons import Reason, Stage
 from diloco.common.store import MemoryStore
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "protocol.md"
 FENCE = re.compile(r"```text (?P<name>[\w-]+)\n(?P<body>.*?)```", re.DOTALL)
 TABLE = re.compile(r"^### (?P<title>\w+)\b[^|]*?\n(?P<rows>(?:\|.*\n)+)", re.MULTILINE)
+
+REASONS = re.compile(r"^### Reasons\n.*?(?=^## )", re.DOTALL | re.MULTILINE)
 
 CODEC = "int4"
 BLOCK = 16
@@ -213,36 +216,48 @@ def test_every_subject_is_in_the_page() -> None:
         assert re.search(f"`{pattern}`", page), subject
 
 
-def test_every_reason_is_in_the_page() -> None:
-    sources = "".join(
-        (ROOT / path).read_text()
-        for path in (
-            "common/wire.py",
-            "common/shards.py",
-            "aggregator/machine.py",
-            "aggregator/policy.py",
-            "aggregator/driver.py",
-            "aggregator/fragment.py",
-        )
-    )
-    reasons = {
-        *re.findall(r'WireError\(\s*"(\w+)"', sources),
-        *re.findall(r'return "(\w+)", f?"', sources),
-        *re.findall(r'Refused\([^"()]*(?:\([^()]*\))?[^"()]*"(\w+)"', sources),
-        *re.findall(r'Failed\([^"]*"(\w+)"', sources),
-    }
-    assert {"norm", "late", "missing", "superseded", "checksum"} <= reasons
-    page = PAGE.read_text()
-    assert sorted(reason for reason in reasons if f"`{reason}`" not in page) == []
+STAGES: dict[Stage, str] = {
+    "no update": "No update at all, counted and dropped:",
+    "manifest": "Rejected by the manifest alone:",
+    "objects": "Rejected by its objects:",
+}
+OFFENCES = """\
+Offences count towards `bounds.quarantine_offences`. What the sender did not bring about, or could not
+know, is none.
+
+"""
+
+
+def reasons() -> str:
+    """The page's section on reasons."""
+    lines = ["### Reasons", ""]
+    for stage, title in STAGES.items():
+        lines += [title, "", "| reason | meaning | offence | runbook |", "|---|---|---|---|"]
+        lines += [row(reason, stage) for reason in Reason if stage in reason.stages]
+        lines.append("")
+    return "\n".join([*lines, OFFENCES])
+
+
+def row(reason: Reason, stage: Stage) -> str:
+    text = re.sub(r"\b[a-z]+\.[a-z_]+\b", lambda key: f"`{key[0]}`", reason.text)
+    offence = "yes" if reason.offence and stage != "no update" else ""
+    runbook = Path(reason.runbook)
+    return f"| `{reason}` | {text} | {offence} | [{runbook.stem}](../{runbook}) |"
+
+
+def test_the_reasons_are_those_of_the_page() -> None:
+    found = REASONS.search(PAGE.read_text())
+    assert found is not None
+    assert found[0] == reasons(), f"python tests/unit/{Path(__file__).name} writes them anew"
 
 
 def rewrite() -> None:
-    """Put the example's blocks into the page."""
+    """Put the example's blocks and the reasons into the page."""
     made = example()
     text = FENCE.sub(
         lambda found: f"```text {found['name']}\n{made[found['name']]}\n```", PAGE.read_text()
     )
-    PAGE.write_text(text)
+    PAGE.write_text(REASONS.sub(lambda _: reasons(), text))
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ def test_a_learner_whose_updates_are_rejected() -> None:
     (finding,) = of_learner(history, "odd")
     assert finding.severity == "warning"
     assert "3 of its last 3 updates were rejected: layout 3" in finding.sentence
+    assert finding.advice == "layout: not the run's layout"
+    assert finding.runbook == "runbooks/run-mismatch.md"
     account = audit(history).account
     assert (account.sent, account.merged, account.rejected) == (4, 1, 3)
 
