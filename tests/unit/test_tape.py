@@ -31,6 +31,7 @@ from diloco.common.tape import (
     read_tape,
 )
 from diloco.projections.history import History, read_history
+from diloco.projections.learners import Learner, read_learners
 from diloco.projections.live import Follower, read_heartbeats, read_leases
 from diloco.projections.timeseries import read_time_series
 
@@ -236,19 +237,25 @@ def test_the_extent_says_from_where_on_nothing_is_missing(seqs):
 
 
 def test_all_projections_say_the_same(lab):
-    async def look() -> tuple[History, Any, Any]:
+    async def look() -> tuple[History, Any, Any, list[Learner]]:
         follower = Follower(lab.context)
         for item in await items(lab):
             follower.take(item)
         series = await read_time_series(lab.context, 0.0)
-        return await read_history(lab.context), series, follower.state
+        known = await read_learners(lab.context)
+        return await read_history(lab.context), series, follower.state, known
 
-    history, series, state = run(look)
+    history, series, state, known = run(look)
     assert [state.versions[f] for f in sorted(state.versions)] == history.versions()
     assert state.updates_sent == len(history.sent()) == len(series.updates)
     assert state.updates_merged == len(history.merged()) == len(series.inputs)
     assert sum(state.rejections.values()) == len(history.rejected()) == len(series.refusals)
     assert state.joined == {join.learner for _, join in history.joins} == {*series.learners}
+    assert {one.name: one.lives for one in known} == {
+        name: len(history.lives(name)) for name in series.learners
+    }
+    assert sum(one.merged for one in known) == len(history.merged())
+    assert sum(one.rejected for one in known) == len(history.rejected())
     assert history.extent == series.extent
     assert len(history.times_s) == history.last_seq
 
