@@ -17,7 +17,7 @@ from audit import read_tape
 from harness import ENDLESS, World
 from mallory import TOKENS_PER_STEP, Mallory
 
-from diloco.aggregator.policy import NORM_LEAST
+from diloco.aggregator.core.policy import NORM_LEAST
 from diloco.common import names, shards, slices, wire
 from diloco.common.bus import Bus, Message
 from diloco.common.errors import WireError

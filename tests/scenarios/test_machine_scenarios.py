@@ -24,7 +24,9 @@ import pytest
 from machinelab import BLOCK, Lab, lab_rules, make_manifest
 from scripts import check, files, split
 
-from diloco.aggregator import machine
+from diloco.aggregator.core import events, memory
+from diloco.aggregator.core.effects import Commit, Effect, Fetch, Ignored, Merge, OpenRound, ShutOut
+from diloco.aggregator.core.state import UpdateId
 from diloco.common import slices
 
 FIELDS = {"step": "step_time_s"}
@@ -38,7 +40,7 @@ class Player:
         self.settings: dict = {}
         self.lives: dict[str, int] = {}
         self.shown = ""
-        self.unread: list[machine.Event] = []
+        self.unread: list[events.Event] = []
 
     def perform(self, line: str) -> Iterator[str]:
         words, values = split(line)
@@ -73,7 +75,7 @@ class Player:
             case ["settings"]:
                 changed = {key: _value(value) for key, value in values.items()}
                 lab.rules = lab_rules(**self.settings | changed)
-                effects = lab.step(lab.put(machine.Changed, at_s))
+                effects = lab.step(lab.put(events.Changed, at_s))
             case ["crash"]:
                 self.unread = lab.crash(at_s)
                 return
@@ -87,11 +89,11 @@ class Player:
                 effects = lab.step(self._event(at_s, verb, rest, values))
         yield from (self._show(effect) for effect in effects)
 
-    def _event(self, at_s: float, verb: str, rest: list[str], values: dict) -> machine.Event:
+    def _event(self, at_s: float, verb: str, rest: list[str], values: dict) -> events.Event:
         lab = self.lab
         match verb, *rest:
             case "join", name:
-                event = lab.put(machine.Joined, at_s, name)
+                event = lab.put(events.Joined, at_s, name)
                 self.lives[name] = event.stream_seq
                 return event
             case "update", who, seq:
@@ -99,31 +101,31 @@ class Player:
                 changes = {FIELDS.get(k, k): _value(v) for k, v in values.items()}
                 honest = make_manifest(lab.rules, name, life, int(seq)).shards
                 sent = make_manifest(lab.rules, name, life, int(seq), **_spoilt(honest, changes))
-                return lab.put(machine.Announced, at_s, sent)
+                return lab.put(events.Announced, at_s, sent)
             case "again", who, seq:
-                update = machine.UpdateId(*self._who(who), int(seq))
-                manifests = [e.manifest for e in lab.tape if isinstance(e, machine.Announced)]
+                update = UpdateId(*self._who(who), int(seq))
+                manifests = [e.manifest for e in lab.tape if isinstance(e, events.Announced)]
                 sent = next(m for m in manifests if (m.learner, m.incarnation, m.seq) == update)
                 again = sent.model_copy(update={"attempt": sent.attempt + 1})
-                return lab.put(machine.Announced, at_s, again)
+                return lab.put(events.Announced, at_s, again)
             case "fetched", who, seq:
-                update = machine.UpdateId(*self._who(who), int(seq))
-                return machine.Fetched(at_s, update, float(values.get("norm", 1)))
+                update = UpdateId(*self._who(who), int(seq))
+                return events.Fetched(at_s, update, float(values.get("norm", 1)))
             case "failed", who, seq, *reason:
-                update = machine.UpdateId(*self._who(who), int(seq))
-                return machine.Failed(at_s, update, *(reason or ["crc32c"]), "wrong bytes")
+                update = UpdateId(*self._who(who), int(seq))
+                return events.Failed(at_s, update, *(reason or ["crc32c"]), "wrong bytes")
             case ("live" | "dead") as how, who:
-                return machine.Liveness(at_s, *self._who(who), how == "live")
+                return events.Liveness(at_s, *self._who(who), how == "live")
             case "leave", who:
-                return lab.put(machine.Departed, at_s, *self._who(who))
+                return lab.put(events.Departed, at_s, *self._who(who))
             case "finished", who:
-                return lab.put(machine.Finished, at_s, *self._who(who))
+                return lab.put(events.Finished, at_s, *self._who(who))
             case ("quarantine" | "release") as how, name:
-                return lab.put(machine.Quarantined, at_s, name, how == "quarantine")
+                return lab.put(events.Quarantined, at_s, name, how == "quarantine")
             case ["stop"]:
-                return lab.put(machine.Stopped, at_s)
+                return lab.put(events.Stopped, at_s)
             case ["timer"]:
-                return machine.Timer(at_s)
+                return events.Timer(at_s)
         raise AssertionError(f"no such event: {verb} {rest}")
 
     def _who(self, who: str) -> tuple[str, int]:
@@ -135,41 +137,41 @@ class Player:
         life = "" if current else f"@{manifest.incarnation}"
         return f"{manifest.learner}{life}/{manifest.seq}"
 
-    def _told(self, event: machine.Event) -> str:
+    def _told(self, event: events.Event) -> str:
         match event:
-            case machine.Announced(_, stream_seq, manifest):
+            case events.Announced(_, stream_seq, manifest):
                 return f"{stream_seq}: update {self._name(manifest)}"
             case _:
                 learner = getattr(event, "learner", "")
                 return f"{event.stream_seq}: {type(event).__name__.lower()} {learner}".rstrip()
 
-    def _show(self, effect: machine.Effect) -> str:
+    def _show(self, effect: Effect) -> str:
         match effect:
-            case machine.Fetch(_, manifest):
+            case Fetch(_, manifest):
                 return f"fetch {self._name(manifest)}"
-            case machine.OpenRound(version):
+            case OpenRound(version):
                 return f"open the round of version {version}"
-            case machine.Merge(taken):
+            case Merge(taken):
                 extra = ""
                 if taken.staleness:
                     extra += f", {taken.staleness} stale x {taken.discount:.3g}"
                 if taken.clip != 1:
                     extra += f", clipped x {taken.clip:.3g}"
                 return f"merge {self._name(taken.manifest)}, weight {taken.weight:g}{extra}"
-            case machine.Commit(what, reason, final, _, state):
+            case Commit(what, reason, final, _, state):
                 parts = [f"merged {' '.join(self._name(t.manifest) for t in state.admitted)}"]
                 parts = parts if state.admitted else []
                 parts += [
                     f"rejected {self._name(r.manifest)} ({r.reason}: {r.detail})"
                     for r in state.rejected
                 ]
-                parts.append(f"position {machine.position(state)}")
+                parts.append(f"position {memory.position(state)}")
                 version = f" {state.version + 1}" if what == "version" else ""
                 last = ", the last record" if final else ""
                 return f"commit {what}{version}, {reason}{last}: {', '.join(parts)}"
-            case machine.Ignored(manifest, reason):
+            case Ignored(manifest, reason):
                 return f"ignore {self._name(manifest)}: {reason}"
-            case machine.ShutOut(learner, reason):
+            case ShutOut(learner, reason):
                 return f"shut out {learner}: {reason}"
 
     def _status(self) -> Iterator[str]:

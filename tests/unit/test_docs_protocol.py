@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.aggregator import machine
-from diloco.aggregator.fragment import FragmentArrays, read_payload
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.shard_reader import read_payload
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, layout_bytes, make_layout
@@ -91,7 +92,7 @@ def example() -> dict[str, str]:
     store.put(name, packed)
     payload = read_payload(store, manifest, arrays.grid)
     weight = manifest.tokens**2 / manifest.steps
-    admitted = machine.Admitted(manifest, 9, weight, 0, 1.0, 1.0, payload.norm)
+    admitted = Admitted(manifest, 9, weight, 0, 1.0, 1.0, payload.norm)
     arrays.open_round()
     arrays.merge(payload, admitted)
     made = arrays.close_round([admitted], 1.0)

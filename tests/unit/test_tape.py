@@ -11,7 +11,7 @@ from messages import EXAMPLES
 from runlab import RUN, Lab
 
 from bench.forger import Forger
-from diloco.aggregator.driver import LivenessWatch
+from diloco.aggregator.liveness import LivenessWatch
 from diloco.common import names, wire
 from diloco.common.bus import MemoryBus, Message
 from diloco.common.errors import WireError

@@ -1,0 +1,87 @@
+"""Reads and verifies updates beside a fragment's machine, a few at a time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from diloco.aggregator.arrays.fragment import Payload
+from diloco.aggregator.arrays.merge import Grid
+from diloco.aggregator.context import Context
+from diloco.aggregator.core import events
+from diloco.aggregator.core.effects import Fetch
+from diloco.aggregator.shard_reader import read_payload
+from diloco.common import log, metrics
+from diloco.common.errors import ObjectMissingError, WireError
+from diloco.common.reasons import Reason
+from diloco.common.service import cancel
+
+# Payloads of one fragment that may be in memory before they are merged.
+FETCHES = 2
+
+Answer = Callable[[events.Fetched | events.Failed, Payload | None], Awaitable[None]]
+
+
+class Fetcher:
+    """Reads the shards of one fragment's updates.
+
+    Args:
+        context: the aggregator's.
+        grid: the fragment's.
+        answer: takes what the machine is to hear, with the payload of an update that is verified;
+            who has done with a payload calls `release`.
+        logger: the fragment's.
+    """
+
+    def __init__(self, context: Context, grid: Grid, answer: Answer, logger: log.Logger) -> None:
+        self._context = context
+        self._grid = grid
+        self._answer = answer
+        self._logger = logger
+        self._free = asyncio.Semaphore(FETCHES)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, fetch: Fetch) -> None:
+        """Read an update once there is room for it."""
+        task = asyncio.ensure_future(self._fetch(fetch))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def release(self) -> None:
+        """A payload is used up."""
+        self._free.release()
+
+    async def failure(self) -> None:
+        """Raise what a fetch raised that is neither a passing fault nor the sender's."""
+        await self._broken
+
+    async def stop(self) -> None:
+        """Read nothing more."""
+        await cancel(*self._tasks)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._broken.done():
+            self._broken.set_exception(error)
+
+    async def _fetch(self, fetch: Fetch) -> None:
+        """Its payload waits with the answer until the machine's word."""
+        await self._free.acquire()
+        runtime = self._context.runtime
+        try:
+            payload = await runtime.retry(
+                "reading shards",
+                lambda: runtime.call(read_payload, self._context.store, fetch.manifest, self._grid),
+                logger=self._logger,
+            )
+        except ObjectMissingError as error:
+            failed = events.Failed(runtime.clock(), fetch.update, Reason.MISSING, error.message)
+        except WireError as error:
+            failed = events.Failed(runtime.clock(), fetch.update, error.reason, error.message)
+        else:
+            fetched = events.Fetched(runtime.clock(), fetch.update, payload.norm)
+            received = sum(shard.size_bytes for shard in fetch.manifest.shards)
+            self._context.metrics.add(metrics.RECEIVED, received)
+            await self._answer(fetched, payload)
+            return
+        self.release()
+        await self._answer(failed, None)

@@ -1,0 +1,90 @@
+"""What the tape tells the owner of a fragment, message by message."""
+
+from typing import NamedTuple
+
+from diloco.aggregator.core import events
+from diloco.common import names, wire
+from diloco.common.bus import Message
+from diloco.common.config import RunSettings
+from diloco.common.tape import RunContext, decode, parse_changed
+
+
+class Recorded(NamedTuple):
+    """A record of the fragment is on the tape, ours or another's."""
+
+    stream_seq: int
+
+
+class Resettled(NamedTuple):
+    """Changed settings, with the machine's event of them."""
+
+    settings: RunSettings
+    event: events.Changed
+
+
+class Ended(NamedTuple):
+    """The run's end is on the tape."""
+
+
+def subjects(run: str, fragment: int) -> list[str]:
+    """Everything on the tape that the owner of a fragment must know."""
+    return [
+        names.join(run, "*"),
+        names.leave(run, "*"),
+        names.update(run, "*", fragment),
+        names.record(run, fragment),
+        names.settings(run),
+        names.quarantine(run, "*"),
+        names.stop(run),
+        names.end(run),
+    ]
+
+
+def decode_message(
+    context: RunContext, fragment: int, message: Message
+) -> events.Event | Recorded | Resettled | Ended | None:
+    """What a message of `subjects` is for the fragment's owner; None if it is for another's.
+
+    Raises:
+        WireError: as `decode_event`.
+    """
+    if message.subject == names.end(context.run):
+        return Ended()
+    if message.subject == names.record(context.run, fragment):
+        return Recorded(message.seq)
+    if message.subject == names.settings(context.run):
+        settings = parse_changed(context.settings, message)
+        return Resettled(settings, events.Changed(message.time_s, message.seq))
+    return decode_event(message, fragment)
+
+
+def decode_event(message: Message, fragment: int) -> events.Event | None:
+    """The machine's event in a message of the tape; None if it is not for this fragment.
+
+    Raises:
+        WireError: it cannot be decoded, or speaks for somebody else than its subject.
+    """
+    parsed = names.parse_subject(message.subject)
+    if parsed is not None and parsed.kind == "stop":
+        # By its subject alone, as all daemons take it: a run that nobody could stop is worse.
+        return events.Stopped(message.time_s, message.seq)
+    body = decode(message.subject, message.payload)
+    return event_of(body, message.seq, message.time_s, fragment)
+
+
+def event_of(body: wire.Body, seq: int, stored_at_s: float, fragment: int) -> events.Event | None:
+    """The machine's event in what a message of the tape says; None if it has none of it."""
+    match body:
+        case wire.Quarantine() as word:
+            return events.Quarantined(stored_at_s, seq, word.learner, word.active)
+        case wire.Join() as join:
+            return events.Joined(stored_at_s, seq, join.learner)
+        case wire.Leave() as leave if not leave.fragments:
+            return events.Departed(stored_at_s, seq, leave.learner, leave.incarnation)
+        case wire.Leave() as leave if fragment in leave.fragments:
+            return events.Finished(stored_at_s, seq, leave.learner, leave.incarnation)
+        case wire.Manifest() as manifest if manifest.fragment == fragment:
+            return events.Announced(stored_at_s, seq, manifest)
+        case wire.Stop():
+            return events.Stopped(stored_at_s, seq)
+    return None
