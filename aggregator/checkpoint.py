@@ -210,7 +210,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
         if specification.epoch <= file.specification.epoch:
             raise RunMismatchError(
                 f"run {context.run!r} has its tape on this bus (epoch {specification.epoch})",
-                hint="start its daemons, they go on by themselves; to go back in it use "
+                hint="start its daemons, they resume; to return to an earlier version: "
                 "diloco rollback",
             ) from None
     if file.settings != specification.settings:

@@ -28,9 +28,9 @@ from diloco.aggregator.core import events, machine, memory, policy, rounds
 from diloco.aggregator.core.effects import Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import names, shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded
 from diloco.common.shards import shard_bytes, shard_ranges
 from diloco.learner import sync, tree
 from diloco.learner.checkpoint import copied

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from diloco.common import metrics, names, shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.errors import DilocoError
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
-from diloco.common.quantize import Encoded
 from diloco.common.tape import RunContext
 from diloco.learner import sync
 

@@ -8,10 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.aggregator.quarantine import quarantine
-from diloco.cli.opening import open_run
+from diloco.cli.opening import open_run, operator_context
+from diloco.cli.units import age
 from diloco.common.errors import ConfigError, RunMismatchError
-from diloco.look.status_screen import age
-from diloco.operate.change import operator_context
 from diloco.projections.learners import Learner, read_learners
 
 REASONS = 3

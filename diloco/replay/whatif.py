@@ -130,7 +130,7 @@ def _check_sections(changed: Sequence[str]) -> None:
                 hint=f"what if takes settings of {', '.join(SECTIONS)}",
             )
     if not changed:
-        raise ConfigError("these are the settings that the run has", hint="give others with --set")
+        raise ConfigError("the run has these settings already", hint="give others with --set")
 
 
 def _sentences(
@@ -459,4 +459,4 @@ def draw(plan: Plan, result: Result, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error

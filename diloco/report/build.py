@@ -15,10 +15,11 @@ from rich.progress import Progress
 from diloco.cli.opening import open_run
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.tape import RunContext
+from diloco.figures import style
 from diloco.model.scores import record_at, scores_of
 from diloco.projections.agreement import Pairs, pair_cosines
 from diloco.projections.timeseries import TimeSeries, read_time_series
-from diloco.report import figures_rounds, figures_run, style
+from diloco.report import figures_rounds, figures_run
 from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
 from diloco.report.page import Page, Section, render

@@ -7,8 +7,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from diloco.cli import units
+from diloco.figures import style
 from diloco.projections.timeseries import Column
-from diloco.report import style
 from diloco.report.figures_run import POINTS, Shown
 
 PHASES = ("wait", "open", "grace", "merge", "publish")
@@ -59,7 +60,7 @@ def traffic(shown: Shown) -> Figure | None:
     read = rounds["down_bytes"] * rounds["live"]
     down, _ = np.histogram(rounds["stored_s"], edges, weights=read)
     figure, (axes,) = style.panels(1, 2.9)
-    unit = style.byte_unit(max(float((up / seconds).max()), float((down / seconds).max())))
+    unit = units.byte_unit(max(float((up / seconds).max()), float((down / seconds).max())))
     looks = (
         (up, style.BLUE, "-", "up: all learners' updates"),
         (down, style.VERMILLION, "--", "down: versions, read by every live learner"),

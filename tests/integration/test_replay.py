@@ -21,7 +21,7 @@ from diloco.common.store import open_store
 from diloco.common.tape import read_tape_file, write_tape_file
 from diloco.operate import change as operate
 from diloco.replay import run as replay
-from diloco.replay.run import Options
+from diloco.replay.options import Options
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_the_model_as_it_was(eventful, tmp_path):
     assert (remade / "about.json").read_text() == (stored / "about.json").read_text()
 
     replay.run_export(str(eventful.tape_file), tmp_path / "newest", "orbax", None)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         replay.run_export(str(eventful.tape_file), stored, "safetensors", None)
     with pytest.raises(ConfigError, match="no record of version 1000"):
         replay.run_export(str(eventful.tape_file), tmp_path / "future", "safetensors", "1000")
@@ -258,5 +258,5 @@ def test_what_if(eventful, tmp_path):
     asked["settings"] = ("quorum.min_learners=1", "bounds.norm_refuse=50")
     status, text = run_replay(eventful.tape_file, **asked)
     assert (status, "an estimate" in text) == (0, True)
-    with pytest.raises(ConfigError, match="goes without --resume"):
+    with pytest.raises(ConfigError, match="excludes --resume"):
         run_replay(eventful.tape_file, **asked, resume=tmp_path / "memory")

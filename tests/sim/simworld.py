@@ -38,7 +38,8 @@ from diloco.learner.director import HOLD_S, Director
 from diloco.learner.publish import Arrived, Publisher, Uploader
 from diloco.learner.publish import Context as LearnerContext
 from diloco.learner.train import Meter, Trainer
-from diloco.operate.create import create_run, make_streams
+from diloco.operate.create import create_run
+from diloco.operate.streams import make_streams
 
 EPOCH_S = 1_000_000.0
 # Events kept for the trace of a failure.

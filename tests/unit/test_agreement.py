@@ -7,9 +7,10 @@ from records import make_record
 
 from diloco.aggregator.arrays import merge
 from diloco.common import shards, slices, wire
+from diloco.common.codec import decode_numpy
 from diloco.common.config import SyncSection
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
 from diloco.projections.agreement import Pairs, mean_cosine, pair_cosines
 

@@ -21,7 +21,7 @@ from diloco.learner import sync
 from diloco.learner.adopt import Adopter, Fetcher
 from diloco.learner.publish import Context as LearnerContext
 from diloco.learner.replica import Delta, Replica, View
-from diloco.operate.create import make_streams
+from diloco.operate.streams import make_streams
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot
 
