@@ -87,7 +87,8 @@ class Collector:
     async def _collect(self) -> None:
         context, began_s = self._context, self._context.runtime.clock()
         state = self._state()
-        if state is None or not memory.has_met_all(state):
+        # While a record is under way its inputs are resolved here, and named by no record yet.
+        if state is None or state.storing is not None or not memory.has_met_all(state):
             return  # It would know of a new life, and not yet what the one before has announced.
         fleet = fleet_of(state)
         found = await context.runtime.call(

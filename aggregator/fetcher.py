@@ -9,10 +9,10 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.core.effects import Fetch
 from diloco.aggregator.shard_reader import read_payload
+from diloco.aggregator.tasks import Tasks
 from diloco.common import log, metrics
 from diloco.common.errors import ObjectMissingError, WireError
 from diloco.common.reasons import Reason
-from diloco.common.service import cancel
 
 # Payloads of one fragment that may be in memory before they are merged.
 FETCHES = 2
@@ -28,40 +28,27 @@ class Fetcher:
         grid: the fragment's.
         answer: takes what the machine is to hear, with the payload of an update that is verified;
             who has done with a payload calls `release`.
+        tasks: the tenure's.
         logger: the fragment's.
     """
 
-    def __init__(self, context: Context, grid: Grid, answer: Answer, logger: log.Logger) -> None:
+    def __init__(
+        self, context: Context, grid: Grid, answer: Answer, tasks: Tasks, logger: log.Logger
+    ) -> None:
         self._context = context
         self._grid = grid
         self._answer = answer
         self._logger = logger
         self._free = asyncio.Semaphore(FETCHES)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = tasks
 
     def start(self, fetch: Fetch) -> None:
         """Read an update once there is room for it."""
-        task = asyncio.ensure_future(self._fetch(fetch))
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
+        self._tasks.start(self._fetch(fetch))
 
     def release(self) -> None:
         """A payload is used up."""
         self._free.release()
-
-    async def failure(self) -> None:
-        """Raise what a fetch raised that is neither a passing fault nor the sender's."""
-        await self._broken
-
-    async def stop(self) -> None:
-        """Read nothing more."""
-        await cancel(*self._tasks)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not self._broken.done():
-            self._broken.set_exception(error)
 
     async def _fetch(self, fetch: Fetch) -> None:
         """Its payload waits with the answer until the machine's word."""

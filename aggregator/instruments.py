@@ -26,10 +26,13 @@ BY_FRAGMENT = (
 
 
 class Tenure(Protocol):
-    """What is asked of a fragment that is owned; `newest` is the record that it stands at."""
+    """What is asked of a fragment that is owned."""
 
     state: State
-    newest: wire.Record
+
+    @property
+    def newest(self) -> wire.Record:
+        """The record that it stands at."""
 
     @property
     def queued(self) -> int:

@@ -7,7 +7,7 @@ and objects (`Contents`), and who makes it. Whoever publishes one states all thr
 from typing import NamedTuple
 
 from diloco.aggregator import instruments
-from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays, Made
 from diloco.aggregator.context import Context, identity, store_version_object
 from diloco.aggregator.core import rounds
 from diloco.aggregator.core.decisions import Decided
@@ -152,29 +152,50 @@ def _sum(*counts: int) -> int:
     return min(sum(counts), wire.GREATEST)
 
 
-async def make_version(
-    context: Context,
-    arrays: FragmentArrays,
-    state: State,
-    previous: wire.Record,
-    logger: log.Logger,
-) -> Contents:
-    """Close the round on the arrays and store what it made.
+class Version(NamedTuple):
+    """A version that is made and not stored, the time of it, and whether its arrays are due."""
+
+    made: Made
+    merged_at_s: float
+    with_snapshot: bool
+
+
+async def make_version(context: Context, arrays: FragmentArrays, state: State) -> Version:
+    """Close the round on the arrays.
 
     Args:
         context: the aggregator's.
         arrays: the fragment's, with the round's sum; changed in place.
         state: the machine's at the close.
+    """
+    settings = arrays.settings
+    part = rounds.share(state) if settings.outer.participation else 1.0
+    with instruments.timing(context.metrics, context.runtime.clock, "merge"):
+        made = await context.runtime.call(arrays.close_round, state.admitted, part)
+    due = (state.version + 1) % settings.sync.snapshot_every == 0
+    return Version(made, context.runtime.clock(), due)
+
+
+async def store_version(
+    context: Context,
+    arrays: FragmentArrays,
+    version: int,
+    made_version: Version,
+    previous: wire.Record,
+    logger: log.Logger,
+) -> Contents:
+    """Store what a round made, while the next one may merge already.
+
+    Args:
+        context: the aggregator's.
+        arrays: the fragment's; view and outer state are those of the version.
+        version: its number.
+        made_version: what was made.
         previous: the newest record.
         logger: the fragment's.
     """
-    runtime, fragment, version = context.runtime, previous.fragment, state.version + 1
-    settings = arrays.settings
-    part = rounds.share(state) if settings.outer.participation else 1.0
-    with instruments.timing(context.metrics, runtime.clock, "merge"):
-        made = await runtime.call(arrays.close_round, state.admitted, part)
-    merged_at_s = runtime.clock()
-    with instruments.timing(context.metrics, runtime.clock, "store"):
+    fragment, made = previous.fragment, made_version.made
+    with instruments.timing(context.metrics, context.runtime.clock, "store"):
         delta = await store_version_object(context, fragment, version, "delta", made.delta, logger)
         contents = Contents(
             inputs=made.inputs,
@@ -190,9 +211,9 @@ async def make_version(
             outer_seq=previous.outer_seq,
             view_digest=made.view_digest,
             outer_digest=made.outer_digest,
-            merged_at_s=merged_at_s,
+            merged_at_s=made_version.merged_at_s,
         )
-        if version % settings.sync.snapshot_every:
+        if not made_version.with_snapshot:
             return contents
         return await with_snapshot(context, fragment, version, arrays, contents, logger)
 

@@ -1,34 +1,36 @@
 """One tenure of a fragment: from a record that was recovered to one that somebody else commits.
 
-While a record is being committed the machine is told nothing: what the tape and the fetches bring
-waits in the queue, in order.
+While a version is being made the machine is told nothing: what the tape and the fetches bring
+waits in the queue, in order. Its record is stored and published beside what follows.
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 
-from diloco.aggregator import instruments
 from diloco.aggregator.arrays.fragment import Payload
-from diloco.aggregator.context import Context, commit_record
+from diloco.aggregator.committer import Committer
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import events, machine, memory, policy, rounds
-from diloco.aggregator.core.decisions import decide
 from diloco.aggregator.core.effects import (
+    AskCut,
     Commit,
+    Discard,
     Effect,
     Fetch,
     Ignored,
     Merge,
     OpenRound,
-    ShutOut,
 )
 from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import ShutOut
 from diloco.aggregator.fetcher import Fetcher
+from diloco.aggregator.last_update import LastUpdate
 from diloco.aggregator.quarantine import quarantine
-from diloco.aggregator.records import cited, compose, make_version, sum_up, unchanged
 from diloco.aggregator.recovery import Recovered
 from diloco.aggregator.samples import Samples
 from diloco.aggregator.tape_events import Ended, Recorded, Resettled, decode_message, subjects
+from diloco.aggregator.tasks import Tasks
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import SwapLostError, WireError
@@ -52,7 +54,6 @@ class Tenure:
     Attributes:
         fragment: its index.
         state: the machine's.
-        newest: the record that the fragment stands at.
         rules: in force.
     """
 
@@ -64,17 +65,37 @@ class Tenure:
         on_snapshot: Callable[[], None],
     ) -> None:
         record = recovered.record
-        self.newest = record
         self.state = memory.resume(record, recovered.record_seq, context.runtime.clock())
         self._context = context
         self.fragment = record.fragment
         self.rules = self._rules(recovered.settings)
         self._arrays = recovered.arrays
         self._samples = samples
-        self._on_snapshot = on_snapshot
         self._logger = context.logger.bind(fragment=self.fragment)
         self._queue: asyncio.Queue[Item] = asyncio.Queue(QUEUE)
-        self._fetcher = Fetcher(context, recovered.arrays.grid, self._put, self._logger)
+        self._heard_seq = recovered.record_seq
+        self._tasks = Tasks()
+        self._fetcher = Fetcher(
+            context, recovered.arrays.grid, self._put, self._tasks, self._logger
+        )
+        self._last_update = LastUpdate(
+            context, record.fragment, record.position - 1, self._put_cut, self._tasks, self._logger
+        )
+        self._committer = Committer(
+            context,
+            record,
+            recovered.arrays,
+            samples,
+            self._put,
+            self._tasks,
+            on_snapshot,
+            self._logger,
+        )
+
+    @property
+    def newest(self) -> wire.Record:
+        """The record that the fragment stands at."""
+        return self._committer.newest
 
     @property
     def queued(self) -> int:
@@ -87,19 +108,22 @@ class Tenure:
         Raises:
             SwapLostError: somebody else has committed a record of the fragment.
         """
-        return self._read_tape(), self._serve(), self._fetcher.failure()
+        return self._read_tape(), self._serve(), self._tasks.failure()
 
     async def end(self) -> None:
-        """Let go of what is being read."""
-        await self._fetcher.stop()
+        """Let go of what is being read and stored."""
+        await self._tasks.stop()
 
     def tell(self, event: events.Liveness) -> None:
         """Give the machine a liveness change; dropped while its queue is full, and told again."""
         if not self._queue.full():
             self._queue.put_nowait((event, None))
 
-    async def _put(self, event: events.Event, payload: Payload | None) -> None:
+    async def _put(self, event: events.Event, payload: Payload | None = None) -> None:
         await self._queue.put((event, payload))
+
+    async def _put_cut(self, stream_seq: int) -> None:
+        await self._put(events.CutKnown(self._context.runtime.clock(), stream_seq))
 
     def _rules(self, settings: RunSettings) -> FragmentRules:
         context = self._context
@@ -114,21 +138,24 @@ class Tenure:
             try:
                 event = decode_message(context, self.fragment, message)
             except WireError as error:
+                event = None
                 await self._samples.take(message.subject, error.reason, error.message)
-                continue
             if event is not None:
                 await self._queue.put((event, None))
+            await self._last_update.passed(message.seq)
 
     # The machine
 
     async def _serve(self) -> None:
-        while True:
+        ended = False
+        while not ended or self.state.storing is not None:
             event, payload = await self._next_item()
             match event:
                 case Ended():
-                    break
+                    ended = True
                 case Recorded():
-                    self._check_ours(event.stream_seq)
+                    self._heard_seq = event.stream_seq
+                    self._check_ours()
                 case Resettled():
                     await self._change(event)
                 case _:
@@ -151,9 +178,12 @@ class Tenure:
                     return await self._queue.get()
         return events.Timer(max(due_s, clock())), None
 
-    def _check_ours(self, record_seq: int) -> None:
-        """Refuse to go on from a state that is not the newest record's."""
-        if record_seq > self.state.record_seq:
+    def _check_ours(self) -> None:
+        """Refuse to go on from a state that is not the newest record's.
+
+        While a record of ours is under way the newest may be that one: we hear when it stands.
+        """
+        if self._heard_seq > self.state.record_seq and self.state.storing is None:
             raise self._overtaken()
 
     def _overtaken(self) -> SwapLostError:
@@ -171,6 +201,8 @@ class Tenure:
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
             await self._perform(effect, payload)
+        if isinstance(event, events.Committed):
+            self._check_ours()
 
     async def _perform(self, effect: Effect, payload: Payload | None) -> None:
         match effect:
@@ -178,6 +210,10 @@ class Tenure:
                 self._fetcher.start(effect)
             case OpenRound():
                 await self._open_round(effect.version)
+            case AskCut():
+                self._last_update.ask()
+            case Discard():
+                await self._context.runtime.call(self._arrays.discard)
             case Merge():
                 assert payload is not None
                 await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
@@ -185,7 +221,9 @@ class Tenure:
                 subject = names.update(self._context.run, effect.manifest.learner, self.fragment)
                 await self._samples.take(subject, effect.reason, f"seq {effect.manifest.seq}")
             case Commit():
-                await self._commit(effect)
+                made = await self._committer.begin(self.rules, effect)
+                if made is not None:
+                    await self._take(made, None)
             case ShutOut():
                 await self._shut_out(effect)
 
@@ -205,54 +243,6 @@ class Tenure:
         )
 
     async def _open_round(self, version: int) -> None:
-        await self._context.runtime.call(self._arrays.open_round)
         message = wire.RoundOpen(fragment=self.fragment, version=version)
         subject = names.round_open(self._context.run, self.fragment)
         await self._context.bus.broadcast(subject, wire.encode(message))
-
-    # The commit
-
-    async def _commit(self, commit: Commit) -> None:
-        """Store the objects, publish the record by compare-and-swap, tell the machine."""
-        context, runtime = self._context, self._context.runtime
-        record = await self._draft(commit)
-        with instruments.timing(context.metrics, runtime.clock, "publish"):
-            record_seq = await commit_record(context, record)
-        instruments.count_record(context.metrics, self.newest, record)
-        self.newest = cited(record, record_seq)
-        committed = events.Committed(runtime.clock(), record_seq, record.view_digest)
-        self._logger.info(
-            "committed",
-            what=record.what,
-            version=record.version,
-            record_seq=record_seq,
-            learners=[taken.learner for taken in record.inputs],
-            updates=[f"{taken.incarnation}-{taken.seq}" for taken in record.inputs],
-            staleness=[taken.staleness for taken in record.inputs],
-            rejected=[f"{taken.learner}:{taken.reason}" for taken in record.rejected],
-            reason=record.reason,
-            took_s=round(committed.at_s - commit.at_s, 4),
-        )
-        for one in record.rejected:
-            await self._samples.show(one.learner, one.incarnation, one.seq, one.reason, one.detail)
-        await self._take(committed, None)
-        if record.what == "version" and record.snapshot_version == record.version:
-            self._on_snapshot()
-
-    async def _draft(self, commit: Commit) -> wire.Record:
-        """The record of `commit`, with its objects stored."""
-        previous, decided = self.newest, decide(self.rules, commit)
-        if commit.what == "version":
-            contents = await make_version(
-                self._context, self._arrays, commit.state, previous, self._logger
-            )
-        else:
-            contents = unchanged(previous, commit.at_s)
-        return compose(
-            self._context,
-            self.fragment,
-            decided,
-            contents,
-            base_digest=previous.view_digest,
-            totals=sum_up(previous.totals, contents.inputs, decided.rejected),
-        )

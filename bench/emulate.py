@@ -25,7 +25,7 @@ from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.conductor import Newest, stop_reason
 from diloco.aggregator.core import events, machine, memory, policy, rounds
-from diloco.aggregator.core.effects import Commit, Effect, Fetch, Ignored, Merge, OpenRound
+from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import names, shards, slices, wire
 from diloco.common.codec import Encoded
@@ -144,11 +144,13 @@ class _Owner:
                 norm = self.payloads[update].norm
                 world.later(lambda: self.take(events.Fetched(world.now_s, update, norm)))
             case OpenRound(version):
-                self.arrays.open_round()
                 world.tell_all(sync.RoundOpened(fragment, version))
             case Merge(admitted):
                 update = UpdateId(*_identity(admitted.manifest))
                 self.arrays.merge(self.payloads.pop(update), admitted)
+            case AskCut():
+                # Nothing is on its way to the machine: what is announced, it was told.
+                self.take(events.CutKnown(world.now_s, self.state.seen_seq))
             case Commit():
                 self._commit(effect)
             case Ignored(manifest, reason):
@@ -167,13 +169,14 @@ class _Owner:
             digest, version = made.view_digest, version + 1
             clock = rounds.global_step_after(rules, state)
             payload = _decoded(world.settings, made.delta, self.arrays.grid.size)
+            self.take(events.Made(world.now_s, digest))
         record_seq = world.next_seq()
         marks = {(m.learner, m.incarnation): m.seq for m in memory.policy_after(state).marks}
         for learner in world.learners.values():
             mark = marks.get((learner.name, learner.incarnation), 0)
             ready = sync.Ready(rules.fragment, record_seq, version, digest, clock, mark)
             world.tell(learner, ready, payload)
-        self.take(events.Committed(world.now_s, record_seq, digest))
+        self.take(events.Committed(world.now_s, record_seq))
         world.watch()
 
 

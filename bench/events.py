@@ -105,9 +105,11 @@ def play(rules: policy.FragmentRules, manifests: list[list[wire.Manifest]]) -> M
             state, _ = machine.step(rules, state, events.Fetched(now_s + 0.5, update, 3.0))
         assert state.phase == "closing", "the last of the fleet completes the round"
         stream_seq += 1
-        committed = events.Committed(now_s + 0.6, stream_seq, f"{number:032x}")
+        made = events.Made(now_s + 0.55, f"{number:032x}")
+        state, _ = machine.step(rules, state, made)
+        committed = events.Committed(now_s + 0.6, stream_seq)
         state, _ = machine.step(rules, state, committed)
-        count += len(sent) + len(waiting) + 1
+        count += len(sent) + len(waiting) + 2
     assert state.version == len(manifests)
     return Measured(count, time.process_time() - began_s)
 

@@ -54,6 +54,8 @@ class _Merged(NamedTuple):
 class FragmentArrays:
     """The arrays of one fragment; methods block and are called one at a time.
 
+    Two exceptions: what `view_bytes` and `outer_bytes` read stays as it is while `merge` adds.
+
     Attributes:
         view: parameters as learners see them, float32 [N].
         theta: master parameters, float32 [N].
@@ -130,15 +132,14 @@ class FragmentArrays:
         each = [shards.digest(array) for array in (self.theta, *self.state.values())]
         return shards.digest("".join(each).encode())
 
-    def open_round(self) -> None:
-        """Begin an empty sum; its buffers are kept from round to round."""
-        if self._sum is None:
-            self._sum = merge.Accumulator(self.grid)
-        self._sum.reset()
+    def discard(self) -> None:
+        """Forget what the round has merged."""
         self._merged = []
 
     def merge(self, payload: Payload, admitted: Admitted) -> None:
-        """Add a verified update to the open round."""
+        """Add a verified update to the round, which begins with its first one."""
+        if not self._merged:
+            self._begin_sum()
         assert self._sum is not None
         contribution = Contribution(
             payload.norms_S, admitted.weight, admitted.discount, admitted.clip
@@ -161,8 +162,9 @@ class FragmentArrays:
         )
         learning_rate, momentum = step_size(self.settings, share)
         delta = self._step(factors_S, learning_rate, momentum)
+        merged, self._merged = self._merged, []
         return Made(
-            inputs=tuple(make_input(each.admitted, each.coefficients) for each in self._merged),
+            inputs=tuple(make_input(each.admitted, each.coefficients) for each in merged),
             factors=factors_S.tobytes(),
             learning_rate=learning_rate,
             momentum=momentum,
@@ -183,7 +185,7 @@ class FragmentArrays:
         Raises:
             IntegrityError: an input is gone or damaged, or the result has other digests.
         """
-        self.open_round()
+        self._begin_sum()
         assert self._sum is not None
         for taken in record.inputs:
             try:
@@ -202,6 +204,12 @@ class FragmentArrays:
                 f"{(record.view_digest, record.outer_digest)}",
             )
         return delta
+
+    def _begin_sum(self) -> None:
+        """An empty sum; its buffers are kept from round to round."""
+        if self._sum is None:
+            self._sum = merge.Accumulator(self.grid)
+        self._sum.reset()
 
     def _step(self, factors_S: Vector, learning_rate: float, momentum: float) -> Encoded:
         assert self._sum is not None

@@ -3,9 +3,8 @@
 import math
 
 from diloco.aggregator.core import events, policy
-from diloco.aggregator.core.effects import Effect, ShutOut
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import Allowance, Refused, State, UpdateId, to_resolve
+from diloco.aggregator.core.state import Allowance, Refused, ShutOut, State, UpdateId, to_resolve
 from diloco.common import wire
 from diloco.common.reasons import Reason
 
@@ -41,10 +40,7 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
     met_before = event.stream_seq <= state.known_seq
     if not met_before and policy.too_many_steps(rules.bounds, manifest.steps, since_s):
         return Reason.STEPS, f"{manifest.steps} steps within {since_s:.0f} s"
-    # The base is known only when the record stands: a version that is not committed is nobody's
-    # base.
-    # A learner may have read the record that is being committed: judged when it is to be merged.
-    return None if state.phase == "closing" else wrong_base(rules, state, manifest)
+    return wrong_base(rules, state, manifest)
 
 
 def quarantined(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | None:
@@ -84,12 +80,11 @@ def charge(rules: FragmentRules, state: State, refused: Refused, now_s: float) -
 def overtakes(state: State, update: UpdateId) -> bool:
     """Whether the learner announced an update while an earlier one was not resolved.
 
-    What is being committed counts as resolved: the learner may read the record before we do.
+    What a record under way resolves counts: the learner may read it before we know that it stands.
     """
-    still = state.rejected[state.committing[0] :] if state.phase == "closing" else to_resolve(state)
     # By life and not by learner: a new life's first update is not in the way of what the old one
     # still has on the tape.
-    unresolved = (*state.pending.values(), *still)
+    unresolved = (*state.pending.values(), *to_resolve(state))
     return any(
         waiting.manifest.learner == update.learner
         and waiting.manifest.incarnation == update.incarnation
@@ -128,10 +123,18 @@ def wrong_base(
     return None
 
 
+def norms(state: State) -> tuple[float, ...]:
+    """The newest norms per step of merged updates, the open round's with them."""
+    # As they were merged, so that one huge update cannot raise the bar for the next; per step, so
+    # that the honest work of an outage is judged like any other.
+    merged = (one.clip * one.norm / one.manifest.steps for one in state.admitted)
+    return (*state.norms, *merged)[-policy.NORM_WINDOW :]
+
+
 def offenders(
     rules: FragmentRules, state: State, resolved: tuple[Refused, ...]
-) -> tuple[Effect, ...]:
-    """Whom to shut out, after the record that rejects what is `resolved`."""
+) -> tuple[ShutOut, ...]:
+    """Whom to shut out, once the record stands that rejects what is `resolved`."""
     # Counted in rejected less merged, so that an honest learner with a rare fault is never shut
     # out, and one that only offends soon is.
     limit = rules.bounds.quarantine_offences

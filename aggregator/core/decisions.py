@@ -13,10 +13,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import Refused, State, UpdateId
+from diloco.aggregator.core.state import Refused, State, Storing, UpdateId
 from diloco.common import wire
 
 
@@ -150,6 +150,11 @@ def decide_again(
         yield Decision(seq, record, "different" if fields else "same", "", commit, fields)
 
 
+# What an owner observes first that goes on from a record of its own.
+GOES_ON = ("made", "committed")
+OTHER_RULES = "an earlier release decided it, by other rules"
+
+
 class _Follower:
     """A machine that hears what the makers of the records heard, in their order."""
 
@@ -170,20 +175,25 @@ class _Follower:
     def follow(self, base: wire.Record, base_seq: int, record: wire.Record) -> str:
         """Bring the machine from one record to the next; why it cannot be done, or ''."""
         first = record.observations[0].what if record.observations else ""
-        why = self._cannot_begin(base) if first == "committed" and self.state is None else ""
+        if first == "committed" and base.what == "version":
+            # Since the version is heard of before its record, only the rules before these do so.
+            self.state = None
+            return OTHER_RULES
+        why = self._cannot_begin(base) if first in GOES_ON and self.state is None else ""
+        self.commit = None
         for observation in record.observations:
             # A record holds the observations of every life since the one before it: of those that
             # died nothing but what they met counts.
             if observation.what == "resumed":
                 self._began_at_s = observation.at_s
-                if base.position < self._whole_from:
-                    self.state, why = None, "the tape is trimmed before it"
-                    continue
-                why = ""
-                self._begin(base, base_seq, observation.at_s)
+                why = "the tape is trimmed before it" if base.position < self._whole_from else ""
+                why = why if observation.value == memory.RULES else OTHER_RULES
+                self.state = None
+                if not why:
+                    self._begin(base, base_seq, observation.at_s)
             elif why:
                 continue
-            elif observation.what == "committed" and self.commit is None:
+            elif observation.what in GOES_ON and self.state is None:
                 # Whoever goes on has no clock of a predecessor's to mistrust.
                 self._begin(base, base_seq, max(observation.at_s, base.policy.closed_at_s))
                 self._take_over(base, observation)
@@ -221,14 +231,12 @@ class _Follower:
     def _take_over(self, base: wire.Record, observation: wire.Observation) -> None:
         """The state of whoever made `base` and goes on."""
         assert self.state is not None
-        took_s = max(0.0, observation.at_s - self.state.closed_at_s)
-        sync_s = policy.ema(self.state.sync_s, took_s)
         self.state = self.state._replace(
             observations=(observation,),
             began_at_s=self._began_at_s,
             opened_at_s=base.opened_at_s,
             quorum_at_s=base.quorum_at_s,
-            sync_s=sync_s if base.what == "version" else self.state.sync_s,
+            storing=Storing(True, ()) if observation.what == "made" else None,
         )
 
     def _hear_until(self, seq: int) -> None:
@@ -243,8 +251,6 @@ class _Follower:
 
     def _step(self, event: events.Event) -> None:
         assert self.state is not None
-        if isinstance(event, events.Committed):
-            self.commit = None
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
             if isinstance(effect, Commit):
@@ -265,8 +271,12 @@ def _event(
                 if (taken.learner, taken.incarnation, taken.seq) == update:
                     return events.Failed(at_s, update, taken.reason, taken.detail)
             return events.Failed(at_s, update, "", "")
+        case "cut":
+            return events.CutKnown(at_s, observation.seq)
+        case "made":
+            return events.Made(at_s, base.view_digest)
         case "committed":
-            return events.Committed(at_s, base_seq, base.view_digest)
+            return events.Committed(at_s, base_seq)
         case "timer":
             return events.Timer(at_s)
     return events.Liveness(at_s, learner, observation.incarnation, observation.what == "live")

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from diloco.aggregator.core.state import Admitted, State, UpdateId
+from diloco.aggregator.core.state import Admitted, ShutOut, State, UpdateId
 from diloco.common import wire
 
 
@@ -19,14 +19,28 @@ class Merge(NamedTuple):
     admitted: Admitted
 
 
+class Discard(NamedTuple):
+    """Forget the round's accumulator: what it holds is read again."""
+
+
 class OpenRound(NamedTuple):
-    """Begin an empty accumulator, then tell the learners that a round of this version is open."""
+    """Tell the learners that a round of this version waits for them."""
 
     version: int
 
 
+class AskCut(NamedTuple):
+    """Ask the stream's leader for its last update of the fragment; answer `CutKnown`.
+
+    The answer comes after the announcement of that update, and of all before it.
+    """
+
+
 class Commit(NamedTuple):
-    """Store the objects, then publish the record, then answer `Committed`.
+    """Make a version, if it is one, and commit the record.
+
+    Answer `Made` for a version before any other event; then, beside what follows, store the
+    objects, publish the record, and answer `Committed`.
 
     `state` is the machine's at the close: all that the record says is in it.
     """
@@ -45,14 +59,7 @@ class Ignored(NamedTuple):
     reason: str
 
 
-class ShutOut(NamedTuple):
-    """Say on the tape that a learner is quarantined; said again until the tape has it."""
-
-    learner: str
-    reason: str
-
-
-Effect = Fetch | Merge | OpenRound | Commit | Ignored | ShutOut
+Effect = Fetch | Merge | Discard | OpenRound | AskCut | Commit | Ignored | ShutOut
 
 
 Result = tuple[State, tuple[Effect, ...]]

@@ -98,12 +98,25 @@ class Timer(NamedTuple):
     at_s: float
 
 
+class CutKnown(NamedTuple):
+    """The leader's last update of the fragment has this sequence (0: there is none)."""
+
+    at_s: float
+    stream_seq: int
+
+
+class Made(NamedTuple):
+    """The version of the last `Commit` is made: the sum is free, its view has this digest."""
+
+    at_s: float
+    view_digest: str
+
+
 class Committed(NamedTuple):
     """The record of the last `Commit` is on the tape."""
 
     at_s: float
     record_seq: int
-    view_digest: str
 
 
 Event = (
@@ -118,5 +131,7 @@ Event = (
     | Failed
     | Liveness
     | Timer
+    | CutKnown
+    | Made
     | Committed
 )

@@ -1,7 +1,10 @@
 """What happens to each update of one fragment, event by event.
 
-    idle --first verified update, pace allows--> open --quorum--> grace --deadline or all in-->
-    closing --record committed--> idle
+    idle --announced, and pace allows--> open --quorum announced--> grace --time--> cut
+    any of these --all in, or all that the cut has is read--> closing --version made--> idle
+
+Updates are read and merged in every phase, from the moment the last version is made. Its record is
+stored and published meanwhile; the next one begins once it stands.
 
 Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
@@ -24,7 +27,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.aggregator.core import admission, events, memory, policy, rounds
-from diloco.aggregator.core.effects import Effect, Ignored, Merge, OpenRound, Result
+from diloco.aggregator.core.effects import Discard, Ignored, Merge, Result
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import (
     NOBODY,
@@ -33,19 +36,31 @@ from diloco.aggregator.core.state import (
     Pending,
     Refused,
     State,
+    Storing,
     UpdateId,
+    awaiting,
+    contributors,
+    passed_on,
     with_member,
     with_observation,
-    with_pending,
     with_seen,
     without_pending,
 )
 from diloco.common.reasons import Reason
 
+# So many observations get a record of their own, lest one of a long wait be too long to be read.
+OBSERVATIONS = 1 << 13
+
 
 def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
     """The state after `event`, and what the driver must do, in order."""
-    return _HANDLERS[type(event)](rules, state, event)
+    state, effects = _HANDLERS[type(event)](rules, state, event)
+    if len(state.observations) < OBSERVATIONS or state.phase == "closing" or state.storing:
+        return state, effects
+    state, more = rounds.give_verdicts(
+        rules, state, state.observations[-1].at_s, "observations", final=state.final
+    )
+    return state, effects + more
 
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
@@ -134,11 +149,14 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         )
     state = state._replace(
         members={**state.members, manifest.learner: member},
-        pending={**state.pending, update: Pending(manifest, event.stream_seq, fetching=False)},
+        pending={
+            **state.pending,
+            update: Pending(manifest, event.stream_seq, event.stored_at_s),
+        },
     )
-    # By the tape's time and not by ours: whoever reads this tape later opens the round at the same
+    # By the tape's time and not by ours: whoever reads this tape later decides the same at the same
     # message.
-    return rounds.fetch_waiting(rules, state, event.stored_at_s)
+    return rounds.go_on(rules, state, event.stored_at_s)
 
 
 def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Result:
@@ -165,6 +183,10 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
     one = frozenset({event.learner})
     if event.active:
         state = state._replace(quarantined=state.quarantined | one)
+        if event.learner in contributors(state):
+            # Nothing can be taken out of a sum: it is made again without them.
+            state, effects = rounds.go_on(rules, awaiting(state), event.stored_at_s)
+            return state, (Discard(), *effects)
     else:
         state = state._replace(quarantined=state.quarantined - one)
         member = state.members.get(event.learner)
@@ -184,11 +206,8 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     # When shards were here, and with which norm, is on no tape: a replay must be told (invariant
     # 5).
     state = with_observation(state, "fetched", event.at_s, event.update, event.norm)
-    if not rounds.takes_updates(rules, state, event.at_s):
-        # Too late for its round; its shards are read again when the next one opens.
-        return with_pending(state, event.update, pending._replace(fetching=False)), ()
-    # Once more, since it waited: meanwhile a version may have been committed, a rollback or a
-    # quarantine. What is merged fits the version that is built on now.
+    # Once more, since it waited: meanwhile a version may have been made, a rollback or a quarantine
+    # may have come. What is merged fits the version that is built on now.
     manifest = pending.manifest
     wrong = admission.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
     if wrong is not None:
@@ -196,7 +215,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
     # The norm is measured, not claimed: the one bound on an update's effect that no manifest can
     # talk around.
-    clip = policy.judge_norm(rules.bounds, state.norms, event.norm, manifest.steps)
+    clip = policy.judge_norm(rules.bounds, admission.norms(state), event.norm, manifest.steps)
     if clip is None:
         detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
         refused = Refused(manifest, pending.stream_seq, Reason.NORM, detail)
@@ -218,19 +237,12 @@ def _admit(
         policy.discount(rules.staleness, staleness),
         clip,
         event.norm,
+        pending.announced_at_s,
     )
-    opened: tuple[Effect, ...] = ()
-    if state.phase == "idle":
-        # Not before something can be merged: the deadline of a round that is open runs, and an
-        # update whose shards never come must not start it.
-        opened = (OpenRound(state.version + 1),)
-        state = state._replace(phase="open", opened_at_s=event.at_s, quorum_at_s=0.0)
-    # The median is of norms as they were merged, so that one huge update cannot raise the bar for
-    # the next; per step, so that the honest work of an outage is judged like any other.
-    norms = (*state.norms, clip * event.norm / manifest.steps)[-policy.NORM_WINDOW :]
-    state = state._replace(admitted=(*state.admitted, admitted), norms=norms)
+    state = without_pending(state, event.update)
+    state = state._replace(admitted=(*state.admitted, admitted))
     state, more = rounds.advance(rules, state, event.at_s)
-    return state, (*opened, Merge(admitted), *more)
+    return state, (Merge(admitted), *more)
 
 
 def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Result:
@@ -248,8 +260,8 @@ def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> 
     member = state.members.get(event.learner)
     if member is None or member.incarnation != event.incarnation or member.left:
         return state, ()
-    # A repeated word is no observation: records must not grow with the number of heartbeats.
-    if member.live == event.live:
+    if member.live == event.live or len(state.observations) >= 4 * OBSERVATIONS:
+        # It is told again; while no record can be stored there is no end of such news.
         return state, ()
     about = UpdateId(event.learner, event.incarnation, 0)
     state = with_observation(state, "live" if event.live else "dead", event.at_s, about, 0.0)
@@ -263,48 +275,59 @@ def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result
     if due is None or event.at_s < due:
         return state, ()
     state = with_observation(state, "timer", event.at_s, NOBODY, 0.0)
+    if state.cut is not None:
+        return rounds.advance(rules, passed_on(state), event.at_s)
     if state.stopping_at_s:
         # The end comes whatever is missing: a learner that died with its last update on its way
         # must not hold up a whole run.
-        return rounds.close(rounds.refuse_late(state), event.at_s, "deadline", final=True)
+        return rounds.cut(state, "deadline", final=True)
     if state.phase == "idle":
-        return rounds.fetch_waiting(rules, state, event.at_s)
-    return rounds.close(state, event.at_s, "grace" if state.phase == "grace" else "deadline")
+        return rounds.advance(rules, state, event.at_s)
+    return rounds.cut(state, "grace" if state.phase == "grace" else "deadline")
 
 
-def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -> Result:
-    published = bool(state.admitted)
-    # The grace window leaves room for what a commit takes, since learners cannot adopt before.
-    took_s = max(0.0, event.at_s - state.closed_at_s)
-    rejections, observations = state.committing
-    resolved = state.rejected[:rejections]
-    # Only now: until the record stands, a crash must find the machine as it was before the close
-    # (invariants 1 and 3). What came in meanwhile is beyond `committing` and goes into the next
-    # record.
-    state = memory.after_record(state)._replace(
-        version=state.version + published,
-        global_step=rounds.global_step_after(rules, state) if published else state.global_step,
-        record_seq=event.record_seq,
+def _on_cut_known(rules: FragmentRules, state: State, event: events.CutKnown) -> Result:
+    cut = state.cut
+    if cut is None or cut.known_at_s:
+        return state, ()
+    # What the leader had is on no tape: a replay must be told (invariant 5).
+    about = UpdateId("", 0, event.stream_seq)
+    state = with_observation(state, "cut", event.at_s, about, 0.0)
+    known = cut._replace(stream_seq=event.stream_seq, known_at_s=event.at_s)
+    return rounds.go_on(rules, state._replace(cut=known), event.at_s)
+
+
+def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
+    resolved = state.rejected
+    after = memory.after_record(state)
+    state = after._replace(
+        version=state.version + 1,
+        global_step=rounds.global_step_after(rules, state),
         view_digest=event.view_digest,
         phase="idle",
         admitted=(),
-        rejected=state.rejected[rejections:],
-        observations=state.observations[observations:],
-        committing=(0, 0),
-        sync_s=policy.ema(state.sync_s, took_s) if published else state.sync_s,
+        rejected=(),
+        observations=(),
+        storing=Storing(True, admission.offenders(rules, after, resolved)),
     )
-    # A clock of ours again, and `sync_s` follows from it.
+    # The next round begins before the record stands: a store that is slow holds up nobody's
+    # reading. If another owner's record stands in its place, all of this is forgotten with the
+    # life that decided it (invariants 1 and 3).
+    state = with_observation(state, "made", event.at_s, NOBODY, 0.0)
+    return rounds.go_on(rules, state, event.at_s)
+
+
+def _on_committed(rules: FragmentRules, state: State, event: events.Committed) -> Result:
+    assert state.storing is not None
+    storing, took_s = state.storing, policy.elapsed_s(state.closed_at_s, event.at_s)
+    # The grace window leaves room for what a commit takes, since learners cannot adopt before.
+    sync_s = policy.ema(state.sync_s, took_s) if storing.published else state.sync_s
+    state = state._replace(record_seq=event.record_seq, storing=None, sync_s=sync_s)
     state = with_observation(state, "committed", event.at_s, NOBODY, 0.0)
+    state, effects = rounds.go_on(rules, state, event.at_s)
     # After the record, since the word on the tape must never stand without the rejections that led
     # to it.
-    offenders = admission.offenders(rules, state, resolved)
-    # What was rejected while this record was being stored has waited for long enough: its senders
-    # are blocked until they hear.
-    if state.rejected:
-        state, effects = rounds.close(state, event.at_s, "rejections", final=state.final)
-    else:
-        state, effects = rounds.go_on(rules, state, event.at_s)
-    return state, offenders + effects
+    return state, storing.offenders + effects
 
 
 _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
@@ -319,5 +342,7 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     events.Failed: _on_failed,
     events.Liveness: _on_liveness,
     events.Timer: _on_timer,
+    events.CutKnown: _on_cut_known,
+    events.Made: _on_made,
     events.Committed: _on_committed,
 }

@@ -22,6 +22,9 @@ from diloco.common.reasons import is_offence
 # How many earlier lives of a learner keep their mark. An update of a life older than that, which
 # is announced once more, is ignored instead of answered.
 LIVES = 4
+# Says in each life's first observation by which rules it decides: 0 were those of a round that
+# opened with pace. A record of other rules cannot be decided again by these.
+RULES = 1.0
 
 
 def beginning(
@@ -101,7 +104,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         known_seq=memory.seen_seq,
         began_at_s=now_s,
     )
-    return with_observation(state, "resumed", now_s, NOBODY, 0.0)
+    return with_observation(state, "resumed", now_s, NOBODY, RULES)
 
 
 def policy_after(state: State) -> wire.PolicyState:
@@ -178,8 +181,7 @@ def is_known(state: State, update: UpdateId) -> bool:
 def after_record(state: State) -> State:
     """Marks, offences and allowances once the record being committed is on the tape."""
     marks = dict(state.marks)
-    resolved: tuple[Admitted | Refused, ...] = state.admitted
-    resolved += state.rejected[: state.committing[0]]
+    resolved = to_resolve(state)
     for taken in resolved:
         update = update_id(taken.manifest)
         # One update of a life is in flight at a time, so its highest resolved seq stands for all

@@ -111,6 +111,11 @@ def ema(average: float, value: float) -> float:
     return value if average == 0 else average + EMA * (value - average)
 
 
+def elapsed_s(since_s: float, until_s: float) -> float:
+    """Seconds between two times, as a record can hold them: clocks and claims may be absurd."""
+    return min(max(0.0, until_s - since_s), wire.GREATEST_S)
+
+
 def effective_quorum(quorum: QuorumSection, live: int) -> int:
     """min(K, live learners), at least 1."""
     # K learners of a fleet that has fewer never come (invariant 6: nobody's progress hangs on who

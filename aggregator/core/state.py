@@ -20,19 +20,21 @@ NOBODY = UpdateId("", 0, 0)
 
 
 class Pending(NamedTuple):
-    """An update that is announced and not yet verified; `fetching` once its shards are read."""
+    """An update that is announced and not yet verified; `fetching` once its shards are read.
+
+    `passed`: it could not be read in the time of its round. It is merged when it comes, but no
+    later round waits for it, or one sender's slow object would hold up every version.
+    """
 
     manifest: wire.Manifest
     stream_seq: int
-    fetching: bool
+    announced_at_s: float
+    fetching: bool = False
+    passed: bool = False
 
 
 class Admitted(NamedTuple):
-    """An update that the open round has merged.
-
-    Its numbers are decided once and recorded: whoever merges again reads them, so that no change of
-    a rule, or of arithmetic, changes a version that was published (invariants 3 and 5).
-    """
+    """An update that the round has merged."""
 
     manifest: wire.Manifest
     stream_seq: int
@@ -41,6 +43,7 @@ class Admitted(NamedTuple):
     discount: float
     clip: float
     norm: float
+    announced_at_s: float = 0.0
 
 
 class Refused(NamedTuple):
@@ -86,11 +89,47 @@ class Mark(NamedTuple):
     stream_seq: int
 
 
-Phase = Literal["idle", "open", "grace", "closing"]
+class ShutOut(NamedTuple):
+    """Say on the tape that a learner is quarantined; said again until the tape has it."""
+
+    learner: str
+    reason: str
+
+
+class Cut(NamedTuple):
+    """The end of a round: what was announced by then belongs to it, what comes later does not.
+
+    `reason`: why the round ends; `final`: it is the fragment's last. `stream_seq` is the last
+    update that the stream's leader had, known since `known_at_s` (0: it is being asked).
+    """
+
+    reason: str
+    final: bool
+    stream_seq: int = 0
+    known_at_s: float = 0.0
+
+
+class Storing(NamedTuple):
+    """A record that is on its way to the tape, and who is shut out once it stands."""
+
+    published: bool
+    offenders: tuple[ShutOut, ...]
+
+
+Phase = Literal["idle", "open", "grace", "cut", "closing"]
 
 
 class State(NamedTuple):
-    """The machine's state; mappings are replaced, never changed."""
+    """The machine's state; mappings are replaced, never changed.
+
+    `global_step` is the run's clock at `version`; `floor` the version of the newest rollback;
+    `settings_seq` the settings message that the rules come from. `quarantined` are shut out;
+    `allowances` has everybody who announced something. `admitted` are the round's, from the
+    moment the last version was made; `cut` ends it; `storing` is a record under way: no other one
+    begins before it stands. `final`: the fragment's last version is committed, or is being so;
+    `known_seq`: what is at or below it on the tape was met before the record that this life began
+    from at `began_at_s`.
+    """
 
     # What stands: the newest version, the record that says so, and its view's digest, against which
     # the base of an update is judged.
@@ -124,10 +163,8 @@ class State(NamedTuple):
     admitted: tuple[Admitted, ...] = ()
     rejected: tuple[Refused, ...] = ()
     observations: tuple[wire.Observation, ...] = ()
-    # How many rejections and observations are in the record that is being committed; the others
-    # came since its round closed.
-    committing: tuple[int, int] = (0, 0)
-    # Times of the open round, and of the newest version's; 0 where there is none.
+    cut: Cut | None = None
+    storing: Storing | None = None
     opened_at_s: float = 0.0
     quorum_at_s: float = 0.0
     closed_at_s: float = 0.0
@@ -155,8 +192,36 @@ def to_resolve(state: State) -> tuple[Admitted | Refused, ...]:
 
 
 def contributors(state: State) -> set[str]:
-    """Learners that have an update in the round."""
+    """Learners of whom the round has merged an update."""
     return {admitted.manifest.learner for admitted in state.admitted}
+
+
+def announcers(state: State) -> set[str]:
+    """Learners that have announced an update for the round, read or not."""
+    return contributors(state).union(pending.manifest.learner for pending in unread(state))
+
+
+def unread(state: State) -> list[Pending]:
+    """What belongs to the round and is not merged; once it is cut, what was announced by then."""
+    waited_for = [one for one in state.pending.values() if not one.passed]
+    if state.cut is None or not state.cut.known_at_s:
+        return waited_for
+    return [one for one in waited_for if one.stream_seq <= state.cut.stream_seq]
+
+
+def passed_on(state: State) -> State:
+    """The state in which the round waits no more for what it has not read."""
+    late = {update_id(one.manifest): one._replace(passed=True) for one in unread(state)}
+    return state._replace(pending={**state.pending, **late})
+
+
+def awaiting(state: State) -> State:
+    """The state with what the round has merged waiting again, as if it had not been read."""
+    again = {
+        update_id(one.manifest): Pending(one.manifest, one.stream_seq, one.announced_at_s)
+        for one in state.admitted
+    }
+    return state._replace(admitted=(), pending={**state.pending, **again})
 
 
 def answered(state: State) -> set[str]:

@@ -40,7 +40,7 @@ def decode(subject: str, payload: bytes) -> wire.Body:
     """
     parsed = names.parse_subject(subject)
     if parsed is None:
-        raise WireError(Reason.SENDER, f"{subject!r} is no subject of a run")
+        raise WireError(Reason.SENDER, f"{subject!r} is not a subject of a run")
     if parsed.kind == "record":
         body: wire.Body = wire.decode_record(payload)
     else:

@@ -10,6 +10,7 @@ from diloco.common.errors import (
     IntegrityError,
     ObjectLostError,
     ObjectMissingError,
+    RunIncompleteError,
     RunMismatchError,
     WireError,
 )
@@ -23,14 +24,14 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
     """The newest record of a fragment, and its stream sequence.
 
     Raises:
-        RunMismatchError: the run has no such fragment: it was not created, or not wholly.
+        RunIncompleteError: the run has no such fragment: it was not created, or not wholly.
         IntegrityError: the record was made for another layout, or its body is gone.
     """
     missed = 0
     while True:
         message = await context.bus.last(context.tape, names.record(context.run, fragment))
         if message is None:
-            raise RunMismatchError(
+            raise RunIncompleteError(
                 f"run {context.run!r} has no record of fragment {fragment}",
                 hint="create the run with: diloco run create --config FILE",
             )

@@ -1,7 +1,9 @@
 """A run as one daemon or command has it: its context, its specification, its settings."""
 
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from diloco.common import log, names, wire
 from diloco.common.bus import Bus, Message
@@ -109,37 +111,64 @@ async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
     )
 
 
-async def data_position(context: RunContext, learner: str) -> int:
-    """Where a learner's data goes on, in batches: behind all that its messages cover."""
+async def data_position(
+    context: RunContext,
+    learner: str,
+    last: Callable[[str], Awaitable[Message | None]] | None = None,
+) -> int:
+    """Where a learner's data goes on, in batches: behind all that its messages cover.
+
+    Args:
+        context: of the run.
+        learner: its name.
+        last: gives a subject's last message; `Bus.last`, which may be stale, if None.
+    """
     run = context.run
-    specification = await context.runtime.retry(
-        "reading the tape", lambda: load_specification(context.bus, run), logger=context.logger
-    )
+    last = last or partial(_last, context)
+    specification = await _first(context, names.spec(run), wire.Specification)
     positions = [specification.positions.get(learner, 0)]
-    positions.append(await _position_on(context, names.leave(run, learner), wire.Leave))
+    positions.append(await _position_on(context, names.leave(run, learner), wire.Leave, last))
     for fragment in range(len(context.layout.fragments)):
         subject = names.update(run, learner, fragment)
-        positions.append(await _position_on(context, subject, wire.Manifest))
+        positions.append(await _position_on(context, subject, wire.Manifest, last))
     return max(positions)
 
 
-async def _position_on(
-    context: RunContext, subject: str, kind: type[wire.Manifest | wire.Leave]
-) -> int:
-    """Position in the last message of a subject; in all of them, if that is not readable."""
-    last = await context.runtime.retry(
+async def _first(context: RunContext, subject: str, kind: type[wire.T]) -> wire.T:
+    """The first message of a subject that has one, read in order: no replica takes it for missing.
+
+    Raises:
+        WireError: it cannot be decoded.
+    """
+    messages = context.bus.read(context.tape, [subject], 1)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        return decode_as(kind, subject, (await anext(messages)).payload)
+
+
+async def _last(context: RunContext, subject: str) -> Message | None:
+    return await context.runtime.retry(
         "reading the tape", lambda: context.bus.last(context.tape, subject), logger=context.logger
     )
-    if last is None:
+
+
+async def _position_on(
+    context: RunContext,
+    subject: str,
+    kind: type[wire.Manifest | wire.Leave],
+    last: Callable[[str], Awaitable[Message | None]],
+) -> int:
+    """Position in the last message of a subject; in all of them, if that is not readable."""
+    newest = await last(subject)
+    if newest is None:
         return 0
     try:
-        return decode_as(kind, subject, last.payload).position
+        return decode_as(kind, subject, newest.payload).position
     except WireError as error:
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
     position = 0
     async for message in context.bus.read(context.tape, [subject], 1):
         with contextlib.suppress(WireError):
             position = max(position, decode_as(kind, subject, message.payload).position)
-        if message.seq >= last.seq:
+        if message.seq >= newest.seq:
             break
     return position

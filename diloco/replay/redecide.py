@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.decisions import Heard
-from diloco.aggregator.core.effects import Commit, Fetch
+from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import State, UpdateId
+from diloco.aggregator.core.state import State, UpdateId, awaiting
 from diloco.common import wire
 
 
@@ -36,6 +36,12 @@ class Made(NamedTuple):
     at_s: float
     commit: Commit
     settings_seq: int
+
+
+class Stored(NamedTuple):
+    """The record under way stands."""
+
+    record_seq: int
 
 
 def redecide(
@@ -125,6 +131,8 @@ class _Rerun:
         self._now_s = max(self._now_s, at_s)
         if isinstance(event, wire.Record):
             self._roll_back(event)
+        elif isinstance(event, Stored):
+            self._stored(event)
         elif isinstance(event, events.Announced):
             self._announce(event)
         elif isinstance(event, events.Changed):
@@ -136,18 +144,21 @@ class _Rerun:
             self._step(event)
 
     def _roll_back(self, record: wire.Record) -> None:
-        """As an operator did; what the open round had merged is lost with it."""
+        """As an operator did; what the round had merged is read again, and judged anew."""
         version = self.state.version + 1
         self._stood.append((self._now_s, version))
-        self.state = self.state._replace(
+        again = awaiting(self.state)._replace(
             version=version,
             floor=version,
             view_digest=_digest(version),
             global_step=record.global_step,
             phase="idle",
-            admitted=(),
+            cut=None,
+            storing=None,
             rejected=(),
         )
+        self.state, effects = rounds.go_on(self._rules, again, self._now_s)
+        self._perform(effects)
 
     def _announce(self, event: events.Announced) -> None:
         manifest = event.manifest
@@ -177,9 +188,15 @@ class _Rerun:
 
     def _step(self, event: events.Event) -> None:
         self.state, effects = machine.step(self._rules, self.state, event)
+        self._perform(effects)
+
+    def _perform(self, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
             if isinstance(effect, Fetch):
                 self._fetch(effect)
+            elif isinstance(effect, AskCut):
+                # Who was announced by now, the machine was told of: the tape is taken in order.
+                self._step(events.CutKnown(self._now_s, self.state.seen_seq))
             elif isinstance(effect, Commit):
                 self._commit(effect)
 
@@ -194,13 +211,17 @@ class _Rerun:
             self._expect(at_s, events.Fetched(at_s, fetch.update, seen.norm))
 
     def _commit(self, commit: Commit) -> None:
-        version = self.state.version
+        self._expect(max(self._now_s, commit.at_s) + self._commit_s, Stored(self.state.record_seq))
         if commit.what == "version":
-            version += 1
-            self._made.append(Made(commit.at_s, commit, self.state.settings_seq))
+            version = commit.state.version + 1
+            self._made.append(Made(commit.at_s, commit, commit.state.settings_seq))
             self._stood.append((commit.at_s, version))
-        self._now_s = max(self._now_s, commit.at_s) + self._commit_s
-        self._step(events.Committed(self._now_s, self.state.record_seq, _digest(version)))
+            self._step(events.Made(max(self._now_s, commit.at_s), _digest(version)))
+
+    def _stored(self, stored: Stored) -> None:
+        if self.state.storing is None:
+            return  # A rollback came before it.
+        self._step(events.Committed(self._now_s, stored.record_seq))
         held, self._held = self._held, {}
         for announced in held.values():
             for event in announced:

@@ -329,7 +329,6 @@ class _Models:
         arrays.settings = made.settings
         if not made.admitted:
             return
-        arrays.open_round()
         for admitted in made.admitted:
             manifest = admitted.manifest
             arrays.merge(read_payload(self._history.store, manifest, arrays.grid), admitted)

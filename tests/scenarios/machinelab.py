@@ -10,7 +10,7 @@ from records import make_record
 from diloco.aggregator.arrays.fragment import make_input as merged_input
 from diloco.aggregator.core import events, machine, memory, policy, rounds
 from diloco.aggregator.core.decisions import decide
-from diloco.aggregator.core.effects import Commit, Effect
+from diloco.aggregator.core.effects import AskCut, Commit, Effect
 from diloco.aggregator.core.state import State
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import make_config
@@ -106,6 +106,7 @@ class Lab:
         self.record_seqs: list[int] = []
         self.open_commit: Commit | None = None
         self.unheard = False
+        self.cut_asked = False
         genesis = State(
             version=0,
             record_seq=0,
@@ -122,13 +123,26 @@ class Lab:
         """Give the machine an event; note the commit it asks for."""
         if isinstance(event, events.Committed):
             self.unheard = False
+        if isinstance(event, events.CutKnown):
+            self.cut_asked = False
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
+            if isinstance(effect, AskCut):
+                assert not self.cut_asked, "asked twice"
+                self.cut_asked = True
             if isinstance(effect, Commit):
                 assert not self.open_commit, "a second commit while one is open"
                 assert not self.unheard, "a commit before the last one is known to be done"
                 self.open_commit = effect
+                if effect.what == "version":
+                    made = events.Made(effect.at_s, digest_of(effect.state.version + 1))
+                    effects += self.step(made)
         return effects
+
+    def last_update(self) -> int:
+        """What the stream's leader has for the last update; 0 for none."""
+        found = [event.stream_seq for event in self.tape if isinstance(event, events.Announced)]
+        return max(found, default=0)
 
     def put(self, make, *args) -> events.Event:
         """Store a message on the tape: `make(at_s, stream_seq, ...)` is its event."""
@@ -171,11 +185,11 @@ class Lab:
 
     def hear_of_record(self, at_s: float) -> tuple[Effect, ...]:
         """The machine hears that its record is on the tape."""
-        return self.step(events.Committed(at_s, self.record_seqs[-1], self.records[-1].view_digest))
+        return self.step(events.Committed(at_s, self.record_seqs[-1]))
 
     def crash(self, at_s: float) -> list[events.Event]:
         """Lose the machine; resume from the newest record. Gives what is to be read again."""
-        self.open_commit, self.unheard = None, False
+        self.open_commit, self.unheard, self.cut_asked = None, False, False
         newest = self.records[-1]
         self.state = memory.resume(newest, self.record_seqs[-1], at_s)
         return [event for event in self.tape if event.stream_seq >= newest.position]

@@ -64,6 +64,7 @@ class History:
             self.fetched: pick([10, 30]),
             self.commit: pick([10, 60]),
             self.timer: 15,
+            self.answer_cut: pick([5, 20]),
             self.wait: 10,
             self.read_again: 10,
             self.announce_again: 5,
@@ -164,10 +165,16 @@ class History:
         if due_s is None:
             self.step(events.Timer(self.now_s))
             return
-        self.now_s = max(self.now_s, due_s)
+        self.now_s, phase = max(self.now_s, due_s), self.lab.state.phase
         effects = self.step(events.Timer(self.now_s))
         after_s = self.lab.deadline()
-        assert effects or after_s is None or after_s > due_s
+        begins_anew = phase == "cut" and self.lab.state.phase != "cut"
+        assert effects or after_s is None or after_s > due_s or begins_anew
+
+    def answer_cut(self) -> None:
+        """The driver answers once it has read what the leader has."""
+        if self.lab.cut_asked and not self.unread:
+            self.step(events.CutKnown(self.now_s, self.lab.last_update()))
 
     # What the driver does
 
@@ -243,19 +250,29 @@ class History:
     def check_state(self) -> None:
         due_s, state = self.lab.deadline(), self.lab.state
         assert due_s is None or math.isfinite(due_s)
-        # An idle machine with something to do has asked for shards, or for a timer.
-        if state.pending and state.phase == "idle" and not state.final and not self.unread:
+        assert state.phase != "closing", "a version is made at once"
+        # A machine with something to do has asked for shards, for a timer, or for the cut.
+        if state.pending and not state.final and not self.unread:
             asked = any(pending.fetching for pending in state.pending.values())
             beyond = not rounds.has_next(self.lab.rules, state)
-            assert asked or beyond or due_s is not None
+            waits = self.lab.cut_asked or state.storing is not None
+            assert asked or beyond or waits or due_s is not None
 
     def come_to_an_end(self) -> None:
         """Stop, read all, answer every fetch, commit: then nothing is unresolved."""
         self.stop()
         self.read_again(len(self.unread))
         lab = self.lab
-        while lab.open_commit or lab.unheard or self.fetching or lab.deadline() is not None:
-            if lab.open_commit or lab.unheard:
+        while (
+            lab.open_commit
+            or lab.unheard
+            or lab.cut_asked
+            or self.fetching
+            or lab.deadline() is not None
+        ):
+            if lab.cut_asked:
+                self.answer_cut()
+            elif lab.open_commit or lab.unheard:
                 self.commit()
             elif self.fetching:
                 self.fetched(odds_of_failure=0)

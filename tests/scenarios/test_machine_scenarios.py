@@ -1,6 +1,6 @@
 """The scripts in machine/: what the aggregator's core does, event by event.
 
-    rules quorum.min_learners=4 ...      before anything else
+    rules quorum.min_learners=4 ...      before anything else; `cut=asked`: the leader answers late
     AT join NAME                         AT is in seconds
     AT update NAME SEQ [key=value ...]   NAME@3 speaks for incarnation 3; `again` repeats a manifest
     AT fetched NAME SEQ [norm=1]         AT failed NAME SEQ [REASON]
@@ -12,6 +12,7 @@
     AT rollback VERSION                  an operator's record: the next version is that one again
     AT settings section.key=value ...    changed settings
     AT stored                            the open record is on the tape, but nobody hears of it
+    AT cut                               the leader's last update is known, if it was not at once
 
 `=` shows phase, version and the deadline whenever one of them has changed.
 """
@@ -25,7 +26,17 @@ from machinelab import BLOCK, Lab, lab_rules, make_manifest
 from scripts import check, files, split
 
 from diloco.aggregator.core import events, memory
-from diloco.aggregator.core.effects import Commit, Effect, Fetch, Ignored, Merge, OpenRound, ShutOut
+from diloco.aggregator.core.effects import (
+    AskCut,
+    Commit,
+    Discard,
+    Effect,
+    Fetch,
+    Ignored,
+    Merge,
+    OpenRound,
+    ShutOut,
+)
 from diloco.aggregator.core.state import UpdateId
 from diloco.common import slices
 
@@ -41,10 +52,12 @@ class Player:
         self.lives: dict[str, int] = {}
         self.shown = ""
         self.unread: list[events.Event] = []
+        self.answers_late = False
 
     def perform(self, line: str) -> Iterator[str]:
         words, values = split(line)
         if words[0] == "rules":
+            self.answers_late = values.pop("cut", "") == "asked"
             self.settings = {key: _value(value) for key, value in values.items()}
             self.lab = Lab(lab_rules(**self.settings))
             return
@@ -61,10 +74,7 @@ class Player:
                 effects = lab.commit(at_s)
             case "rounds", who, first, last:
                 for seq in range(int(first), int(last) + 1):
-                    base = {"base": lab.state.version}
-                    lab.step(self._event(at_s, "update", [who, str(seq)], base))
-                    lab.step(self._event(at_s, "fetched", [who, str(seq)], values))
-                    lab.commit(at_s)
+                    self._play_round(at_s, who, str(seq), values)
                 return
             case ["stored"]:
                 lab.store_record()
@@ -87,7 +97,23 @@ class Player:
                 return
             case _:
                 effects = lab.step(self._event(at_s, verb, rest, values))
-        yield from (self._show(effect) for effect in effects)
+        yield from [self._show(effect) for effect in effects]
+        yield from [self._show(effect) for effect in self._answer(at_s)]
+
+    def _answer(self, at_s: float) -> tuple[Effect, ...]:
+        """The leader's answer, if it was asked and answers at once."""
+        if not self.lab.cut_asked or self.answers_late:
+            return ()
+        return self.lab.step(events.CutKnown(at_s, self.lab.last_update()))
+
+    def _play_round(self, at_s: float, who: str, seq: str, values: dict) -> None:
+        lab = self.lab
+        lab.step(self._event(at_s, "update", [who, seq], {"base": lab.state.version}))
+        lab.step(self._event(at_s, "fetched", [who, seq], values))
+        while not lab.open_commit:
+            lab.step(events.Timer(max(at_s, lab.deadline() or 0.0)))
+            self._answer(at_s)
+        lab.commit(at_s)
 
     def _event(self, at_s: float, verb: str, rest: list[str], values: dict) -> events.Event:
         lab = self.lab
@@ -124,8 +150,9 @@ class Player:
                 return lab.put(events.Quarantined, at_s, name, how == "quarantine")
             case ["stop"]:
                 return lab.put(events.Stopped, at_s)
-            case ["timer"]:
-                return events.Timer(at_s)
+            case ["timer" | "cut" as what]:
+                late = events.CutKnown(at_s, lab.last_update())
+                return events.Timer(at_s) if what == "timer" else late
         raise AssertionError(f"no such event: {verb} {rest}")
 
     def _who(self, who: str) -> tuple[str, int]:
@@ -149,6 +176,10 @@ class Player:
         match effect:
             case Fetch(_, manifest):
                 return f"fetch {self._name(manifest)}"
+            case AskCut():
+                return f"cut at {self.lab.last_update()}"
+            case Discard():
+                return "discard the sum"
             case OpenRound(version):
                 return f"open the round of version {version}"
             case Merge(taken):

@@ -200,6 +200,11 @@ class Checkers:
         world = self._world
         for entry in manifest.shards:
             if entry.name not in world.store:
+                if update.incarnation < self.joined.get(update.learner, 0):
+                    # It comes late, of a life that another has followed: it will be rejected, and
+                    # garbage collection waits for no such message.
+                    learner = int(manifest.learner.rsplit("-", 1)[1])
+                    return Covers(learner, manifest.position, manifest.position)
                 raise Violation("objects", str(update), f"no {entry.name}")
         covers = world.tensors.covers(world.store, manifest, world.layout.block)
         if (

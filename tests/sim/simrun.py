@@ -37,6 +37,7 @@ OPERATIONS = {
     "duplicate": 0.2,
     "redelivered": 0.2,
     "lost_broadcast": 1.0,
+    "stale_read": 0.5,
     "store_refused": 0.2,
     "store_lost_answer": 0.2,
     "store_slow": 0.1,
@@ -154,6 +155,7 @@ def faults(plan: Plan) -> Faults:
         late_s=chance.choice([1.0, 5.0]),
         slow_s=chance.choice([1.0, 5.0]),
         visible_s=chance.choice([0.2, 3.0]),
+        stale_messages=chance.choice([2, 20, 200]),
     )
 
 

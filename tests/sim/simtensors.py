@@ -107,7 +107,7 @@ class LightReplica:
         if resolved:
             self._starts[fragment] = self._in_flight.pop(fragment)
 
-    def restore(self, fragment: int, view: View) -> None:
+    def roll_back(self, fragment: int, view: View) -> None:
         self.views[fragment] = view.values
         self._in_flight.pop(fragment, None)
         self._starts[fragment] = self.position

@@ -94,7 +94,6 @@ def example() -> dict[str, str]:
     payload = read_payload(store, manifest, arrays.grid)
     weight = manifest.tokens**2 / manifest.steps
     admitted = Admitted(manifest, 9, weight, 0, 1.0, 1.0, payload.norm)
-    arrays.open_round()
     arrays.merge(payload, admitted)
     made = arrays.close_round([admitted], 1.0)
     delta = names.version_object(RUN, 0, 1, "delta", shards.digest(made.delta))

@@ -58,7 +58,7 @@ def attempts(*outcomes):
 
 
 def retry(run_async, clock, attempt, *, chance=None, deadline_s=None, logger=None):
-    runtime = Runtime(clock=clock, chance=chance or Largest())
+    runtime = Runtime(clock=clock, rng=chance or Largest())
     logger = logger or structlog.get_logger()
     return run_async(runtime.retry("the thing", attempt, logger=logger, deadline_s=deadline_s))
 
@@ -115,7 +115,7 @@ def test_bugs_are_not_swallowed(run_async, clock, bug):
 
 def test_cancelling_ends_it(clock):
     attempt, _ = attempts(AWAY, asyncio.CancelledError(), "never")
-    runtime = Runtime(clock=clock, chance=Largest())
+    runtime = Runtime(clock=clock, rng=Largest())
 
     async def cancelled():
         with pytest.raises(asyncio.CancelledError):

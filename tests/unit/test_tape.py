@@ -108,7 +108,7 @@ def test_a_message_of_another_kind_than_its_subject_is_refused(body, other):
 def test_what_somebody_expects_must_come():
     with pytest.raises(WireError, match=r"expected a message of kind 'join', .*has 'leave'"):
         decode_as(wire.Join, SUBJECTS[wire.Leave], wire.encode(own(wire.Leave)))
-    with pytest.raises(WireError, match="is no subject of a run"):
+    with pytest.raises(WireError, match="is not a subject of a run"):
         decode("diloco.r.record.x", wire.encode(own(wire.Record)))
 
 

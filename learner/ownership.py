@@ -3,7 +3,7 @@
 A host *holds* the blocks that its devices hold; it fetches no others of a version. It *owns* some
 of those: where several hosts hold copies of the same part of a piece, one of them uploads it, and
 pieces take turns, so that each block of an update is uploaded once and no host uploads all. What
-the hosts own is a partition of the fragment's blocks (tests/unit/test_holding.py).
+the hosts own is a partition of the fragment's blocks (tests/unit/test_ownership.py).
 
 Rows on the host lie in the order of the fragment's vector: scales [n], codes [n, items], where n
 is the number of blocks held or owned.
@@ -42,7 +42,7 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class Ownership:
     """What one host has of one fragment.
 
     Attributes:
@@ -134,9 +134,9 @@ def process_of(device: Any) -> int:
     return index
 
 
-def make_holding(
+def make_ownership(
     kernels: Kernels, process: int | None = None, process_of: ProcessOf = process_of
-) -> Holding:
+) -> Ownership:
     """What one host has of the fragment that `kernels` works on.
 
     Args:
@@ -157,7 +157,7 @@ def make_holding(
     held = np.concatenate(held_of) if held_of else np.zeros(0, np.int64)
     owned_blocks = np.sort(np.concatenate(owned_of)) if owned_of else np.zeros(0, np.int64)
     firsts = np.cumsum([0, *(len(blocks) for blocks in held_of)])
-    return Holding(
+    return Ownership(
         codec=kernels.codec,
         delta_codec=kernels.delta_codec,
         block=kernels.block,

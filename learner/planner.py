@@ -1,44 +1,22 @@
-"""What a learner does at each step boundary, decided once for all of its hosts.
+"""Makes the plan of each step boundary, once for all hosts of a learner.
 
-A *plan* says what to adopt and what to send at one boundary, and whether a step follows. A learner
-of one host makes each plan at its boundary. Of several hosts, host 0 makes it `lead` boundaries
-ahead and tells the others: all do the same at the same boundary, and none waits for word. Since a
-plan says that steps follow, the core (`sync.py`) can run ahead: what it counts as trained at a
-boundary is trained when the boundary comes.
+A learner of one host makes each plan at its boundary. Of several hosts, host 0 makes it some
+boundaries ahead (`lookahead`) and tells the others: all do the same at the same boundary, and none
+waits for word. Since a plan says that steps follow, the core (`sync.py`) can run ahead: what it
+counts as trained at a boundary is trained when the boundary comes.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from diloco.learner import sync
-from diloco.learner.publish import Arrived
+from diloco.learner.boundary import Arrived, Boundary, Decoded, Then
 
-# How long a plan without a step before it waits for something to arrive.
+# How long a boundary without a step before it waits for something to arrive.
 HOLD_S = 0.05
-
-Then = Literal["step", "hold", "end"]
-
-
-class Plan(NamedTuple):
-    """What to do at one boundary.
-
-    Attributes:
-        effects: in order.
-        then: what comes before the next boundary: a "step", nothing ("hold"), or no boundary
-            follows ("end").
-        global_step: the run's clock for that step.
-        state: as the heartbeat says it.
-        checkpoint: make one here.
-    """
-
-    effects: tuple[sync.Effect, ...]
-    then: Then
-    global_step: int
-    state: str = "training"
-    checkpoint: bool = False
 
 
 class Inbox(Protocol):
@@ -49,18 +27,18 @@ class Inbox(Protocol):
 
 
 @dataclass
-class Director:
-    """Makes the plans of one life of a learner; only the training loop's thread calls this.
+class Planner:
+    """Makes the boundaries of one life of a learner; only the training loop's thread calls this.
 
     Attributes:
-        rules: of the core, and its `state`, `lead` boundaries ahead of the training.
+        rules: of the core, and its `state`, `lookahead` boundaries ahead of the training.
         tokens_per_step: of all hosts together.
-        lead: 0 for a learner of one host.
-        leave_s: how long one that was asked to leave goes on sending what is unsent. A run's end
-            is waited for, since others wait for this learner's word.
+        lookahead: 0 for a learner of one host.
+        drain_timeout_s: how long one that was asked to leave goes on sending what is unsent. A
+            run's end is waited for, since others wait for this learner's word.
         checkpoint_due: whether one should be made.
-        tell: given each plan as it is made.
-        turned: told of each plan, also of those without a step.
+        tell: given each boundary as it is planned.
+        turned: told of each look at a boundary, also of those without a step.
     """
 
     rules: sync.SyncRules
@@ -68,40 +46,37 @@ class Director:
     inbox: Inbox
     tokens_per_step: int
     asked_to_leave: Callable[[], bool] = lambda: False
-    lead: int = 0
-    leave_s: float = 0.0
+    lookahead: int = 0
+    drain_timeout_s: float = 0.0
     clock: Callable[[], float] = time.time
     checkpoint_due: Callable[[], bool] = lambda: False
-    tell: Callable[[Plan], None] = lambda _plan: None
+    tell: Callable[[Boundary], None] = lambda _boundary: None
     turned: Callable[[], None] = lambda: None
     _then: Then = "step"
     _flushing_since_s: float | None = None
-    _plans: deque[Plan] = field(default_factory=deque)
-    _payloads: dict[tuple[int, int], Any] = field(default_factory=dict)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the run is over, so that nothing more will be answered."""
-        return self.state.ended
+    _planned: deque[Boundary] = field(default_factory=deque)
+    _payloads: dict[tuple[int, int], Decoded] = field(default_factory=dict)
 
     def first_step(self) -> int:
         """The run's clock for the step before the first boundary."""
         return sync.clock(self.rules, self.state)
 
     def payload(self, fragment: int, record_seq: int) -> Any:
-        """What a record brought, once."""
-        return self._payloads.pop((fragment, record_seq))
+        """What a record brought, once: there is room for another one."""
+        payload = self._payloads.pop((fragment, record_seq))
+        payload.release()
+        return payload.tensors
 
-    def next(self) -> Plan:
-        """The plan of the next boundary."""
+    def next(self) -> Boundary:
+        """The next boundary."""
         self.turned()
-        while len(self._plans) <= self.lead and self._then != "end":
-            plan = self._decide()
-            self.tell(plan)
-            self._plans.append(plan)
-        return self._plans.popleft()
+        while len(self._planned) <= self.lookahead and self._then != "end":
+            boundary = self._plan()
+            self.tell(boundary)
+            self._planned.append(boundary)
+        return self._planned.popleft()
 
-    def _decide(self) -> Plan:
+    def _plan(self) -> Boundary:
         stepped = self._then == "step"
         self._take_events(0.0 if stepped else HOLD_S)
         now_s = self.clock()
@@ -110,7 +85,7 @@ class Director:
             self.rules, self.state, sync.Stepped(now_s, tokens, steps=int(stepped))
         )
         self._then = self._after(now_s)
-        return Plan(
+        return Boundary(
             effects,
             self._then,
             sync.clock(self.rules, self.state),
@@ -120,7 +95,7 @@ class Director:
 
     def _checkpoint_due(self) -> bool:
         """Whether one is due that is not planned yet: it stays due until its boundary comes."""
-        planned = any(plan.checkpoint for plan in self._plans)
+        planned = any(boundary.checkpoint for boundary in self._planned)
         return not planned and self.checkpoint_due()
 
     def _take_events(self, wait_s: float) -> None:
@@ -141,5 +116,5 @@ class Director:
             return "hold" if sync.must_wait(self.rules, self.state) else "step"
         if self._flushing_since_s is None:
             self._flushing_since_s = now_s
-        late = not self.state.stopping and now_s - self._flushing_since_s > self.leave_s
+        late = not self.state.stopping and now_s - self._flushing_since_s > self.drain_timeout_s
         return "end" if late or sync.flushed(self.state) else "hold"

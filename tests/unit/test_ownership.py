@@ -16,8 +16,8 @@ from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.quantize import encode
 from diloco.learner import tree
 from diloco.learner.delta import make_kernels
-from diloco.learner.holding import Holding, make_holding
 from diloco.learner.mesh import AXES, make_mesh, param_shardings, within
+from diloco.learner.ownership import Ownership, make_ownership
 from diloco.learner.replica import Replica
 
 BLOCK = 16
@@ -63,7 +63,7 @@ def mesh_of(sizes):
     return make_mesh(section, jax.devices()[: int(np.prod(sizes))])
 
 
-def holdings(layout, shardings, processes) -> list[list[Holding]]:
+def ownerships(layout, shardings, processes) -> list[list[Ownership]]:
     """What each process has of each fragment, if devices belong to processes in turns of equals."""
     count = len(next(iter(tree.by_name(shardings).values())).mesh.devices.flat)
 
@@ -76,7 +76,7 @@ def holdings(layout, shardings, processes) -> list[list[Holding]]:
         )
         for f in layout.fragments
     ]
-    return [[make_holding(k, p, process_of) for k in kernels] for p in range(processes)]
+    return [[make_ownership(k, p, process_of) for k in kernels] for p in range(processes)]
 
 
 # --- Ownership
@@ -106,21 +106,22 @@ def test_what_hosts_own_is_a_partition_of_what_they_hold(shapes, fragments, size
     shardings = param_shardings(task_of(asked), layout, shapes_of(named), mesh)
     hosts = min(hosts, mesh.devices.size)
     for fragment, of_hosts in zip(
-        layout.fragments, zip(*holdings(layout, shardings, hosts), strict=True), strict=True
+        layout.fragments, zip(*ownerships(layout, shardings, hosts), strict=True), strict=True
     ):
-        owned = np.concatenate([holding.owned for holding in of_hosts])
+        owned = np.concatenate([ownership.owned for ownership in of_hosts])
         assert np.array_equal(np.sort(owned), np.arange(fragment.size // BLOCK))
-        for holding in of_hosts:
-            assert np.isin(holding.owned, holding.held).all()
-            assert (np.diff(holding.owned) > 0).all()
-            assert (np.diff(holding.held) > 0).all()
+        for ownership in of_hosts:
+            assert np.isin(ownership.owned, ownership.held).all()
+            assert (np.diff(ownership.owned) > 0).all()
+            assert (np.diff(ownership.held) > 0).all()
 
 
 def test_hosts_with_copies_share_the_uploads():
     layout = layout_of(SHAPES)
     shardings = param_shardings(task_of(ASKED), layout, shapes_of(SHAPES), mesh_of((8, 1, 1)))
     one, other = (
-        sum(len(holding.owned) for holding in of_host) for of_host in holdings(layout, shardings, 2)
+        sum(len(ownership.owned) for ownership in of_host)
+        for of_host in ownerships(layout, shardings, 2)
     )
     assert min(one, other) > 0.25 * (one + other)
 
@@ -128,8 +129,8 @@ def test_hosts_with_copies_share_the_uploads():
 def test_a_host_holds_no_more_than_its_devices():
     layout = layout_of(SHAPES)
     shardings = param_shardings(task_of(ASKED), layout, shapes_of(SHAPES), mesh_of((1, 8, 1)))
-    for of_host in holdings(layout, shardings, 4):
-        held = sum(len(holding.held) for holding in of_host)
+    for of_host in ownerships(layout, shardings, 4):
+        held = sum(len(ownership.held) for ownership in of_host)
         whole = sum(fragment.size // BLOCK for fragment in layout.fragments)
         small = 16  # blocks of tensors that are too small to be cut
         assert held <= whole / 4 + small
@@ -191,13 +192,13 @@ def test_a_host_that_holds_a_part_is_given_that_part():
     layout = layout_of(SHAPES)
     shardings = param_shardings(task_of(ASKED), layout, shapes_of(SHAPES), mesh_of((1, 4, 2)))
     for fragment, of_hosts in zip(
-        layout.fragments, zip(*holdings(layout, shardings, 4), strict=True), strict=True
+        layout.fragments, zip(*ownerships(layout, shardings, 4), strict=True), strict=True
     ):
         numbers = np.arange(fragment.size // BLOCK, dtype=np.float32)
-        for holding in of_hosts:
-            for part in holding.parts:
+        for ownership in of_hosts:
+            for part in ownership.parts:
                 sides = [stop - start for start, stop in part.box]
-                mine = holding.held[part.held : part.held + int(np.prod(sides))]
+                mine = ownership.held[part.held : part.held + int(np.prod(sides))]
                 grid = numbers[part.placed.first :][: int(np.prod(part.placed.grid))]
                 box = tuple(slice(*side) for side in part.box)
                 assert np.array_equal(mine, grid.reshape(part.placed.grid)[box].reshape(-1))
