@@ -7,8 +7,10 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.owner import FragmentOwner
 from diloco.aggregator.tenure import Tenure
-from diloco.common import names
+from diloco.common import metrics, names, wire
+from diloco.common.errors import WireError
 from diloco.common.service import first_of
+from diloco.common.tape import decode_as
 
 
 class LivenessWatch:
@@ -43,7 +45,12 @@ class LivenessWatch:
         )
         subjects = [names.heartbeat(context.run, "*")]
         async for message in context.bus.read(stream, subjects, start + 1):
-            self._hear(message.subject.split(".")[3], context.runtime.clock())
+            try:
+                beat = decode_as(wire.Heartbeat, message.subject, message.payload)
+            except WireError as error:
+                context.metrics.add(metrics.IGNORED, 1, error.reason)
+                continue
+            self._hear(beat.learner, context.runtime.clock())
 
     def _hear(self, learner: str, now_s: float) -> None:
         if now_s - self._newest_s > self._live_s():

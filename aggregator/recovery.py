@@ -87,7 +87,7 @@ async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Rec
     if outer_seq < record_seq:
         subjects = [names.record(context.run, record.fragment)]
         async for message in context.bus.read(context.tape, subjects, outer_seq + 1):
-            again = await read_record(context, message.payload)
+            again = await read_record(context, message)
             if again.what == "version":
                 await context.runtime.call(arrays.merge_again, again, read)
                 merged_again += 1

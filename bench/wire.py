@@ -106,10 +106,10 @@ async def _read(config: Config, bus: Bus) -> Traffic:
     traffic = Traffic(sum(fragment.elements for fragment in layout.fragments))
     subjects = [names.update(run, "*", "*"), names.record(run, "*"), names.end(run)]
     async for message in bus.read(names.tape_stream(run), subjects, 1):
-        match message.subject.split(".")[2]:
-            case "update":
+        match names.parse_subject(message.subject):
+            case names.Subject(kind="update"):
                 traffic.note_update(message.payload, layout)
-            case "record":
+            case names.Subject(kind="record"):
                 traffic.note_record(message.payload, layout)
             case _:
                 break

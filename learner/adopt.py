@@ -21,7 +21,7 @@ from diloco.common.errors import (
     WireError,
 )
 from diloco.common.service import cancel
-from diloco.common.tape import parse_changed, read_record
+from diloco.common.tape import decode_as, parse_changed, read_record
 from diloco.common.views import Loaded, load_view
 from diloco.learner import sync
 from diloco.learner.boundary import NOTHING, Decoded, Post
@@ -151,14 +151,15 @@ class Adopter:
     def _pass_on(self, message: Message) -> None:
         """Hand over a message that is about the whole run."""
         context = self._context
-        match message.subject.split(".")[2]:
-            case "stop":
+        # Stop and end by their subject alone: a run that nobody could stop is worse.
+        match names.parse_subject(message.subject):
+            case names.Subject(kind="stop"):
                 self._post(sync.Stop())
-            case "end":
+            case names.Subject(kind="end"):
                 self._post(sync.End())
             case _:
                 try:
-                    settings = parse_changed(context.settings, message.payload)
+                    settings = parse_changed(context.settings, message)
                 except WireError as error:
                     context.logger.warning(
                         "unreadable", subject=message.subject, reason=error.reason
@@ -171,7 +172,7 @@ class Adopter:
         subject = names.round_open(self._context.run, "*")
         async for heard, payload in self._context.bus.listen(subject):
             try:
-                opened = wire.decode(wire.RoundOpen, payload)
+                opened = decode_as(wire.RoundOpen, heard, payload)
             except WireError as error:
                 self._context.logger.warning("unreadable", subject=heard, reason=error.reason)
                 continue
@@ -182,8 +183,10 @@ class Adopter:
     async def _read_records(self) -> None:
         start = min(at.record_seq for at in self._adopted) + 1
         async for message in self._messages(names.record(self._context.run, "*"), start):
-            fragment = int(message.subject.rsplit(".", 1)[1])
-            self._queues[fragment].put_nowait(message)
+            subject = names.parse_subject(message.subject)
+            fragment = subject.fragment if subject else None
+            if fragment is not None and fragment < len(self._queues):
+                self._queues[fragment].put_nowait(message)
 
     async def _follow_fragment(self, fragment: int) -> None:
         waiting: list[Waiting] = []
@@ -215,7 +218,7 @@ class Adopter:
         try:
             record = await context.runtime.retry(
                 "reading a version",
-                lambda: read_record(context, message.payload),
+                lambda: read_record(context, message),
                 logger=context.logger,
             )
         except (ObjectMissingError, IntegrityError) as error:

@@ -48,6 +48,7 @@ from diloco.aggregator.core.state import (
     with_seen,
     without_pending,
 )
+from diloco.common.reasons import Reason
 
 # So many observations get a record of their own, lest one of a long wait be too long to be read.
 OBSERVATIONS = 1 << 13
@@ -127,7 +128,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     state = with_seen(state, event.stream_seq)
     if manifest.epoch != rules.epoch:
         # Its incarnation is of another tape: nothing here may be marked with it.
-        return state, (Ignored(manifest, "epoch"),)
+        return state, (Ignored(manifest, Reason.EPOCH),)
     # Announcing again is how a learner makes up for a lost message, and the tape itself delivers
     # more than once: an update has one answer, in one record (invariant 2).
     if memory.is_known(state, update):
@@ -135,13 +136,13 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     # The mark of a life is its highest resolved seq: were two under way, resolving the later one
     # first would lose the earlier (invariants 2 and 4).
     if admission.overtakes(state, update):
-        return state, (Ignored(manifest, "in_flight"),)
+        return state, (Ignored(manifest, Reason.IN_FLIGHT),)
     # What the record before this life had met was paid for then: paid again, a crash of ours would
     # shut out an honest learner.
     if event.stream_seq > state.known_seq:
         state, allowed = admission.allow(rules, state, manifest.learner, event.stored_at_s)
         if not allowed:
-            return state, (Ignored(manifest, "rate"),)
+            return state, (Ignored(manifest, Reason.RATE),)
     # Judged before its shards are read: an update that can be refused by its manifest alone must
     # cost no bytes.
     verdict = admission.judge(rules, state, event)
@@ -230,7 +231,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     clip = policy.judge_norm(rules.bounds, admission.norms(state), event.norm, manifest.steps)
     if clip is None:
         detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
-        refused = Refused(manifest, pending.stream_seq, "norm", detail)
+        refused = Refused(manifest, pending.stream_seq, Reason.NORM, detail)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
     return _admit(rules, without_pending(state, event.update), pending, clip, event)
 
@@ -282,7 +283,7 @@ def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result
     again = without_pending(awaiting(state), event.update)
     if pending.broke and others:
         detail = "adding it failed twice, while others were added"
-        refused = Refused(pending.manifest, pending.stream_seq, "internal", detail)
+        refused = Refused(pending.manifest, pending.stream_seq, Reason.INTERNAL, detail)
         again, effects = rounds.go_on(rules, again, event.at_s)
         again, more = rounds.reject(rules, again, refused, event.at_s)
         return again, (Discard(), *effects, *more)

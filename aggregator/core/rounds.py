@@ -21,6 +21,7 @@ from diloco.aggregator.core.state import (
     unread,
 )
 from diloco.common.layout import next_step
+from diloco.common.reasons import Reason
 
 
 def deadline(rules: FragmentRules, state: State) -> float | None:
@@ -296,7 +297,7 @@ def _refuse_late(state: State) -> State:
     """At the end's deadline: what is not verified by now is rejected."""
     # Refused and not dropped: the ledger of tokens adds up at the end as well (invariant 4).
     late = tuple(
-        Refused(pending.manifest, pending.stream_seq, "late", "not here when the run ended")
+        Refused(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
         for pending in state.pending.values()
     )
     return state._replace(pending={}, rejected=state.rejected + late)

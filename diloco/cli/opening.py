@@ -40,8 +40,13 @@ from diloco.common.layout import parse_layout
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
-from diloco.common.tape import RunContext, load_specification
-from diloco.common.tape_file import is_tape_file, read_tape_file, tape_file_run
+from diloco.common.tape import (
+    RunContext,
+    is_tape_file,
+    load_specification,
+    read_tape_file,
+    tape_file_run,
+)
 
 CONNECT_S = 5.0
 # How long the server of a local run may take to answer before it counts as ended.

@@ -46,15 +46,16 @@ from stage import BrokenError, Stage, mount_disk, unmount_disk  # noqa: E402
 
 from diloco.check.audit import audit  # noqa: E402
 from diloco.check.doctor import examine, show  # noqa: E402
-from diloco.check.history import History, read_history, sort_all  # noqa: E402
 from diloco.check.remake import check_objects  # noqa: E402
 from diloco.cli.opening import open_run  # noqa: E402
 from diloco.common import names, wire  # noqa: E402
 from diloco.common.bus import Message, jetstream  # noqa: E402
 from diloco.common.config import make_config  # noqa: E402
 from diloco.common.nats_server import NatsServer  # noqa: E402
+from diloco.common.tape import read_message  # noqa: E402
 from diloco.local.fleet import Fleet  # noqa: E402
 from diloco.operate.create import create  # noqa: E402
+from diloco.projections.history import History, read_history  # noqa: E402
 
 LEARNERS = [f"learner-{index}" for index in range(3)]
 AGGREGATORS = [f"aggregator-{index}" for index in range(2)]
@@ -177,8 +178,8 @@ class Chaos:
             self._history = asyncio.run(self._read_history())
         known = self._history
         fresh = History(known.specification, known.settings, known.layout, known.store)
-        fresh.messages = [*self.follower.messages]
-        sort_all(fresh)
+        for message in [*self.follower.messages]:
+            fresh.take(read_message(message, known.store))
         return fresh
 
     async def _read_history(self) -> History:
@@ -241,7 +242,7 @@ class Chaos:
             "steps_trained": trained,
             "steps_merged": round(merged_steps(history, 0.0, time.time())),
             "versions": sum(history.versions()),
-            "tape": len(history.messages),
+            "tape": len(history.times_s),
             "tape_seen_from": history.whole_from,
             "objects_collected": check_objects(history).collected,
             "account": vars(found.account),

@@ -136,8 +136,8 @@ class Checkers:
     def on_message(self, stream: str, message: Message) -> None:
         if stream != names.tape_stream(self._world.run_name):
             return
-        kind = message.subject.split(".", 3)[2]
-        handler = self._handlers.get(kind)
+        subject = names.parse_subject(message.subject)
+        handler = self._handlers.get(subject.kind) if subject else None
         if handler is not None:
             self._guard(handler, message)
 
