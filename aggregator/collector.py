@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from diloco.aggregator import garbage, machine
 from diloco.aggregator.context import Context
-from diloco.aggregator.garbage import Fleet, Ledger, Trim
-from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.core import garbage, memory
+from diloco.aggregator.core.garbage import Fleet, Ledger, Trim
+from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import log, metrics, names, wire
 from diloco.common.errors import DilocoError, ObjectMissingError, RunMismatchError, WireError
 from diloco.common.store import ObjectInfo, ObjectStore
@@ -55,9 +55,7 @@ class Collector:
         state: gives the owner's machine; None while it recovers.
     """
 
-    def __init__(
-        self, context: Context, fragment: int, state: Callable[[], machine.State | None]
-    ) -> None:
+    def __init__(self, context: Context, fragment: int, state: Callable[[], State | None]) -> None:
         self._context = context
         self._fragment = fragment
         self._state = state
@@ -89,7 +87,8 @@ class Collector:
     async def _collect(self) -> None:
         context, began_s = self._context, self._context.runtime.clock()
         state = self._state()
-        if state is None or not machine.has_met_all(state):
+        # While a record is under way its inputs are resolved here, and named by no record yet.
+        if state is None or state.storing is not None or not memory.has_met_all(state):
             return  # It would know of a new life, and not yet what the one before has announced.
         fleet = fleet_of(state)
         found = await context.runtime.call(
@@ -126,7 +125,7 @@ class Collector:
         )
 
 
-def fleet_of(state: machine.State) -> Fleet:
+def fleet_of(state: State) -> Fleet:
     """Who may still announce what, as the machine knows it."""
     manifests = [
         *(waiting.manifest for waiting in state.pending.values()),

@@ -1,6 +1,6 @@
 """A run in virtual time, in one process: the system's cores, kernels and merge, without its IO.
 
-Learners run `diloco.learner.sync` over a `Replica`, fragments `diloco.aggregator.machine` over
+Learners run `diloco.learner.sync` over a `Replica`, fragments `diloco.aggregator.core` over
 `FragmentArrays`, as the daemons do; only bus, store and clock are replaced, by a queue of calls
 ordered by virtual time. A full-speed step takes a second. So the outer settings can be swept in
 a fraction of the time that processes would need, with speeds and latencies as chosen.
@@ -21,9 +21,12 @@ import jax
 import numpy as np
 
 from bench import loops
-from diloco.aggregator import machine, merge, policy
+from diloco.aggregator.arrays import merge
+from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.conductor import Newest, stop_reason
-from diloco.aggregator.fragment import FragmentArrays, Payload
+from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
+from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
@@ -117,60 +120,63 @@ class _Owner:
     world: "_World"
     rules: policy.FragmentRules
     arrays: FragmentArrays
-    state: machine.State
-    payloads: dict[machine.UpdateId, Payload] = field(default_factory=dict)
+    state: State
+    payloads: dict[UpdateId, Payload] = field(default_factory=dict)
     tokens: int = 0
     inputs: list[int] = field(default_factory=list)
 
-    def take(self, event: machine.Event) -> None:
+    def take(self, event: events.Event) -> None:
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
             self._perform(effect)
-        due_s = machine.deadline(self.rules, self.state)
+        due_s = rounds.deadline(self.rules, self.state)
         if due_s is not None:
             self.world.at(due_s, lambda: self._ring(due_s))
 
     def _ring(self, due_s: float) -> None:
-        if machine.deadline(self.rules, self.state) == due_s:
-            self.take(machine.Timer(due_s))
+        if rounds.deadline(self.rules, self.state) == due_s:
+            self.take(events.Timer(due_s))
 
-    def _perform(self, effect: machine.Effect) -> None:
+    def _perform(self, effect: Effect) -> None:
         world, fragment = self.world, self.rules.fragment
         match effect:
-            case machine.Fetch(update):
+            case Fetch(update):
                 norm = self.payloads[update].norm
-                world.later(lambda: self.take(machine.Fetched(world.now_s, update, norm)))
-            case machine.OpenRound(version):
-                self.arrays.open_round()
+                world.later(lambda: self.take(events.Fetched(world.now_s, update, norm)))
+            case OpenRound(version):
                 world.tell_all(sync.RoundOpened(fragment, version))
-            case machine.Merge(admitted):
-                update = machine.UpdateId(*_identity(admitted.manifest))
+            case Merge(admitted):
+                update = UpdateId(*_identity(admitted.manifest))
                 self.arrays.merge(self.payloads.pop(update), admitted)
-            case machine.Commit():
+            case AskCut():
+                # Nothing is on its way to the machine: what is announced, it was told.
+                self.take(events.CutKnown(world.now_s, self.state.seen_seq))
+            case Commit():
                 self._commit(effect)
-            case machine.Ignored(manifest, reason):
+            case Ignored(manifest, reason):
                 raise AssertionError((manifest, reason))
 
-    def _commit(self, commit: machine.Commit) -> None:
+    def _commit(self, commit: Commit) -> None:
         world, state, rules = self.world, commit.state, self.rules
         assert not state.rejected, state.rejected
         digest, payload, version = state.view_digest, None, state.version
         clock = state.global_step
         if commit.what == "version":
-            part = machine.share(state) if world.settings.outer.participation else 1.0
+            part = rounds.share(state) if world.settings.outer.participation else 1.0
             made = self.arrays.close_round(state.admitted, part)
             self.inputs += [taken.staleness for taken in state.admitted]
             self.tokens += sum(taken.manifest.tokens for taken in state.admitted)
             digest, version = made.view_digest, version + 1
-            clock = machine.global_step_after(rules, state)
+            clock = rounds.global_step_after(rules, state)
             payload = _decoded(world.settings, made.delta, self.arrays.grid.size)
+            self.take(events.Made(world.now_s, digest))
         record_seq = world.next_seq()
-        marks = {(m.learner, m.incarnation): m.seq for m in machine.policy_after(state).marks}
+        marks = {(m.learner, m.incarnation): m.seq for m in memory.policy_after(state).marks}
         for learner in world.learners.values():
             mark = marks.get((learner.name, learner.incarnation), 0)
             ready = sync.Ready(rules.fragment, record_seq, version, digest, clock, mark)
             world.tell(learner, ready, payload)
-        self.take(machine.Committed(world.now_s, record_seq, digest))
+        self.take(events.Committed(world.now_s, record_seq))
         world.watch()
 
 
@@ -258,7 +264,7 @@ class _Learner:
         manifest = _manifest(world, self, send)
         norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
         payload = Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
-        owner.payloads[machine.UpdateId(*_identity(manifest))] = payload
+        owner.payloads[UpdateId(*_identity(manifest))] = payload
 
         def arrive() -> None:
             if self.dead:
@@ -266,7 +272,7 @@ class _Learner:
             world.positions[self.name] = manifest.position
             published = sync.Published(world.now_s, send.fragment, send.seq)
             self.state, _ = sync.step(world.sync_rules, self.state, published)
-            owner.take(machine.Announced(world.now_s, world.next_seq(), manifest))
+            owner.take(events.Announced(world.now_s, world.next_seq(), manifest))
 
         world.later(arrive)
 
@@ -336,7 +342,7 @@ class _World:
             seq = self.next_seq()
             for fragment in fragments:
                 self.owners[fragment].take(
-                    machine.Finished(self.now_s, seq, learner.name, learner.incarnation)
+                    events.Finished(self.now_s, seq, learner.name, learner.incarnation)
                 )
 
         self.later(arrive)
@@ -349,13 +355,13 @@ class _World:
         self.stopped_at_s = self.now_s
         seq = self.next_seq()
         for owner in self.owners:
-            self.later(lambda owner=owner: owner.take(machine.Stopped(self.now_s, seq)))  # type: ignore[misc]
+            self.later(lambda owner=owner: owner.take(events.Stopped(self.now_s, seq)))  # type: ignore[misc]
         self.tell_all(sync.Stop())
 
     def _owner(self, fragment: int) -> _Owner:
         settings, layout = self.settings, self.start.layout
         view = vector_of(layout, fragment, tree.by_name(self.start.params.trained))
-        state = machine.State(
+        state = State(
             version=0,
             record_seq=self.next_seq(),
             view_digest=shards.digest(view),
@@ -380,7 +386,7 @@ class _World:
     def silent(self, learner: _Learner) -> None:
         """Tell the aggregators that a life is over; who has begun another is not meant."""
         for owner in self.owners:
-            owner.take(machine.Liveness(self.now_s, learner.name, learner.incarnation, False))
+            owner.take(events.Liveness(self.now_s, learner.name, learner.incarnation, False))
 
     def _schedule_lives(self) -> None:
         speeds = self.weather.speeds
@@ -403,7 +409,7 @@ class _World:
         settings, start = self.settings, self.start
         incarnation, position = self.next_seq(), self.positions.get(name, 0)
         for owner in self.owners:
-            owner.take(machine.Joined(self.now_s, incarnation, name))
+            owner.take(events.Joined(self.now_s, incarnation, name))
         replica = self._replica()
         starts = [_start(owner) for owner in self.owners]
         checkpoint = self.checkpoints.get(name)

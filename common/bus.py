@@ -93,7 +93,7 @@ class Bus(Protocol):
         """
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None.
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
 
         It may come from a replica that is behind, and then is one that was the last before.
 
@@ -324,6 +324,13 @@ class _Stream:
             del self.log[message.seq]
             self._bytes -= _size(message)
 
+    def last(self, pattern: str) -> int:
+        """Sequence of the last message that matches; 0 if none does."""
+        if pattern in self.last_of:
+            return self.last_of[pattern]
+        matching = (seq for known, seq in self.last_of.items() if subject_matches(pattern, known))
+        return max(matching, default=0)
+
     def filled(self) -> Filled:
         """How much it holds."""
         return Filled(self._bytes, self.limits.max_bytes)
@@ -505,14 +512,14 @@ class MemoryBus:
         return self._open_broker().publish(subject, payload, msg_id, expected_last, ttl_s)
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None.
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
 
         Raises:
             BusError: no such stream, or the bus is closed.
         """
-        check_subject(subject)
+        check_subject(subject, wildcards=True)
         found = self._open_broker().stream(stream)
-        return found.log.get(found.last_of.get(subject, 0))
+        return found.log.get(found.last(subject))
 
     async def last_sequence(self, stream: str) -> int:
         """Sequence of the stream's last message; 0 if it is empty.

@@ -379,17 +379,17 @@ class NatsBus:
             raise
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None.
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
 
-        It is asked of the stream's leader, so it is never stale; with `direct_reads`, of any
-        replica, which may be behind for a moment.
+        It is asked of the stream's leader, so it is never stale; with `direct_reads` (no patterns
+        then), of any replica, which may be behind for a moment.
 
         Raises:
             BusUnavailableError: no answer (with `direct_reads` also: no such stream).
             BusError: no such stream, or not permitted.
         """
-        check_subject(subject)
         direct = self._direct_reads
+        check_subject(subject, wildcards=not direct)
         asked = f"{self._address.api}.{'DIRECT' if direct else 'STREAM.MSG'}.GET.{stream}"
         if direct:
             asked = f"{asked}.{subject}"

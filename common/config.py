@@ -162,7 +162,9 @@ class QuorumSection(Section):
         min_learners: K; the effective quorum is min(K, live learners).
         grace_fraction: gamma of the grace window gamma x (tau x step - quorum - sync).
         grace_cap_s: the longest grace.
-        deadline_s: a round closes so long after it opened with what it has.
+        deadline_s: a round ends so long after it opened with what was announced for it.
+        read_timeout_s: after a round's end the aggregator reads so long what was announced for it;
+            what is not here by then waits for the next one.
         pace: a round opens no sooner after the last one closed than the fastest live learner
             needs for pace x H steps; 0 for no such rule.
         live_s: a learner not heard of for so long is not waited for.
@@ -172,6 +174,7 @@ class QuorumSection(Section):
     grace_fraction: Fraction = 0.9
     grace_cap_s: NonNegative = 30.0
     deadline_s: Annotated[float, Field(gt=0)] = 60.0
+    read_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     pace: NonNegative = 0.9
     live_s: Annotated[float, Field(gt=0)] = 10.0
 

@@ -9,8 +9,10 @@ needs; remaking then begins at the oldest version whose view and outer state are
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.shard_reader import read_input
 from diloco.check.audit import Breach
 from diloco.check.history import History
 from diloco.common import names, shards, wire
@@ -181,7 +183,9 @@ class Remaker:
     def _merge_again(self, seq: int, record: wire.Record) -> None:
         assert self.arrays is not None
         try:
-            delta = self.arrays.merge_again(record, self._history.store)
+            delta = self.arrays.merge_again(
+                record, partial(read_input, self._history.store, self.arrays.grid)
+            )
         except IntegrityError as error:
             collected = isinstance(error.__cause__, ObjectMissingError) and seq <= self._covered
             if not collected:

@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 import tomli_w
 
-from diloco.aggregator.merge import Vector
+from diloco.aggregator.arrays.merge import Vector
 from diloco.common import wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from diloco.aggregator import garbage
 from diloco.aggregator.collector import (
     check_epoch,
     delete,
@@ -19,8 +18,9 @@ from diloco.aggregator.collector import (
     read_pins,
     trim_tape,
 )
-from diloco.aggregator.garbage import Fleet, Garbage, Ledger, Trim
-from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.core import garbage
+from diloco.aggregator.core.garbage import Fleet, Garbage, Ledger, Trim
+from diloco.aggregator.core.state import UpdateId
 from diloco.check.history import read_stream
 from diloco.cli.opening import open_run
 from diloco.common import names, wire

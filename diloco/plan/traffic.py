@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.aggregator.outer import make_outer
+from diloco.aggregator.arrays.outer import make_outer
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
 from diloco.common.quantize import encoded_bytes

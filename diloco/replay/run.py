@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from diloco.aggregator.decisions import Decision
-from diloco.aggregator.merge import Vector
+from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.core.decisions import Decision
 from diloco.check import remake
 from diloco.check.history import Chain, History, messages_of, read_history
 from diloco.cli.opening import open_run, placed_bus

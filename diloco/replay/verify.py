@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco.aggregator.merge import Vector
+from diloco.aggregator.arrays.merge import Vector
 from diloco.check.history import Chain, History
 from diloco.check.remake import Objects, Progress, Remaker
 from diloco.common import wire

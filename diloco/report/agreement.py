@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.fragment import cut_alike, read_parts
-from diloco.aggregator.merge import make_grid
+from diloco.aggregator.arrays.merge import make_grid
+from diloco.aggregator.shard_reader import cut_alike, read_parts
 from diloco.common import wire
 from diloco.common.config import SyncSection
 from diloco.common.errors import ObjectMissingError, WireError

@@ -21,9 +21,9 @@ import tomli_w
 from hypothesis import strategies as st
 from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
-from diloco.aggregator import policy
-from diloco.aggregator.driver import decode_event
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.core import policy
+from diloco.aggregator.tape_events import decode_event
 from diloco.common import names, shards, wire
 from diloco.common import tape_file as tape_files
 from diloco.common.bus import Message

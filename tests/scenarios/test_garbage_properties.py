@@ -10,11 +10,12 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from records import make_input, make_record, make_ref
 
-from diloco.aggregator import garbage
-from diloco.aggregator.garbage import Fleet, Ledger
-from diloco.aggregator.machine import UpdateId
-from diloco.common import names, wire
+from diloco.aggregator.core import garbage, memory
+from diloco.aggregator.core.garbage import Fleet, Ledger
+from diloco.aggregator.core.state import UpdateId
+from diloco.common import names, slices, wire
 
 RUN, FRAGMENT, EPOCH = "lab", 3, 1
 LEARNERS = ("a", "b", "c")
@@ -33,8 +34,16 @@ def shards_of(update: UpdateId, epoch: int = EPOCH) -> list[str]:
     ]
 
 
-def ref(name: str) -> wire.ObjectRef:
-    return wire.ObjectRef.model_construct(name=name, size_bytes=1, crc32c=0)
+def make_shard(name: str) -> wire.Shard:
+    return wire.Shard(name=name, size_bytes=1, crc32c=0, slices=slices.of_range(0, 1, 1))
+
+
+def with_marks(marks: dict[tuple[str, int], int]) -> wire.PolicyState:
+    kept = tuple(
+        wire.Mark(learner=who, incarnation=life, seq=seq, stream_seq=1)
+        for (who, life), seq in marks.items()
+    )
+    return wire.PolicyState(**(dict(memory.beginning()) | {"marks": kept}))
 
 
 @dataclass
@@ -113,13 +122,13 @@ class History:
         whole = made and (before is None or what == "restore" or version % self.every == 0)
         delta = None
         if what == "version" and before is not None:
-            delta = ref(object_of(version, "delta", digest))
+            delta = make_ref(object_of(version, "delta", digest))
             self.put(delta.name)
         fields = {"snapshot": None, "outer": None, "snapshot_version": version, "deltas": ()}
         self.snapshots += whole
         if whole:
             for field_name, kind in (("snapshot", "view"), ("outer", "outer")):
-                fields[field_name] = ref(object_of(version, kind, digest))
+                fields[field_name] = make_ref(object_of(version, kind, digest))
                 self.put(fields[field_name].name)
         else:
             fields = {
@@ -139,16 +148,16 @@ class History:
             if life.flying == update:
                 life.flying = None
         seq = self.next_seq()
-        record = wire.Record.model_construct(
+        record = make_record(
             what=what,
             version=version,
             restored_version=restored_version,
             inputs=tuple(
-                wire.Input.model_construct(
+                make_input(
                     learner=u.learner,
                     incarnation=u.incarnation,
                     seq=u.seq,
-                    shards=tuple(wire.Shard.model_construct(name=name) for name in shards_of(u)),
+                    shards=tuple(make_shard(name) for name in shards_of(u)),
                 )
                 for u in inputs
             ),
@@ -156,12 +165,7 @@ class History:
             **fields,
             outer_version=fields["snapshot_version"],
             position=min(self.pending.values(), default=seq),
-            policy=wire.PolicyState.model_construct(
-                marks=tuple(
-                    wire.Mark.model_construct(learner=who, incarnation=life, seq=mark)
-                    for (who, life), mark in self.newest_marks().items()
-                )
-            ),
+            policy=with_marks(self.newest_marks()),
         )
         self.tape.append(Stored(record, seq, self.now_s, body))
 

@@ -6,9 +6,10 @@ import pytest
 from simrun import KINDS, Plan, simulate
 from simshrink import commit, explain, shrink
 
-from diloco.aggregator import garbage, machine
+from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.context import Context
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.core import garbage
+from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import slices
 from diloco.common.tape import data_position
 
@@ -17,7 +18,7 @@ SEEDS = 500
 
 def position_before_the_commit():
     """Records say that all is resolved that was seen, also what waits."""
-    return mock.patch("diloco.aggregator.machine.position", lambda state: state.seen_seq + 1)
+    return mock.patch("diloco.aggregator.core.memory.position", lambda state: state.seen_seq + 1)
 
 
 def no_fence():
@@ -39,9 +40,9 @@ def merged_again_out_of_order():
     """Recovery merges the inputs of a version in another order than its record says."""
 
     class Reversed(FragmentArrays):
-        def merge_again(self, record, store):
+        def merge_again(self, record, read):
             backwards = record.model_copy(update={"inputs": record.inputs[::-1]})
-            super().merge_again(backwards, store)
+            super().merge_again(backwards, read)
 
     return mock.patch("diloco.aggregator.recovery.FragmentArrays", Reversed)
 
@@ -49,10 +50,10 @@ def merged_again_out_of_order():
 def redelivery_merged_again():
     """The machine looks for an update among those that wait, and forgets those it has resolved."""
 
-    def is_known(state: machine.State, update: machine.UpdateId) -> bool:
+    def is_known(state: State, update: UpdateId) -> bool:
         return update in state.pending
 
-    return mock.patch("diloco.aggregator.machine._is_known", is_known)
+    return mock.patch("diloco.aggregator.core.memory.is_known", is_known)
 
 
 def garbage_one_version_early():
@@ -63,7 +64,7 @@ def garbage_one_version_early():
         index = floor(entries, replay_s)
         return None if index is None else min(index + 1, len(entries) - 1)
 
-    return mock.patch("diloco.aggregator.garbage._floor", early)
+    return mock.patch("diloco.aggregator.core.garbage._floor", early)
 
 
 def blocks_where_they_come():

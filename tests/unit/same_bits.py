@@ -6,8 +6,8 @@ discounts and norms are such that products of float32s would be rounded.
 
 import numpy as np
 
-from diloco.aggregator.merge import Accumulator, Contribution, coefficients, make_grid
-from diloco.aggregator.outer import close_round, make_outer
+from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients, make_grid
+from diloco.aggregator.arrays.outer import close_round, make_outer
 from diloco.common.layout import Tensor, TensorHint, make_layout
 from diloco.common.quantize import CODECS, encode
 from diloco.common.shards import digest

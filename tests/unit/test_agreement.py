@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from records import make_record
 
-from diloco.aggregator import merge
+from diloco.aggregator.arrays import merge
 from diloco.common import shards, slices, wire
 from diloco.common.config import SyncSection
 from diloco.common.layout import Tensor, TensorHint, make_layout
@@ -50,9 +51,7 @@ def a_round(layout, store, *, updates=3, alike=0.7, weights=(1.0, 2.0, 5.0), dis
             )
         )  # fmt: skip
     factors = merge.factors(grid, accumulator, contributions)
-    record = wire.Record.model_construct(
-        fragment=0, inputs=tuple(inputs), factors=factors.tobytes()
-    )
+    record = make_record(inputs=tuple(inputs), factors=factors.tobytes())
     return record, np.stack(vectors)
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.aggregator import merge
-from diloco.aggregator.fragment import read_parts, read_payload
-from diloco.aggregator.merge import Contribution, make_grid
+from diloco.aggregator.arrays import merge
+from diloco.aggregator.arrays.merge import Contribution, make_grid
+from diloco.aggregator.shard_reader import read_parts, read_payload
 from diloco.common import shards, slices, wire
 from diloco.common.errors import WireError
 from diloco.common.layout import Tensor, make_layout

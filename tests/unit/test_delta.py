@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.aggregator import outer
+from diloco.aggregator.arrays import outer
 from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.quantize import CODECS, Encoded, decode_numpy, encode
 from diloco.common.shards import pack, unpack

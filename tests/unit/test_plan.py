@@ -169,13 +169,14 @@ def test_a_fleet_that_fails_more_does_less(outages, chips, elastic, seed):
 
 # Rounds
 
+QUICK = plan_rounds.Aggregator(read_s=0.01, make_s=0.02, store_s=0.02, message_s=0.005)
 
-def rounds_of(workers, horizon_s=2000.0, close_s=0.05, fetch_s=0.01, seed=0, **sections):
+
+def rounds_of(workers, horizon_s=2000.0, aggregator=QUICK, seed=0, **sections):
     return plan_rounds.simulate(
         run_settings(**sections),
         workers,
-        close_s=close_s,
-        fetch_s=fetch_s,
+        aggregator=aggregator,
         horizon_s=horizon_s,
         rng=np.random.default_rng(seed),
     )
@@ -223,6 +224,38 @@ def test_without_grace_a_slower_learner_is_late():
     )
     assert quorum.late_share == 0
     assert quorum.participants == 2
+
+
+@pytest.mark.parametrize("least", [1, 32, 64])
+@pytest.mark.parametrize("min_steps", [6, 24])
+@pytest.mark.parametrize("reads_a_step", [5, 40])
+def test_slow_reading_excludes_nobody(least, min_steps, reads_a_step):
+    """Reading a round takes 13 steps, where the grace window has two."""
+    slow = replace(QUICK, read_s=1 / reads_a_step)
+    rounds = rounds_of(
+        [worker()] * 64,
+        aggregator=slow,
+        sync={"min_steps": min_steps},
+        quorum={"min_learners": least},
+    )
+    assert rounds.interval_s == pytest.approx(24, rel=0.03)
+    assert rounds.participants > 63.5
+    assert rounds.mean_staleness < 0.01
+
+
+def test_slow_storing_excludes_nobody():
+    slow = replace(QUICK, read_s=0.2, store_s=1.6)
+    rounds = rounds_of([worker()] * 8, aggregator=slow)
+    assert rounds.interval_s == pytest.approx(24, rel=0.03)
+    assert (rounds.participants, rounds.mean_staleness) == (8, 0)
+
+
+def test_learners_out_of_phase_fall_into_it():
+    """One begins half an interval later; the quorum is all eight."""
+    late = plan_outages.Trace(2000.0, np.asarray([0.0, 12.0]), np.asarray([0.0, 1.0]), (), ())
+    rounds = rounds_of([worker()] * 7 + [worker(trace=late)], quorum={"min_learners": 8})
+    assert rounds.participants > 7.9
+    assert "deadline" not in rounds.reasons
 
 
 def test_pace_holds_the_rounds_apart():

@@ -82,11 +82,15 @@ def fragment_rules(
 
 def weight(tokens: int, steps: int) -> float:
     """Weight of an update: quantity times quality, tokens x (tokens / steps) (P §3)."""
+    # Quality is tokens a step: a large batch makes a less noisy gradient, and it counts for more
+    # than the same tokens in many small steps.
     return tokens * (tokens / steps)
 
 
 def discount(rule: StalenessSection, staleness: int) -> float:
     """S(s), the share of itself that an update s versions old keeps (PAPER.md, section 4)."""
+    # It shrinks the update itself and not only its share: numerators are multiplied by it and
+    # denominators are not, so that a stale update alone in its round is discounted too.
     match rule.rule:
         case "constant":
             return 1.0
@@ -103,11 +107,20 @@ def discount(rule: StalenessSection, staleness: int) -> float:
 
 def ema(average: float, value: float) -> float:
     """Moving average after one more value; an average of 0 has seen none."""
+    # From the first value on and not from 0: a learner's first round would else be taken for its
+    # speed.
     return value if average == 0 else average + EMA * (value - average)
+
+
+def elapsed_s(since_s: float, until_s: float) -> float:
+    """Seconds between two times, as a record can hold them: clocks and claims may be absurd."""
+    return min(max(0.0, until_s - since_s), wire.GREATEST_S)
 
 
 def effective_quorum(quorum: QuorumSection, live: int) -> int:
     """min(K, live learners), at least 1."""
+    # K learners of a fleet that has fewer never come (invariant 6: nobody's progress hangs on who
+    # is away).
     return max(1, min(quorum.min_learners, live))
 
 
@@ -118,9 +131,14 @@ def pace_s(
 
     `interval_steps`: between these two, where it is not H.
     """
+    # Lockstep waits for all anyway; before anybody has said how fast it is, there is nothing to
+    # hold back by.
     known = [step for step in step_times_s if step > 0]
     if rules.lockstep or not known:
         return 0.0
+    # A step time is a claim: a learner that says 0 would take all pace away, and rounds of one
+    # would race. So nobody counts as faster than a multiple of the median, which no single learner
+    # moves far.
     median = sorted(known)[len(known) // 2]
     steps = interval_steps or rules.rhythm.interval_steps
     return rules.quorum.pace * steps * max(min(known), median / FASTEST)
@@ -133,6 +151,8 @@ def grace_s(
     known = [step for step in step_times_s if step > 0]
     if not known:
         return 0.0
+    # The window is what the fastest learner's overlap leaves, so that waiting for more updates
+    # costs nobody a step (P, Eq. 3).
     slack_s = rules.overlap_steps * min(known) - (quorum_s + sync_s)
     return min(max(0.0, rules.quorum.grace_fraction * slack_s), rules.quorum.grace_cap_s)
 
@@ -144,24 +164,31 @@ def judge_norm(
 
     The norm is judged per covered step, so that the honest work of an outage passes.
     """
+    # A median of a few says little, and the first norms of a run are its largest.
     if len(norms_per_step) < NORM_LEAST or norm == 0:
         return 1.0
     ordered = sorted(norms_per_step)
+    # The median and not the mean: up to half of the window may lie without moving it far.
     median = ordered[len(ordered) // 2]
     if median == 0:
         return 1.0
     multiple = norm / steps / median
     if multiple > bounds.norm_refuse:
         return None
+    # Clipped before it is refused: most of what is somewhat too large is honest work after a bad
+    # batch.
     return 1.0 if multiple <= bounds.norm_clip else bounds.norm_clip / multiple
 
 
 def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
     """(reason, detail) if a manifest alone shows that its update cannot be merged, else None."""
+    # With another layout the same codes are other parameters.
     if manifest.layout != rules.layout:
         return "layout", f"layout {manifest.layout}, the run has {rules.layout}"
     if manifest.codec != rules.codec:
         return "codec", f"codec {manifest.codec}, the run has {rules.codec}"
+    # Tokens enter the weight squared, so that claiming more of them is the cheapest way to own the
+    # model.
     limit = manifest.steps * rules.bounds.max_tokens_per_step
     if manifest.tokens > limit:
         return "tokens", f"{manifest.tokens} tokens in {manifest.steps} steps, at most {limit}"
@@ -199,6 +226,8 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
         )
     except WireError as error:
         return error.reason, error.message
+    # Only under the sender's own prefix, which the bucket's rules give to it alone: else a learner
+    # could announce another's shards as its own work.
     prefix = names.shards_prefix(
         rules.run,
         manifest.learner,
@@ -214,9 +243,12 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
                 "name",
                 f"object {shard.name!r} is not this update's {prefix!r} and a number",
             )
+        # The same bytes in two places would count one step's progress twice (invariant 4).
         if shard.name in known:
             return "name", f"object {shard.name!r} is two shards"
         known.add(shard.name)
+        # Sizes are known before anything is read, so that no claim makes the reader take more
+        # memory than the fragment needs.
         needed = _size_bytes(rules.codec, count * rules.block, rules.block)
         if shard.size_bytes != needed:
             return (
@@ -228,10 +260,13 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
 
 def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:
     """How many updates a learner may announce at `now_s`, if it could `left` at `at_s`."""
+    # At least one, whatever the rate: a slow fleet's learners announce less than once in the
+    # burst's time.
     most = max(1.0, bounds.max_updates_per_s * BURST_S)
     return min(most, left + bounds.max_updates_per_s * max(0.0, now_s - at_s))
 
 
 def too_many_steps(bounds: BoundsSection, steps: int, since_s: float) -> bool:
     """Whether nobody can have taken so many steps since the learner's last update."""
+    # By the time since the last update, so that the work of an outage is believed in full.
     return steps > bounds.max_steps_per_s * (max(0.0, since_s) + CLAIM_SLACK_S)

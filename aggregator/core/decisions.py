@@ -13,31 +13,55 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from diloco.aggregator import machine, policy
-from diloco.aggregator.machine import Commit, Refused, State
-from diloco.aggregator.policy import FragmentRules
+from diloco.aggregator.core import events, machine, memory, rounds
+from diloco.aggregator.core.effects import Commit
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import Refused, State, Storing, UpdateId
 from diloco.common import wire
 
 
-def decided(rules: FragmentRules, commit: Commit) -> dict[str, Any]:
-    """The fields of a record that the machine alone decides."""
+class Decided(NamedTuple):
+    """The part of a record that the machine alone decides, field by field as in `wire.Record`.
+
+    Operators' records, which no machine decides, state the same.
+    """
+
+    what: Literal["version", "verdict", "restore", "restored"]
+    base_seq: int
+    version: int
+    global_step: int
+    rejected: tuple[wire.Rejected, ...]
+    reason: str
+    position: int
+    observations: tuple[wire.Observation, ...]
+    policy: wire.PolicyState
+    final: bool
+    opened_at_s: float
+    quorum_at_s: float
+    closed_at_s: float
+
+
+def decide(rules: FragmentRules, commit: Commit) -> Decided:
+    """What the machine says in the record of a commit."""
     state = commit.state
+    # A verdict leaves version and clock where they are: learners have nothing to adopt
+    # (invariant 1).
     made = commit.what == "version"
-    return {
-        "base_seq": state.record_seq,
-        "what": commit.what,
-        "version": state.version + made,
-        "global_step": machine.global_step_after(rules, state) if made else state.global_step,
-        "rejected": tuple(_rejected(refused) for refused in state.rejected),
-        "reason": commit.reason,
-        "position": machine.position(state),
-        "observations": state.observations,
-        "policy": machine.policy_after(state),
-        "final": commit.final,
-        "opened_at_s": state.opened_at_s,
-        "quorum_at_s": state.quorum_at_s,
-        "closed_at_s": commit.at_s,
-    }
+    return Decided(
+        what=commit.what,
+        base_seq=state.record_seq,
+        version=state.version + made,
+        global_step=rounds.global_step_after(rules, state) if made else state.global_step,
+        rejected=tuple(_rejected(refused) for refused in state.rejected),
+        reason=commit.reason,
+        position=memory.position(state),
+        observations=state.observations,
+        policy=memory.policy_after(state),
+        final=commit.final,
+        opened_at_s=state.opened_at_s,
+        quorum_at_s=state.quorum_at_s,
+        closed_at_s=commit.at_s,
+    )
 
 
 def _rejected(refused: Refused) -> wire.Rejected:
@@ -58,7 +82,7 @@ class Heard(NamedTuple):
     """An event of the tape; `rules` are those that a change of settings puts in force."""
 
     stream_seq: int
-    event: machine.Event
+    event: events.Event
     rules: FragmentRules | None = None
 
 
@@ -79,7 +103,7 @@ class Decision(NamedTuple):
     fields: tuple[tuple[str, Any, Any], ...] = ()
 
 
-# What a record says beside `decided`, given the commit and the record itself.
+# What a record says beside `Decided`, given the commit and the record itself.
 Beside = Callable[[Commit, wire.Record], Mapping[str, Any]]
 
 
@@ -113,15 +137,22 @@ def decide_again(
         if commit is None:
             fields: tuple[tuple[str, Any, Any], ...] = (("what", record.what, "nothing yet"),)
         else:
-            again = {**decided(follower.rules, commit), **beside(commit, record)}
+            again = {**decide(follower.rules, commit)._asdict(), **beside(commit, record)}
             fields = tuple(
                 (name, getattr(record, name), value)
                 for name, value in again.items()
                 if getattr(record, name) != value
             )
+        # What follows from a decision that came out differently is no evidence: the next begins
+        # from its own record, if it can.
         if fields:
             follower.state = None
         yield Decision(seq, record, "different" if fields else "same", "", commit, fields)
+
+
+# What an owner observes first that goes on from a record of its own.
+GOES_ON = ("made", "committed")
+OTHER_RULES = "an earlier release decided it, by other rules"
 
 
 class _Follower:
@@ -144,18 +175,25 @@ class _Follower:
     def follow(self, base: wire.Record, base_seq: int, record: wire.Record) -> str:
         """Bring the machine from one record to the next; why it cannot be done, or ''."""
         first = record.observations[0].what if record.observations else ""
-        why = self._cannot_begin(base) if first == "committed" and self.state is None else ""
+        if first == "committed" and base.what == "version":
+            # Since the version is heard of before its record, only the rules before these do so.
+            self.state = None
+            return OTHER_RULES
+        why = self._cannot_begin(base) if first in GOES_ON and self.state is None else ""
+        self.commit = None
         for observation in record.observations:
+            # A record holds the observations of every life since the one before it: of those that
+            # died nothing but what they met counts.
             if observation.what == "resumed":
                 self._began_at_s = observation.at_s
-                if base.position < self._whole_from:
-                    self.state, why = None, "the tape is trimmed before it"
-                    continue
-                why = ""
-                self._begin(base, base_seq, observation.at_s)
+                why = "the tape is trimmed before it" if base.position < self._whole_from else ""
+                why = why if observation.value == memory.RULES else OTHER_RULES
+                self.state = None
+                if not why:
+                    self._begin(base, base_seq, observation.at_s)
             elif why:
                 continue
-            elif observation.what == "committed" and self.commit is None:
+            elif observation.what in GOES_ON and self.state is None:
                 # Whoever goes on has no clock of a predecessor's to mistrust.
                 self._begin(base, base_seq, max(observation.at_s, base.policy.closed_at_s))
                 self._take_over(base, observation)
@@ -171,7 +209,7 @@ class _Follower:
 
     def _begin(self, base: wire.Record, base_seq: int, at_s: float) -> None:
         """As an owner does that begins from a record."""
-        self.state = machine.resume(base, base_seq, at_s)
+        self.state = memory.resume(base, base_seq, at_s)
         self.rules = self._rules_at(base.policy.settings_seq)
         self.commit = None
         self._next = bisect_left(self._seqs, base.position)
@@ -193,14 +231,12 @@ class _Follower:
     def _take_over(self, base: wire.Record, observation: wire.Observation) -> None:
         """The state of whoever made `base` and goes on."""
         assert self.state is not None
-        took_s = max(0.0, observation.at_s - self.state.closed_at_s)
-        sync_s = policy.ema(self.state.sync_s, took_s)
         self.state = self.state._replace(
             observations=(observation,),
             began_at_s=self._began_at_s,
             opened_at_s=base.opened_at_s,
             quorum_at_s=base.quorum_at_s,
-            sync_s=sync_s if base.what == "version" else self.state.sync_s,
+            storing=Storing(True, ()) if observation.what == "made" else None,
         )
 
     def _hear_until(self, seq: int) -> None:
@@ -213,10 +249,8 @@ class _Follower:
                 self.rules = heard.rules
             self._step(heard.event)
 
-    def _step(self, event: machine.Event) -> None:
+    def _step(self, event: events.Event) -> None:
         assert self.state is not None
-        if isinstance(event, machine.Committed):
-            self.commit = None
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
             if isinstance(effect, Commit):
@@ -225,20 +259,24 @@ class _Follower:
 
 def _event(
     observation: wire.Observation, base: wire.Record, base_seq: int, record: wire.Record
-) -> machine.Event:
+) -> events.Event:
     """What the machine was told; why an update failed stands in its rejection."""
     at_s, learner = observation.at_s, observation.learner
-    update = machine.UpdateId(learner, observation.incarnation, observation.seq)
+    update = UpdateId(learner, observation.incarnation, observation.seq)
     match observation.what:
         case "fetched":
-            return machine.Fetched(at_s, update, observation.value)
+            return events.Fetched(at_s, update, observation.value)
         case "failed":
             for taken in record.rejected:
                 if (taken.learner, taken.incarnation, taken.seq) == update:
-                    return machine.Failed(at_s, update, taken.reason, taken.detail)
-            return machine.Failed(at_s, update, "", "")
+                    return events.Failed(at_s, update, taken.reason, taken.detail)
+            return events.Failed(at_s, update, "", "")
+        case "cut":
+            return events.CutKnown(at_s, observation.seq)
+        case "made":
+            return events.Made(at_s, base.view_digest)
         case "committed":
-            return machine.Committed(at_s, base_seq, base.view_digest)
+            return events.Committed(at_s, base_seq)
         case "timer":
-            return machine.Timer(at_s)
-    return machine.Liveness(at_s, learner, observation.incarnation, observation.what == "live")
+            return events.Timer(at_s)
+    return events.Liveness(at_s, learner, observation.incarnation, observation.what == "live")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.core.state import UpdateId
 from diloco.common import names, wire
 
 
@@ -66,6 +66,7 @@ class Ledger:
         self, record: wire.Record, record_seq: int, stored_at_s: float, body: str | None
     ) -> None:
         """Add the next record of the tape; one that was taken before is passed over."""
+        # The tape is read from where the last reading ended, and may give the last record twice.
         if record_seq <= self.newest_seq:
             return
         states = (record.snapshot.name, record.outer.name)
@@ -158,6 +159,8 @@ def plan(
         pinned: versions whose view and outer state checkpoints keep.
         replay_s: versions not older than this stay such that they can be merged again.
     """
+    # Everything else follows from one version, so that what stays is whole: a floor, and all that
+    # leads from it to the newest version.
     index = _floor(ledger.entries, replay_s)
     if index is None:
         return None
@@ -168,6 +171,8 @@ def plan(
         for name, size_bytes in found
         if (kind := keep.judge(name)) is not None
     ]
+    # Recovery reads from the position, a replay from the floor's record: the tape is kept for both
+    # (invariants 2 and 5).
     answered_seq = min(ledger.position, floor.record_seq)
     run, fragment = ledger.run, ledger.fragment
     trims = (
@@ -183,11 +188,13 @@ def _floor(entries: list[Entry], replay_s: float) -> int | None:
     # With one snapshot and older records of a chain whose beginning is gone, nothing is certain.
     if not wholes or (len(wholes) == 1 and wholes[0] > 0):
         return None
+    # The newest record is the clock: a machine whose own is wrong must not delete anything early.
     since_s = entries[-1].stored_at_s - replay_s
     made = (i for i, entry in enumerate(entries) if entry.made and entry.stored_at_s > since_s)
     recent = next(made, len(entries) - 1)
     # To merge a version again one begins from the one before it.
     basis = [whole for whole in wholes if whole < recent + (not entries[recent].merged)]
+    # Two, since the newest one may prove damaged when it is needed (invariant 3).
     return min(wholes[-2:][0], basis[-1] if basis else wholes[0])
 
 
@@ -220,6 +227,8 @@ class _Kept(NamedTuple):
         return None
 
     def _keeps_object(self, name: str, made: names.VersionObject) -> bool:
+        # An object of a version that is not committed may be an owner's that is about to commit it:
+        # only once that version stands without it is it nobody's.
         if made.version > self.ledger.entries[-1].version or name in self.named:
             return True
         return made.what in ("view", "outer") and made.version in self.pinned
@@ -228,6 +237,8 @@ class _Kept(NamedTuple):
         if sent.epoch != self.ledger.epoch:
             # An older tape has ended. A newer one is none of our business.
             return sent.epoch > self.ledger.epoch
+        # Shards come before their announcement: what a live life has not announced yet may still
+        # come (invariant 2).
         update = UpdateId(sent.learner, sent.incarnation, sent.seq)
         if update in self.inputs or update in self.fleet.pending:
             return True

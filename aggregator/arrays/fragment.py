@@ -1,23 +1,22 @@
 """One fragment's arrays: view, master parameters, outer-optimizer state, the open round's sum."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import msgpack
 import numpy as np
 
-from diloco.aggregator import merge, outer
-from diloco.aggregator.machine import Admitted
-from diloco.aggregator.merge import Contribution, Grid, Vector
-from diloco.aggregator.outer import OuterOptimizer, State
-from diloco.common import shards, slices, wire
+from diloco.aggregator.arrays import merge, outer
+from diloco.aggregator.arrays.merge import Contribution, Grid, Vector
+from diloco.aggregator.arrays.outer import OuterOptimizer, State
+from diloco.aggregator.core.state import Admitted
+from diloco.common import shards, wire
 from diloco.common.config import RunSettings
-from diloco.common.errors import IntegrityError, ObjectMissingError, ObjectTooLargeError, WireError
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded, aligned_empty, code_count, code_dtype, scale_count
-from diloco.common.store import ObjectStore
+from diloco.common.quantize import Codec, Encoded
 
 
 class Payload(NamedTuple):
@@ -54,6 +53,8 @@ class _Merged(NamedTuple):
 @dataclass
 class FragmentArrays:
     """The arrays of one fragment; methods block and are called one at a time.
+
+    Two exceptions: what `view_bytes` and `outer_bytes` read stays as it is while `merge` adds.
 
     Attributes:
         view: parameters as learners see them, float32 [N].
@@ -131,15 +132,14 @@ class FragmentArrays:
         each = [shards.digest(array) for array in (self.theta, *self.state.values())]
         return shards.digest("".join(each).encode())
 
-    def open_round(self) -> None:
-        """Begin an empty sum; its buffers are kept from round to round."""
-        if self._sum is None:
-            self._sum = merge.Accumulator(self.grid)
-        self._sum.reset()
+    def discard(self) -> None:
+        """Forget what the round has merged."""
         self._merged = []
 
     def merge(self, payload: Payload, admitted: Admitted) -> None:
-        """Add a verified update to the open round."""
+        """Add a verified update to the round, which begins with its first one."""
+        if not self._merged:
+            self._begin_sum()
         assert self._sum is not None
         contribution = Contribution(
             payload.norms_S, admitted.weight, admitted.discount, admitted.clip
@@ -162,8 +162,9 @@ class FragmentArrays:
         )
         learning_rate, momentum = step_size(self.settings, share)
         delta = self._step(factors_S, learning_rate, momentum)
+        merged, self._merged = self._merged, []
         return Made(
-            inputs=tuple(make_input(each.admitted, each.coefficients) for each in self._merged),
+            inputs=tuple(make_input(each.admitted, each.coefficients) for each in merged),
             factors=factors_S.tobytes(),
             learning_rate=learning_rate,
             momentum=momentum,
@@ -172,17 +173,23 @@ class FragmentArrays:
             outer_digest=self.outer_digest(),
         )
 
-    def merge_again(self, record: wire.Record, store: ObjectStore) -> Encoded:
+    def merge_again(
+        self, record: wire.Record, read: Callable[[wire.Input], tuple[Encoded, ...]]
+    ) -> Encoded:
         """Make a recorded version once more, from its inputs as the record has them; its delta.
+
+        Args:
+            record: of the version.
+            read: gives an input's verified parts; as `shard_reader.read_input`.
 
         Raises:
             IntegrityError: an input is gone or damaged, or the result has other digests.
         """
-        self.open_round()
+        self._begin_sum()
         assert self._sum is not None
         for taken in record.inputs:
             try:
-                parts = tuple(read_parts(store, taken.codec, taken.shards, self.grid))
+                parts = read(taken)
             except (ObjectMissingError, WireError) as error:
                 raise _unmergeable(record, error.message) from error
             coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
@@ -197,6 +204,12 @@ class FragmentArrays:
                 f"{(record.view_digest, record.outer_digest)}",
             )
         return delta
+
+    def _begin_sum(self) -> None:
+        """An empty sum; its buffers are kept from round to round."""
+        if self._sum is None:
+            self._sum = merge.Accumulator(self.grid)
+        self._sum.reset()
 
     def _step(self, factors_S: Vector, learning_rate: float, momentum: float) -> Encoded:
         assert self._sum is not None
@@ -224,77 +237,16 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
     )
 
 
-def read_payload(store: ObjectStore, manifest: wire.Manifest, grid: Grid) -> Payload:
-    """Read and verify all shards of an update.
+def payload_of(grid: Grid, codec: Codec, parts: tuple[Encoded, ...]) -> Payload:
+    """A verified update, measured.
 
-    Raises:
-        ObjectMissingError: a shard is not there, though the manifest says that it is.
-        WireError: a shard is not what the manifest says; "oversize" (then nothing is read),
-            "checksum", or as `shards.unpack`; "shards" as `slices.partition`.
-        StoreUnavailableError: a passing fault.
+    Args:
+        grid: the fragment's.
+        codec: of the update.
+        parts: one for each of the grid's ranges, in order.
     """
-    parts = tuple(read_parts(store, manifest.codec, manifest.shards, grid))
-    norms_S = merge.segment_norms(grid, manifest.codec, parts)
+    norms_S = merge.segment_norms(grid, codec, parts)
     return Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
-
-
-def read_parts(
-    store: ObjectStore, codec: Any, entries: Sequence[wire.Shard], grid: Grid
-) -> Iterator[Encoded]:
-    """An update as one part for each of the grid's ranges in order, however its sender cut it.
-
-    Memory: shards that are the grid's ranges are read one by one as the parts are asked for, and
-    used where they lie. Others are copied to their places, which takes the update's scales and
-    codes once, as they were sent, and one shard, which is at most as long as the longest range.
-
-    Raises:
-        As `read_payload`.
-    """
-    if not cut_alike(entries, grid):
-        yield from _assemble(store, codec, entries, grid)
-        return
-    for entry, (start, stop) in zip(entries, grid.ranges, strict=True):
-        yield _read_shard(store, codec, entry, stop - start, grid.block)
-
-
-def cut_alike(entries: Sequence[wire.Shard], grid: Grid) -> bool:
-    """Whether an update's shards are the grid's ranges."""
-    own = [slices.of_range(start, stop, grid.block) for start, stop in grid.ranges]
-    return [entry.slices for entry in entries] == own
-
-
-def _assemble(
-    store: ObjectStore, codec: Any, entries: Sequence[wire.Shard], grid: Grid
-) -> tuple[Encoded, ...]:
-    blocks = grid.size // grid.block
-    most = max(stop - start for start, stop in grid.ranges) // grid.block
-    counts = slices.partition([entry.slices for entry in entries], blocks, most)
-    scales = aligned_empty(scale_count(codec, grid.size, grid.block), np.dtype(ml_dtypes.bfloat16))
-    codes = aligned_empty(code_count(codec, grid.size), code_dtype(codec))
-    for entry, count in zip(entries, counts, strict=True):
-        part = _read_shard(store, codec, entry, count * grid.block, grid.block)
-        slices.scatter(codes.reshape(blocks, -1), entry.slices, part.codes.reshape(count, -1))
-        if scales.size:
-            slices.scatter(scales[:, None], entry.slices, part.scales[:, None])
-    return tuple(
-        Encoded(
-            scales[slice(*(scale_count(codec, end, grid.block) for end in ends))],
-            codes[slice(*(code_count(codec, end) for end in ends))],
-        )
-        for ends in grid.ranges
-    )
-
-
-def _read_shard(
-    store: ObjectStore, codec: Any, entry: wire.Shard, count: int, block: int
-) -> Encoded:
-    try:
-        data = store.get(entry.name, entry.size_bytes)
-    except ObjectTooLargeError as error:
-        raise WireError("oversize", error.message) from error
-    if len(data) == entry.size_bytes and shards.crc32c(data) != entry.crc32c:
-        raise WireError("checksum", f"object {entry.name!r} is not what its manifest says")
-    return shards.unpack(data, codec=codec, count=count, block=block)
 
 
 def _optimizer(settings: RunSettings) -> OuterOptimizer:

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.merge import CHUNK, Accumulator, Grid, Vector
+from diloco.aggregator.arrays.merge import CHUNK, Accumulator, Grid, Vector
 from diloco.common.quantize import (
     Codec,
     Encoded,
