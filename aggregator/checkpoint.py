@@ -14,7 +14,7 @@ from typing import NamedTuple
 from diloco.aggregator.context import Context, commit_record, identity, swap
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
-from diloco.aggregator.quarantine import shut_out
+from diloco.aggregator.quarantine import quarantined_learners
 from diloco.aggregator.records import compose, contents_of
 from diloco.aggregator.recovery import rebuild
 from diloco.aggregator.rollback import whole
@@ -60,7 +60,7 @@ async def mark(context: Context) -> Marked:
     await context.bus.publish(
         names.checkpoint(context.run), wire.encode(message), msg_id=identity(context)
     )
-    quarantined = tuple(sorted(await shut_out(context)))
+    quarantined = tuple(sorted(await quarantined_learners(context)))
     records = await asyncio.gather(*(_beginning(context, at, quarantined) for at in newest))
     settings, _ = await effective_settings(context)
     specification = await load_specification(context.bus, context.run)
@@ -203,7 +203,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
         if specification.epoch <= file.specification.epoch:
             raise RunMismatchError(
                 f"run {context.run!r} has its tape on this bus (epoch {specification.epoch})",
-                hint="start its daemons, they go on by themselves; to go back in it use "
+                hint="start its daemons, they resume; to return to an earlier version: "
                 "diloco rollback",
             ) from None
     if file.settings != specification.settings:

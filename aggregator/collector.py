@@ -27,7 +27,7 @@ from diloco.common.tape import RunContext, last_record, records_of
 BATCH = 64
 
 
-class Pins(NamedTuple):
+class RetainedCheckpoints(NamedTuple):
     """Which checkpoints keep their objects.
 
     Attributes:
@@ -94,14 +94,14 @@ class Collector:
         found = await context.runtime.call(
             list_fragment, context.store, context.run, self._fragment, [*fleet.lives]
         )
-        pins = await read_pins(context, context.gc.keep_checkpoints, self._logger)
+        retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
         await read_on(context, self._ledger)
         await check_epoch(context)
         plan = garbage.plan(
             self._ledger,
             found,
             fleet=fleet,
-            pinned=pins.of(self._fragment),
+            pinned=retained.of(self._fragment),
             replay_s=context.gc.replay_s,
         )
         if plan is None:
@@ -113,7 +113,7 @@ class Collector:
             fragments = range(len(context.layout.fragments))
             answered = [await answered_seq(context, fragment) for fragment in fragments]
             await trim_tape(context, garbage.plan_run(context.run, answered, fleet.lives))
-            await delete(context, [info.name for info in pins.stale])
+            await delete(context, [info.name for info in retained.stale])
         size_bytes = sum(item.size_bytes for item in plan.objects)
         context.metrics.add(metrics.COLLECTED, size_bytes)
         self._logger.info(
@@ -151,7 +151,7 @@ def list_fragment(
     return found
 
 
-async def read_pins(context: RunContext, keep: int, logger: log.Logger) -> Pins:
+async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> RetainedCheckpoints:
     """Which checkpoints keep their objects: those of this tape, and those of earlier ones.
 
     Raises:
@@ -173,7 +173,7 @@ async def read_pins(context: RunContext, keep: int, logger: log.Logger) -> Pins:
                 versions[name] = tuple(record.version for record in file.records)
     stale = tuple(info for name, info in whole.items() if name not in pinned)
     fragments = len(context.layout.fragments)
-    return Pins(tuple(v for v in versions.values() if len(v) == fragments), stale)
+    return RetainedCheckpoints(tuple(v for v in versions.values() if len(v) == fragments), stale)
 
 
 async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[int, ...]]:

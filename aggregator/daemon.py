@@ -222,5 +222,5 @@ def _check_pinned(pinned: frozenset[int] | None, fragments: int) -> None:
     if pinned and max(pinned) >= fragments:
         raise ConfigError(
             f"the run has fragments 0 to {fragments - 1}, and no fragment {max(pinned)}",
-            hint="give --fragments others, or leave it out for a share of all",
+            hint="choose other fragments, or omit --fragments for an equal share",
         )

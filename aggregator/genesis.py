@@ -84,7 +84,7 @@ async def _check_same_beginning(context: Context, ours: wire.Record) -> None:
     found = wire.decode_record(message.payload) if message else None
     if not isinstance(found, wire.Record) or found.view_digest != ours.view_digest:
         raise RunMismatchError(
-            f"run {context.run!r} exists, and fragment {ours.fragment} is not at the beginning "
-            "that this configuration gives",
+            f"run {context.run!r} exists, and fragment {ours.fragment} does not begin "
+            "as this configuration says",
             hint="choose another run name, or start the daemons of the run that exists",
         )

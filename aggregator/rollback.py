@@ -41,7 +41,7 @@ async def _find_version(context: RunContext, fragment: int, version: int) -> Rec
     raise ConfigError(
         f"fragment {fragment}: there is no record of version {version} on the tape, "
         f"which has {oldest} to {newest}",
-        hint="choose a later version; garbage collection keeps what gc.replay_s says",
+        hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
     )
 
 
@@ -64,7 +64,7 @@ async def _find_time(context: RunContext, fragment: int, at_s: float) -> Recorde
     if found is None:
         raise ConfigError(
             f"fragment {fragment}: the tape has no version so early",
-            hint="choose a later time; garbage collection keeps what gc.replay_s says",
+            hint="choose a later time; gc.replay_s sets how much garbage collection keeps",
         )
     return found
 
@@ -108,9 +108,9 @@ async def _rebuild(context: Context, target: Recorded) -> Recovered:
         if (missing := missing_object(error)) is None:
             raise
         raise ConfigError(
-            f"fragment {target.record.fragment}: version {target.record.version} cannot be made "
-            f"again: {missing.message}",
-            hint="garbage collection keeps what gc.replay_s says; choose a later version",
+            f"fragment {target.record.fragment}: version {target.record.version} cannot be "
+            f"recomputed: {missing.message}",
+            hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
         ) from error
 
 

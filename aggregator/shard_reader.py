@@ -9,14 +9,8 @@ import numpy as np
 from diloco.aggregator.arrays.fragment import Payload, payload_of
 from diloco.aggregator.arrays.merge import Grid
 from diloco.common import shards, slices, wire
+from diloco.common.codec import Encoded, aligned_empty, code_count, code_dtype, scale_count
 from diloco.common.errors import ObjectTooLargeError, WireError
-from diloco.common.quantize import (
-    Encoded,
-    aligned_empty,
-    code_count,
-    code_dtype,
-    scale_count,
-)
 from diloco.common.store import ObjectStore
 
 

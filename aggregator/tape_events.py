@@ -10,20 +10,20 @@ from diloco.common.errors import WireError
 from diloco.common.tape import RunContext, parse_changed
 
 
-class Recorded(NamedTuple):
+class RecordStored(NamedTuple):
     """A record of the fragment is on the tape, ours or another's."""
 
     stream_seq: int
 
 
-class Resettled(NamedTuple):
+class SettingsStored(NamedTuple):
     """Changed settings, with the machine's event of them."""
 
     settings: RunSettings
     event: events.Changed
 
 
-class Ended(NamedTuple):
+class EndStored(NamedTuple):
     """The run's end is on the tape."""
 
 
@@ -43,19 +43,19 @@ def subjects(run: str, fragment: int) -> list[str]:
 
 def decode_message(
     context: RunContext, fragment: int, message: Message
-) -> events.Event | Recorded | Resettled | Ended | None:
+) -> events.Event | RecordStored | SettingsStored | EndStored | None:
     """What a message of `subjects` is for the fragment's owner; None if it is for another's.
 
     Raises:
         WireError: as `decode_event`.
     """
     if message.subject == names.end(context.run):
-        return Ended()
+        return EndStored()
     if message.subject == names.record(context.run, fragment):
-        return Recorded(message.seq)
+        return RecordStored(message.seq)
     if message.subject == names.settings(context.run):
         settings = parse_changed(context.settings, message.payload)
-        return Resettled(settings, events.Changed(message.time_s, message.seq))
+        return SettingsStored(settings, events.Changed(message.time_s, message.seq))
     return decode_event(message, fragment)
 
 

@@ -23,13 +23,19 @@ from diloco.aggregator.core.effects import (
     OpenRound,
 )
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import ShutOut
+from diloco.aggregator.core.state import Quarantine
 from diloco.aggregator.fetcher import Fetcher
 from diloco.aggregator.last_update import LastUpdate
 from diloco.aggregator.quarantine import quarantine
 from diloco.aggregator.recovery import Recovered
 from diloco.aggregator.samples import Samples
-from diloco.aggregator.tape_events import Ended, Recorded, Resettled, decode_message, subjects
+from diloco.aggregator.tape_events import (
+    EndStored,
+    RecordStored,
+    SettingsStored,
+    decode_message,
+    subjects,
+)
 from diloco.aggregator.tasks import Tasks
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
@@ -39,7 +45,7 @@ from diloco.common.errors import SwapLostError, WireError
 QUEUE = 1024
 
 # What the tape and the fetches have for the machine, with the payload that it is about.
-Item = tuple[events.Event | Recorded | Resettled | Ended, Payload | None]
+Item = tuple[events.Event | RecordStored | SettingsStored | EndStored, Payload | None]
 
 
 class Tenure:
@@ -151,12 +157,12 @@ class Tenure:
         while not ended or self.state.storing is not None:
             event, payload = await self._next_item()
             match event:
-                case Ended():
+                case EndStored():
                     ended = True
-                case Recorded():
+                case RecordStored():
                     self._heard_seq = event.stream_seq
                     self._check_ours()
-                case Resettled():
+                case SettingsStored():
                     await self._change(event)
                 case _:
                     await self._take(event, payload)
@@ -190,7 +196,7 @@ class Tenure:
         subject = names.record(self._context.run, self.fragment)
         return SwapLostError(subject, self.state.record_seq)
 
-    async def _change(self, change: Resettled) -> None:
+    async def _change(self, change: SettingsStored) -> None:
         if change.event.stream_seq > self.state.settings_seq:
             self.rules = self._rules(change.settings)
             self._arrays.settings = change.settings
@@ -224,10 +230,10 @@ class Tenure:
                 made = await self._committer.begin(self.rules, effect)
                 if made is not None:
                     await self._take(made, None)
-            case ShutOut():
-                await self._shut_out(effect)
+            case Quarantine():
+                await self._quarantine(effect)
 
-    async def _shut_out(self, effect: ShutOut) -> None:
+    async def _quarantine(self, effect: Quarantine) -> None:
         """Tell everybody; each fragment's machine hears of it from the tape, this one too."""
         context = self._context
         self._logger.warning(

@@ -15,8 +15,8 @@ from bench.streaming import median, seconds, table
 from diloco.aggregator.arrays.merge import Grid, make_grid
 from diloco.aggregator.shard_reader import read_parts
 from diloco.common import shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.layout import Tensor, make_layout
-from diloco.common.quantize import Encoded
 from diloco.common.store import MemoryStore
 
 BLOCK = 64

@@ -28,9 +28,9 @@ from diloco.aggregator.core import events, machine, memory, policy, rounds
 from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import names, shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded
 from diloco.common.shards import shard_bytes, shard_ranges
 from diloco.learner import sync, tree
 from diloco.learner.checkpoint import copied
@@ -288,7 +288,7 @@ class _World:
         self._seq = itertools.count(1)
         self._order = itertools.count()
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
-        self._chance = np.random.default_rng(settings.run.seed)
+        self._rng = np.random.default_rng(settings.run.seed)
         self.owners = [self._owner(f.index) for f in start.layout.fragments]
         self.learners: dict[str, _Learner] = {}
         self.checkpoints: dict[str, Any] = {}
@@ -328,7 +328,7 @@ class _World:
         self.after(self.weather.latency_steps, call)
 
     def step_s(self, speed: float) -> float:
-        return (1 + self.weather.jitter * float(self._chance.uniform(-1, 1))) / speed
+        return (1 + self.weather.jitter * float(self._rng.uniform(-1, 1))) / speed
 
     def tell(self, learner: _Learner, event: sync.Event, payload: Encoded | None = None) -> None:
         self.later(lambda: learner.hear(event, payload))

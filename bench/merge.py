@@ -32,8 +32,8 @@ from diloco.aggregator.arrays.merge import (
     segment_norms,
 )
 from diloco.aggregator.arrays.outer import Gradient, advance_view, make_outer
+from diloco.common.codec import Encoded
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import Encoded
 from diloco.common.shards import pack, unpack
 
 BLOCK = 64

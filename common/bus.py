@@ -179,7 +179,7 @@ def subjects_overlap(first: str, second: str) -> bool:
 
 
 def check_subject(subject: str, *, wildcards: bool = False) -> None:
-    """Refuse what is no subject, or (unless allowed) one with wildcards.
+    """Refuse what is not a subject, or (unless allowed) one with wildcards.
 
     A server would store a message under the literal subject 'a.*', hence a check of our own.
 
@@ -190,7 +190,7 @@ def check_subject(subject: str, *, wildcards: bool = False) -> None:
     refused = {">"} if wildcards else {"*", ">"}
     literal = tokens[:-1] if wildcards else tokens
     if refused & {*literal} or not all(tokens) or not subject.isprintable() or " " in subject:
-        raise BusError(f"{subject!r} is no subject{' pattern' if wildcards else ''}")
+        raise BusError(f"{subject!r} is not a subject{' pattern' if wildcards else ''}")
 
 
 def check_patterns(subjects: list[str]) -> None:
@@ -221,7 +221,7 @@ def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
     return BusError(
         f"stream {stream!r} ends at {last}, but sequence {start_seq - 1} was seen earlier",
         hint="the server lost acknowledged messages (a power cut without sync_interval: always?) "
-        "or the stream was made anew; restore it, or start a new run",
+        "or the stream was recreated; restore it, or start a new run",
     )
 
 
@@ -229,7 +229,7 @@ def stream_is_full(subject: str) -> BusUnavailableError:
     """The error of a message that a stream with `keep_old` has no room for."""
     return BusUnavailableError(
         f"the stream of {subject!r} is full",
-        hint="runbooks/tape-full.md: nothing is lost, everybody waits until there is room",
+        hint="nothing is lost, writers wait until there is room: runbooks/tape-full.md",
     )
 
 
@@ -678,7 +678,7 @@ def check_settings(stream: str, there: dict[str, object], asked: dict[str, objec
     if differences:
         raise BusError(
             f"stream {stream!r} exists with other settings: {'; '.join(differences)}",
-            hint="use the settings it was made with, or another run's name",
+            hint="use the settings it was created with, or another run's name",
         )
 
 

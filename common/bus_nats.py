@@ -956,7 +956,7 @@ def _ours(error: nats.errors.Error, subject: str) -> BusError:
     text = f"{subject!r}: {error}"
     if isinstance(error, NoStreamResponseError | nats.errors.NoRespondersError):
         return BusUnavailableError(
-            f"{subject!r}: nobody answers",
+            f"{subject!r}: no responders",
             hint="no stream takes this subject, or its leader is being elected; create the run",
         )
     if isinstance(error, APIError) and (error.err_code, error.description) == _STREAM_FULL:
@@ -983,7 +983,9 @@ def _check_address(address: _Address) -> None:
     for part in address.url.split(","):
         parsed = urllib.parse.urlsplit(part)
         if parsed.scheme not in {"nats", "tls"} or not parsed.hostname:
-            raise ConfigError(f"{address.shown()!r} is no NATS URL", hint="write nats://host:4222")
+            raise ConfigError(
+                f"{address.shown()!r} is not a NATS URL", hint="write nats://host:4222"
+            )
     try:
         address.tls()
     except OSError as error:

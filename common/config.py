@@ -25,6 +25,12 @@ NonNegative = Annotated[float, Field(ge=0)]
 Steps = Annotated[int, Field(ge=1)]
 
 
+# The built-in task, and its name in runs of 0.1.0, whose packages had top-level names.
+BUILT_IN_TASK = "diloco.learner.model:build"
+BUILT_IN_TASK_0_1 = "learner.model:build"
+_BUILT_IN_NAMES = frozenset({BUILT_IN_TASK, BUILT_IN_TASK_0_1})
+
+
 class Section(BaseModel):
     """A section of the file."""
 
@@ -48,7 +54,7 @@ class RunSection(Section):
 class TaskSection(Section):
     """The user's task: `build` names a function "package.module:function"."""
 
-    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "diloco.learner.model:build"
+    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = BUILT_IN_TASK
     options: dict[str, Any] = {}
 
 
@@ -338,7 +344,7 @@ class LearnerSection(Section):
         if self.hosts > 1 and self.coordinator is None:
             raise ValueError("a learner of several hosts needs the address of its coordinator")
         if self.host >= self.hosts:
-            raise ValueError(f"host {self.host} of {self.hosts}: they are counted from 0")
+            raise ValueError(f"host {self.host} of {self.hosts}: hosts are numbered from 0")
         return self
 
     def island(self, learner: str) -> IslandSection:
@@ -567,6 +573,7 @@ def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
     return [
         f"{key}: {ours!r} here, {theirs!r} in the run"
         for key, ours, theirs in _unequal(ours, theirs)
+        if key != "task.build" or {ours, theirs} != _BUILT_IN_NAMES
     ]
 
 

@@ -164,7 +164,7 @@ async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
             break
     raise IntegrityError(
         f"the tape has no settings at sequence {settings_seq}, which a record names",
-        hint="has somebody purged the stream by hand? restore it, or resume from a checkpoint",
+        hint="was the stream purged by hand? restore it, or resume from a checkpoint",
     )
 
 

@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from diloco.common.codec import Encoded
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
-from diloco.common.quantize import Encoded
 from diloco.common.tape import RunContext
 
 

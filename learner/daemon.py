@@ -48,14 +48,14 @@ def serve(config: Config, learner: str) -> None:
 
 
 def check_name(learner: str) -> None:
-    """Refuse what cannot name a learner.
+    """Refuse what is not a valid learner name.
 
     Raises:
         ConfigError: it is no name.
     """
     if not names.valid_name(learner):
         raise ConfigError(
-            f"{learner!r} cannot name a learner",
+            f"{learner!r} is not a valid learner name",
             hint="use lower-case letters, digits and '-', at most 40, a letter or digit first",
         )
 

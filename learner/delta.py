@@ -34,8 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from diloco.common.codec import Codec, Encoded
 from diloco.common.layout import Layout, Piece
-from diloco.common.quantize import Codec, Encoded, decode_blocks, encode_blocks
+from diloco.common.quantize import decode_blocks, encode_blocks
 from diloco.learner.mesh import Cuts, cuts_of, fit, sharding_of, single
 
 Leaves = dict[str, jax.Array]

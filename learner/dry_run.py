@@ -20,10 +20,10 @@ import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from diloco.common import shards, slices
+from diloco.common.codec import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.common.config import Config, LearnerSection, SyncSection
 from diloco.common.errors import ConfigError
 from diloco.common.layout import Fragment
-from diloco.common.quantize import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.learner import tree
 from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.island import Island

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from diloco.common.quantize import Codec, Encoded, code_dtype
+from diloco.common.codec import Codec, Encoded, code_dtype
 from diloco.learner.delta import Codes, Kernels, Placed
 
 ProcessOf = Callable[[Any], int]

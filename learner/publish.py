@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco.common import metrics, names, shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.errors import DilocoError
-from diloco.common.quantize import Encoded
 from diloco.learner import sync
 from diloco.learner.boundary import Done, Outgoing, Post
 from diloco.learner.context import Context, Tensors

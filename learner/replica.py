@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from diloco.common.codec import Encoded
 from diloco.common.config import SyncSection
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded, encode
+from diloco.common.quantize import encode
 from diloco.learner import tree
 from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.ownership import make_ownership

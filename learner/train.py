@@ -82,7 +82,7 @@ def _finite(loss: float) -> float:
     if not math.isfinite(loss):
         raise TaskError(
             f"the training loss is {loss}: this learner's parameters have diverged",
-            hint="start it again, it begins from the run's newest version; if that repeats, "
+            hint="restart it: it resumes from the run's newest version; if it diverges again, "
             "lower the learning rate or clip gradients",
         )
     return loss

@@ -13,10 +13,10 @@ from diloco.aggregator.arrays.merge import Contribution, Grid, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.state import Admitted
 from diloco.common import shards, wire
+from diloco.common.codec import Codec, Encoded
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Layout
-from diloco.common.quantize import Codec, Encoded
 
 
 class Payload(NamedTuple):
@@ -289,6 +289,6 @@ def make_input(admitted: Admitted, coefficients: bytes) -> wire.Input:
 
 def _unmergeable(record: wire.Record, what: str) -> IntegrityError:
     return IntegrityError(
-        f"fragment {record.fragment} version {record.version} cannot be made again: {what}",
+        f"fragment {record.fragment} version {record.version} cannot be recomputed: {what}",
         hint="runbooks/digest-mismatch.md",
     )

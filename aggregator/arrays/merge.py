@@ -27,16 +27,9 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from diloco.common.codec import GREATEST_CODE, Codec, Encoded, code_count
 from diloco.common.layout import Fragment
-from diloco.common.quantize import (
-    GREATEST_CODE,
-    Codec,
-    Encoded,
-    code_count,
-    fold,
-    lanes_of,
-    reduce_to_lanes,
-)
+from diloco.common.quantize import fold, lanes_of, reduce_to_lanes
 from diloco.common.shards import shard_ranges
 
 Vector = npt.NDArray[np.float32]

@@ -22,17 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays.merge import CHUNK, Accumulator, Grid, Vector
-from diloco.common.quantize import (
+from diloco.common.codec import (
     Codec,
     Encoded,
     aligned_zeros,
     code_count,
     code_dtype,
-    decode_blocks,
     decode_numpy,
-    encode_blocks,
     scale_count,
 )
+from diloco.common.quantize import decode_blocks, encode_blocks
 
 State = dict[str, npt.NDArray[Any]]
 OuterName = Literal["sgd", "momentum", "nesterov", "delayed_nesterov"]

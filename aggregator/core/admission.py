@@ -4,7 +4,7 @@ import math
 
 from diloco.aggregator.core import events, policy
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import Allowance, Refused, ShutOut, State, UpdateId, to_resolve
+from diloco.aggregator.core.state import Allowance, Quarantine, Refused, State, UpdateId, to_resolve
 from diloco.common import wire
 
 
@@ -120,7 +120,7 @@ def norms(state: State) -> tuple[float, ...]:
 
 def offenders(
     rules: FragmentRules, state: State, resolved: tuple[Refused, ...]
-) -> tuple[ShutOut, ...]:
+) -> tuple[Quarantine, ...]:
     """Whom to shut out, once the record stands that rejects what is `resolved`."""
     # Counted in rejected less merged, so that an honest learner with a rare fault is never shut
     # out, and one that only offends soon is.
@@ -130,7 +130,7 @@ def offenders(
         learner = refused.manifest.learner
         member = state.members.get(learner)
         if limit and member and member.offences >= limit and learner not in state.quarantined:
-            found[learner] = ShutOut(
+            found[learner] = Quarantine(
                 learner,
                 f"{member.offences} more updates of fragment {rules.fragment} rejected than "
                 f"merged, the last one for {refused.reason!r}: {refused.detail}"[:1000],

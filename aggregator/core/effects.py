@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from diloco.aggregator.core.state import Admitted, ShutOut, State, UpdateId
+from diloco.aggregator.core.state import Admitted, Quarantine, State, UpdateId
 from diloco.common import wire
 
 
@@ -59,7 +59,7 @@ class Ignored(NamedTuple):
     reason: str
 
 
-Effect = Fetch | Merge | Discard | OpenRound | AskCut | Commit | Ignored | ShutOut
+Effect = Fetch | Merge | Discard | OpenRound | AskCut | Commit | Ignored | Quarantine
 
 
 Result = tuple[State, tuple[Effect, ...]]

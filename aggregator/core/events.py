@@ -70,6 +70,7 @@ class Fetched(NamedTuple):
     """All shards of an update are here and verified; `norm` is the update's L2 norm."""
 
     at_s: float
+    # When it came and with which norm is on no tape: the machine notes both.
     update: UpdateId
     norm: float
 
@@ -116,6 +117,8 @@ class Committed(NamedTuple):
     """The record of the last `Commit` is on the tape."""
 
     at_s: float
+    # Not the machine's own guess: after a doubt the publisher has read back which record stands
+    # (invariant 1).
     record_seq: int
 
 

@@ -128,7 +128,7 @@ class Trim(NamedTuple):
     below_seq: int
 
 
-class Plan(NamedTuple):
+class GarbagePlan(NamedTuple):
     """What of a fragment may go; the tape is to be trimmed first.
 
     `floor_version` and `floor_seq`: the oldest version that stays, and its record; what stands on
@@ -149,7 +149,7 @@ def plan(
     fleet: Fleet,
     pinned: Collection[int],
     replay_s: float,
-) -> Plan | None:
+) -> GarbagePlan | None:
     """What of a fragment may go; None if its records hold no snapshot to begin from.
 
     Args:
@@ -179,7 +179,7 @@ def plan(
         Trim(names.record(run, fragment), floor.record_seq),
         *(Trim(names.update(run, who, fragment), answered_seq) for who in sorted(fleet.lives)),
     )
-    return Plan(floor.version, floor.record_seq, answered_seq, trims, tuple(garbage))
+    return GarbagePlan(floor.version, floor.record_seq, answered_seq, trims, tuple(garbage))
 
 
 def _floor(entries: list[Entry], replay_s: float) -> int | None:

@@ -16,11 +16,10 @@ Rules of the core:
   that whoever recovers from the record meets it again.
 - What the machine decides from is either on the tape or noted in `observations`, which go into
   the next record: a reader of the tape can decide the same again.
-- In `closing` nothing is decided but what needs no base: messages of the tape are taken, updates
-  wait as pending and are judged against the version that is being committed once it stands,
-  rejections go into the next record. So a driver may go on reading the tape while it commits.
-  Today none does: the owner of a fragment (`tenure.py`), the planner and the what-if of a replay
-  all give the machine its next event after `Committed`, in the order in which they came.
+- In `closing` the arrays take the outer step. Whoever drives the machine (the owner of a fragment
+  in `tenure.py`, the planner, the what-if of a replay, `bench/emulate.py`) tells it nothing before
+  `Made`, and then what came meanwhile, in order. While the record is stored and published the
+  machine takes everything as at any other time.
 """
 
 from collections.abc import Callable

@@ -75,6 +75,8 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
 
     Times of a writer whose clock was ahead are taken as `now_s`, or they would stop the run.
     """
+    # Nothing of what the machine before had in hand comes back, its open round least of all: it is
+    # on the tape, and is met again (invariant 2).
     memory = record.policy
     state = State(
         version=record.version,
@@ -92,6 +94,7 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         final=record.final,
         members={m.learner: Member(**m.model_dump(exclude={"learner"})) for m in memory.members},
         marks={(m.learner, m.incarnation): Mark(m.seq, m.stream_seq) for m in memory.marks},
+        # What waited lies at or above the position, and is announced again by the reading.
         pending={},
         # A predecessor whose clock was an hour ahead must not make us wait an hour.
         closed_at_s=min(memory.closed_at_s, now_s),
@@ -156,6 +159,7 @@ def has_met_all(state: State) -> bool:
 def is_known(state: State, update: UpdateId) -> bool:
     """Whether an update was met before: it is resolved, or on its way through this machine."""
     mark = state.marks.get((update.learner, update.incarnation))
+    # Lower sequences of a life were resolved before: it has one update in flight at a time.
     if mark is not None and update.seq <= mark.seq:
         return True
     if update in state.pending:
@@ -187,6 +191,8 @@ def after_record(state: State) -> State:
         # One update of a life is in flight at a time, so its highest resolved seq stands for all
         # before it: the memory does not grow with updates.
         marks[update[:2]] = Mark(update.seq, taken.stream_seq)
+    # Forgotten by life and not by age: a learner that was away for a month must still be known when
+    # it announces again.
     for learner in {learner for learner, _ in marks}:
         joined = newest_incarnation(state, learner)
         lives = sorted(life for name, life in marks if name == learner)

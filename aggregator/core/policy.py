@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diloco.common import names, slices, wire
+from diloco.common.codec import Codec
 from diloco.common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
 from diloco.common.errors import WireError
 from diloco.common.layout import Layout, Rhythm
-from diloco.common.quantize import Codec
 from diloco.common.shards import shard_bytes, shard_ranges
 
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without

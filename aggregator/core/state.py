@@ -78,6 +78,7 @@ class Member(NamedTuple):
 class Allowance(NamedTuple):
     """How many updates a learner may announce at once: `left` of them at the time `at_s`."""
 
+    # In updates, not in messages of any kind: joins and leaves cost next to nothing.
     left: float
     at_s: float
 
@@ -89,7 +90,7 @@ class Mark(NamedTuple):
     stream_seq: int
 
 
-class ShutOut(NamedTuple):
+class Quarantine(NamedTuple):
     """Say on the tape that a learner is quarantined; said again until the tape has it."""
 
     learner: str
@@ -113,7 +114,7 @@ class Storing(NamedTuple):
     """A record that is on its way to the tape, and who is shut out once it stands."""
 
     published: bool
-    offenders: tuple[ShutOut, ...]
+    offenders: tuple[Quarantine, ...]
 
 
 Phase = Literal["idle", "open", "grace", "cut", "closing"]

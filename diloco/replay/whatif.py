@@ -52,7 +52,7 @@ class Round(NamedTuple):
 
 
 @dataclass
-class Plan:
+class MergePlan:
     """What is to be merged, beside what was.
 
     Attributes:
@@ -88,7 +88,9 @@ class Result:
     views: dict[int, Vector] = field(default_factory=dict)
 
 
-def make_plan(history: History, chosen: Mapping[int, Chain], assignments: Sequence[str]) -> Plan:
+def make_plan(
+    history: History, chosen: Mapping[int, Chain], assignments: Sequence[str]
+) -> MergePlan:
     """What would have been merged.
 
     Raises:
@@ -111,7 +113,7 @@ def make_plan(history: History, chosen: Mapping[int, Chain], assignments: Sequen
         make = _redecided if deciding else _recorded
         rounds += make(history, fragment, chain, change)
     last = max((chain[-1] for chain in chains.values()), key=lambda at: at[0])[1]
-    return Plan(
+    return MergePlan(
         changed=changed,
         settings=change(_settings_at(history, last.policy.settings_seq)),
         chains=chains,
@@ -130,7 +132,7 @@ def _check_sections(changed: Sequence[str]) -> None:
                 hint=f"what if takes settings of {', '.join(SECTIONS)}",
             )
     if not changed:
-        raise ConfigError("these are the settings that the run has", hint="give others with --set")
+        raise ConfigError("the run has these settings already", hint="give others with --set")
 
 
 def _sentences(
@@ -277,7 +279,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
 class _Models:
     """Both models' arrays, moved along one time line."""
 
-    def __init__(self, history: History, plan: Plan) -> None:
+    def __init__(self, history: History, plan: MergePlan) -> None:
         self._history = history
         self.was: dict[int, FragmentArrays] = {}
         self.would: dict[int, FragmentArrays] = {}
@@ -361,7 +363,7 @@ def _copy(arrays: FragmentArrays) -> FragmentArrays:
 
 
 async def play(
-    context: RunContext, history: History, plan: Plan, points: int, progress: Progress
+    context: RunContext, history: History, plan: MergePlan, points: int, progress: Progress
 ) -> Result:
     """Merge both, and evaluate them at the beginning and `points` times on the way to the end.
 
@@ -407,7 +409,7 @@ async def play(
 # Telling
 
 
-def table(plan: Plan, result: Result) -> Table:
+def table(plan: MergePlan, result: Result) -> Table:
     """Both models side by side."""
     title = "; ".join(plan.changed)
     rows = Table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
@@ -437,7 +439,7 @@ def _staleness(found: Sequence[int]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def draw(plan: Plan, result: Result, path: Path) -> None:
+def draw(plan: MergePlan, result: Result, path: Path) -> None:
     """Both models' held-out loss over the run's clock, as a picture.
 
     Raises:
@@ -458,4 +460,4 @@ def draw(plan: Plan, result: Result, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error

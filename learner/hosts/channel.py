@@ -46,8 +46,7 @@ def host_gone(who: str) -> HostLostError:
     end_if_hanging()
     return HostLostError(
         f"{who} of this learner is gone",
-        hint="all hosts of the learner end now, and begin again together once they are started: "
-        "runbooks/lost-host.md",
+        hint="all hosts of the learner exit now; start them again together: runbooks/lost-host.md",
     )
 
 

@@ -27,11 +27,12 @@ from diloco.aggregator.tape_events import decode_event
 from diloco.common import names, shards, wire
 from diloco.common import tape_file as tape_files
 from diloco.common.bus import Message
+from diloco.common.codec import CODECS, Encoded, code_dtype
 from diloco.common.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.errors import IntegrityError, WireError
 from diloco.common.layout import Tensor, layout_bytes, make_layout, parse_layout
-from diloco.common.quantize import CODECS, Encoded, code_dtype, encode
+from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
 from diloco.common.tape import parse_changed
 from diloco.learner import checkpoint

@@ -35,8 +35,8 @@ class History:
     """One fragment's machine, its tape, and a ledger of every update on the tape."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        pick = self.chance.choice
+        self.rng = random.Random(seed)
+        pick = self.rng.choice
         self.lab = Lab(
             lab_rules(
                 **{
@@ -77,9 +77,9 @@ class History:
 
     def play(self) -> None:
         """Everything in random order; then let it come to an end."""
-        for name in LEARNERS[: self.chance.randint(1, 3)]:
+        for name in LEARNERS[: self.rng.randint(1, 3)]:
             self.join(name)
-        for action in self.chance.choices(list(self.odds), self.odds.values(), k=EVENTS):
+        for action in self.rng.choices(list(self.odds), self.odds.values(), k=EVENTS):
             action()
             self.check_state()
         self.come_to_an_end()
@@ -87,7 +87,7 @@ class History:
     # What the outside does
 
     def join(self, name: str = "") -> None:
-        name = name or self.chance.choice(LEARNERS)
+        name = name or self.rng.choice(LEARNERS)
         if len(self.lives[name]) < LIVES:
             event = self.lab.put(events.Joined, self.now_s, name)
             self.lives[name].append(event.stream_seq)
@@ -95,7 +95,7 @@ class History:
 
     def announce(self) -> None:
         """An honest or spoilt update, one in flight at a time, on a version the learner may know."""
-        pick, name = self.chance.choice, self.chance.choice(LEARNERS)
+        pick, name = self.rng.choice, self.rng.choice(LEARNERS)
         if not self.lives[name]:
             return
         # Mostly this life's, but the one before may still have had something on its way.
@@ -114,7 +114,7 @@ class History:
             seq,
             pick([newest, newest, max(0, newest - 1), max(0, newest - 2)]),
             step_time_s=pick([0.0, 0.5, 2.0, 2.0, wire.GREATEST_S]),
-            final=self.chance.random() < 0.05,
+            final=self.rng.random() < 0.05,
             **SPOILT.get(spoil, {}),
         )
         self.put_update(sent)
@@ -122,7 +122,7 @@ class History:
     def announce_again(self) -> None:
         if not self.updates:
             return
-        update = self.chance.choice(list(self.updates))
+        update = self.rng.choice(list(self.updates))
         sent = next(
             event.manifest
             for event in self.lab.tape
@@ -131,9 +131,9 @@ class History:
         self.put_update(sent.model_copy(update={"attempt": sent.attempt + 1}))
 
     def leave_or_finish(self) -> None:
-        name = self.chance.choice(LEARNERS)
+        name = self.rng.choice(LEARNERS)
         if self.lives[name]:
-            verb = self.chance.choice([events.Departed, events.Finished])
+            verb = self.rng.choice([events.Departed, events.Finished])
             self.read(self.lab.put(verb, self.now_s, name, self.lives[name][-1]))
 
     def stop(self) -> None:
@@ -141,23 +141,23 @@ class History:
             self.read(self.lab.put(events.Stopped, self.now_s))
 
     def hear(self) -> None:
-        name = self.chance.choice(LEARNERS)
+        name = self.rng.choice(LEARNERS)
         if self.lives[name]:
-            live = self.chance.random() < 0.5
+            live = self.rng.random() < 0.5
             self.step(events.Liveness(self.now_s, name, self.lives[name][-1], live))
 
     def fetched(self, odds_of_failure: float = 0.1) -> None:
         if not self.fetching:
             return
-        update = self.fetching.pop(self.chance.randrange(len(self.fetching)))
-        if self.chance.random() < odds_of_failure:
+        update = self.fetching.pop(self.rng.randrange(len(self.fetching)))
+        if self.rng.random() < odds_of_failure:
             self.step(events.Failed(self.now_s, update, "crc32c", "wrong bytes"))
         else:
-            norm = self.chance.choice([0.0, 1.0, 1.0, 1.0, 1e9])
+            norm = self.rng.choice([0.0, 1.0, 1.0, 1.0, 1e9])
             self.step(events.Fetched(self.now_s, update, norm))
 
     def wait(self) -> None:
-        self.now_s += self.chance.choice([0.1, 1.0, 10.0, 100.0])
+        self.now_s += self.rng.choice([0.1, 1.0, 10.0, 100.0])
 
     def timer(self) -> None:
         """A timer at the deadline makes progress: else the driver would spin."""
@@ -188,14 +188,14 @@ class History:
 
     def crash(self) -> None:
         """Die with or without the open record on the tape; read it again from its position."""
-        if self.lab.open_commit and self.chance.random() < 0.5:
+        if self.lab.open_commit and self.rng.random() < 0.5:
             self.lab.store_record()
             self.check_records()
         self.fetching = []
-        self.unread = self.lab.crash(self.now_s - self.chance.choice([0.0, 0.0, 500.0]))
+        self.unread = self.lab.crash(self.now_s - self.rng.choice([0.0, 0.0, 500.0]))
 
     def read_again(self, count: int = 0) -> None:
-        for _ in range(min(len(self.unread), count or self.chance.randint(1, 9))):
+        for _ in range(min(len(self.unread), count or self.rng.randint(1, 9))):
             self.step(self.unread.pop(0))
 
     # Helpers

@@ -35,7 +35,7 @@ from diloco.aggregator.core.effects import (
     Ignored,
     Merge,
     OpenRound,
-    ShutOut,
+    Quarantine,
 )
 from diloco.aggregator.core.state import UpdateId
 from diloco.common import slices
@@ -202,7 +202,7 @@ class Player:
                 return f"commit {what}{version}, {reason}{last}: {', '.join(parts)}"
             case Ignored(manifest, reason):
                 return f"ignore {self._name(manifest)}: {reason}"
-            case ShutOut(learner, reason):
+            case Quarantine(learner, reason):
                 return f"shut out {learner}: {reason}"
 
     def _status(self) -> Iterator[str]:

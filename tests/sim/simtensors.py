@@ -26,8 +26,8 @@ import xxhash
 from diloco.aggregator.arrays import merge, outer
 from diloco.aggregator.arrays.merge import Contribution, Grid
 from diloco.common import shards, slices, wire
+from diloco.common.codec import Encoded, decode_numpy
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded, decode_numpy
 from diloco.common.store import ObjectStore
 from diloco.learner.replica import Delta, Replica, View
 

@@ -43,7 +43,8 @@ from diloco.learner.position import position_after_join
 from diloco.learner.publish import Publisher, Uploader, join
 from diloco.learner.recovery import NoCheckpoints
 from diloco.learner.train import Meter, Trainer
-from diloco.operate.create import create_run, make_streams
+from diloco.operate.create import create_run
+from diloco.operate.streams import make_streams
 
 EPOCH_S = 1_000_000.0
 # Events kept for the trace of a failure.

@@ -3,7 +3,7 @@
 from unittest import mock
 
 import pytest
-from simrun import KINDS, Plan, simulate
+from simrun import KINDS, Trial, simulate
 from simshrink import commit, explain, shrink
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
@@ -98,7 +98,7 @@ BUGS = {
 def test_a_planted_bug_is_found(plant, record_property):
     with plant():
         for seed in range(SEEDS):
-            violation = simulate(Plan(seed=seed)).violation
+            violation = simulate(Trial(seed=seed)).violation
             if violation is not None:
                 break
         else:
@@ -110,7 +110,7 @@ def test_a_planted_bug_is_found(plant, record_property):
 
 def test_a_failure_is_shown_by_seed_commit_and_minimal_trace():
     with no_fence():
-        failed = simulate(Plan(seed=0))
+        failed = simulate(Trial(seed=0))
         smallest = shrink(failed)
         text = explain(smallest)
     assert smallest.violation.rule == failed.violation.rule

@@ -8,8 +8,9 @@ import numpy as np
 
 from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients, make_grid
 from diloco.aggregator.arrays.outer import close_round, make_outer
+from diloco.common.codec import CODECS
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import CODECS, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import digest
 from diloco.learner.delta import make_kernels
 from diloco.learner.ownership import make_ownership

@@ -8,7 +8,7 @@ from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator.checkpoint import mark
-from diloco.aggregator.collector import Collector, fleet_of, read_pins
+from diloco.aggregator.collector import Collector, fleet_of, read_retained
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.garbage import Fleet
 from diloco.aggregator.core.state import Member, State, UpdateId
@@ -193,15 +193,15 @@ def test_checkpoints_of_earlier_tapes_keep_their_objects(run_async):
             created_at_s=0.0,
         )  # fmt: skip
         await later.bus.publish(names.checkpoint(RUN), wire.encode(foreign))
-        pins = await read_pins(later.context, 1, later.context.logger)
-        assert pins.versions == (marked.versions,)
-        assert pins.stale == ()
+        retained = await read_retained(later.context, 1, later.context.logger)
+        assert retained.versions == (marked.versions,)
+        assert retained.stale == ()
 
         broken = names.checkpoint_object(RUN, "0000-999999999999")
         later.store.put(broken, b"no checkpoint")
         with capture_logs() as logs:
-            pins = await read_pins(later.context, 2, later.context.logger)
-        assert pins.versions == (marked.versions,)
+            retained = await read_retained(later.context, 2, later.context.logger)
+        assert retained.versions == (marked.versions,)
         assert [entry["event"] for entry in logs] == ["unreadable"]
 
     run_async(scenario())

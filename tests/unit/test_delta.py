@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.aggregator.arrays import outer
+from diloco.common.codec import CODECS, Encoded, decode_numpy
 from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
-from diloco.common.quantize import CODECS, Encoded, decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import pack, unpack
 from diloco.learner.delta import Kernels, Leaves, make_kernels
 from diloco.learner.ownership import make_ownership

@@ -15,9 +15,10 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.shard_reader import read_payload
 from diloco.common import names, shards, slices, wire
+from diloco.common.codec import decode_numpy
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, layout_bytes, make_layout
-from diloco.common.quantize import decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
 
 ROOT = Path(__file__).parents[2]

@@ -28,8 +28,9 @@ from diloco.aggregator.arrays.outer import (
     make_outer,
     participation,
 )
+from diloco.common.codec import CODECS, Encoded, decode_numpy
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import CODECS, Encoded, decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import shard_ranges
 
 BLOCK = 16

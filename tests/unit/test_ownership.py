@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from diloco.common.codec import CODECS, Encoded
 from diloco.common.config import MeshSection, SyncSection
 from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
-from diloco.common.quantize import CODECS, Encoded, encode
+from diloco.common.quantize import encode
 from diloco.learner import tree
 from diloco.learner.delta import make_kernels
 from diloco.learner.mesh import AXES, make_mesh, param_shardings, within

@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from diloco.__main__ import app
+from diloco.aggregator.core import events, machine
+from diloco.common.codec import encoded_bytes
 from diloco.common.config import parse_settings
 from diloco.common.errors import ConfigError
-from diloco.common.quantize import encoded_bytes
-from diloco.plan import command as plan_command
 from diloco.plan import forecast as plan
+from diloco.plan import inputs as plan_inputs
 from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
-from diloco.plan.command import PlanOptions
+from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages
 from diloco.plan.rounds import Worker
+from diloco.plan.run import run_plan
 
 YEAR_S = 365.25 * 86400
 
@@ -190,6 +192,22 @@ def worker(step_s=1.0, trace=None, upload_s=0.1, download_s=0.1, horizon_s=2000.
         download_s=download_s,
         trace=trace or plan_outages.always(horizon_s),
     )
+
+
+def test_a_machine_is_told_nothing_while_its_version_is_made(monkeypatch):
+    """As in production, where the owner of a fragment waits for the outer step."""
+    told = []
+    step = machine.step
+
+    def spy(rules, state, event):
+        told.append((state.phase, type(event)))
+        return step(rules, state, event)
+
+    monkeypatch.setattr(machine, "step", spy)
+    slow = replace(QUICK, make_s=10.0)
+    found = rounds_of([worker(1.0), worker(1.4), worker(2.3)], aggregator=slow)
+    assert found.versions > 5
+    assert {kind for phase, kind in told if phase == "closing"} == {events.Made}
 
 
 def test_equal_learners_make_complete_rounds_every_h_steps():
@@ -550,15 +568,15 @@ def test_the_picture(tmp_path):
 )
 def test_what_cannot_be_understood_is_said(options, said):
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
-        plan_command.run_plan(PlanOptions(**options))
+        run_plan(PlanOptions(**options))
 
 
 def test_a_picture_that_cannot_be_written(tmp_path):
     options = PlanOptions(learners=1, plot=tmp_path / "nowhere" / "plan.png")
-    with pytest.raises(ConfigError, match="cannot write the picture"):
-        plan_command.run_plan(options)
+    with pytest.raises(ConfigError, match="cannot write the figure"):
+        run_plan(options)
 
 
 def test_the_times_that_people_write():
-    assert plan_command._time_s("--mtbi", "1.5h") == 5400
-    assert plan_command._count("--chips", "1.2M") == 1_200_000
+    assert plan_inputs._time_s("--mtbi", "1.5h") == 5400
+    assert plan_inputs._count("--chips", "1.2M") == 1_200_000

@@ -26,7 +26,7 @@ from diloco.learner.context import Context as LearnerContext
 from diloco.learner.fetch import Fetcher, start_at
 from diloco.learner.peers import Alone
 from diloco.learner.replica import Delta, Replica, View
-from diloco.operate.create import make_streams
+from diloco.operate.streams import make_streams
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot
 

@@ -1,0 +1,43 @@
+"""Predicts a fleet: from options to a plan, printed and drawn."""
+
+import json as jsonlib
+
+from rich.console import Console
+
+from diloco.plan import inputs
+from diloco.plan.forecast import make_plan, over_learners
+from diloco.plan.options import PlanOptions
+from diloco.plan.tables import as_json, tables
+
+# Numbers of learners that a picture shows, beside the one that was asked for.
+COUNTS = (1, 2, 4, 8, 16, 32)
+
+
+def run_plan(options: PlanOptions) -> None:
+    """Print the plan, and draw it if that was asked for.
+
+    Raises:
+        ConfigError: an option or the file cannot be understood, or the picture not be written.
+    """
+    settings = inputs.read_settings(options)
+    model = inputs.read_model(options, settings)
+    fleet = inputs.read_fleet(options, model.step_tokens)
+    tokens = inputs.read_tokens(options, settings, fleet)
+    made = make_plan(
+        settings, fleet, model.parameters, model.sizes, tokens=tokens, seed=options.seed
+    )
+    if options.plot is not None:
+        counts = sorted({n for n in COUNTS if n <= fleet.chips} | {made.learners})
+        others = over_learners(
+            settings, fleet, model.parameters, model.sizes, counts, seed=options.seed
+        )
+        from diloco.plan.figure import draw
+
+        draw(others, made, options.plot)
+    if options.json:
+        print(jsonlib.dumps(as_json(made, model.parameters, tokens), allow_nan=False))  # noqa: T201
+        return
+    console = Console()
+    for table in tables(settings, fleet, made, model.parameters, tokens):
+        console.print(table)
+        console.print()
