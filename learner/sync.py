@@ -36,7 +36,7 @@ class SyncRules:
     warmup_steps: int
     warmup_interval_steps: int
     min_steps: int
-    announce_again_s: float
+    reannounce_timeout_s: float
     lockstep: bool
     overwrite: bool
 
@@ -48,7 +48,7 @@ def sync_rules(sync: SyncSection) -> SyncRules:
         warmup_steps=sync.warmup_steps,
         warmup_interval_steps=sync.warmup_interval_steps,
         min_steps=sync.min_steps,
-        announce_again_s=sync.announce_again_s,
+        reannounce_timeout_s=sync.reannounce_timeout_s,
         lockstep=sync.mode == "lockstep",
         overwrite=sync.adopt == "overwrite",
     )
@@ -392,7 +392,7 @@ def _send(
         # From the last announcement, not from the boundary: an upload that takes minutes is not
         # announced twice for it. What is not announced at all is still being retried elsewhere.
         waited_s = now_s - flying.announced_at_s
-        if not flying.announced_at_s or waited_s < rules.announce_again_s:
+        if not flying.announced_at_s or waited_s < rules.reannounce_timeout_s:
             return fragment
         # A new attempt number: the server drops what has the message id of an earlier one. The
         # update is the same, so that whoever has both takes one of them (sent once).

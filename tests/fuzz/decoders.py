@@ -247,8 +247,8 @@ DOCUMENT: dict[str, dict[str, Any]] = {
     **SETTINGS.model_dump(exclude_none=True),
     "store": {"url": "/x"},
     "bus": {"url": "nats://x:1"},
-    "learner": {"heartbeat_s": 1.0},
-    "gc": {"replay_s": 1.0},
+    "learner": {"heartbeat_interval_s": 1.0},
+    "gc": {"replay_window_s": 1.0},
 }
 KEYS = sorted((section, key) for section, keys in DOCUMENT.items() for key in keys)
 
