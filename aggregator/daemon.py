@@ -161,7 +161,7 @@ def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
         DilocoError: what stops it for good, with what to do.
     """
     runtime = Runtime()
-    probes = make_probes(runtime.waits, run=config.run.name, aggregator=config.aggregator.name)
+    probes = make_probes(runtime.retries, run=config.run.name, aggregator=config.aggregator.name)
     with serving(config.metrics, probes):
         asyncio.run(_serve(config, pinned, runtime, probes))
 
