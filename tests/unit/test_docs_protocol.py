@@ -19,17 +19,9 @@ def test_every_subject_is_in_the_page() -> None:
 
 
 def test_every_reason_is_in_the_page() -> None:
-    sources = "".join(
-        (ROOT / path).read_text()
-        for path in (
-            "common/wire/coding.py",
-            "common/shards.py",
-            "aggregator/machine.py",
-            "aggregator/policy.py",
-            "aggregator/driver.py",
-            "aggregator/fragment.py",
-        )
-    )
+    files = [*(ROOT / "common" / "wire").glob("*.py"), ROOT / "common" / "shards.py"]
+    files += sorted((ROOT / "aggregator").rglob("*.py"))
+    sources = "".join(path.read_text() for path in files)
     reasons = {
         *re.findall(r'WireError\(\s*"(\w+)"', sources),
         *re.findall(r'return "(\w+)", f?"', sources),
