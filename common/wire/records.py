@@ -68,7 +68,7 @@ class Observation(Part):
 
     what: str = Field(
         description="`fetched`, `failed`, `live`, `dead`, `timer` or `cut`; `broke`: adding the"
-        " update failed; `committed`: it heard that the record before stands; `resumed`: it began"
+        " update failed; `made`: a version was made; `committed`: it heard that the record before stands; `resumed`: it began"
         " from the record before"
     )
     at_s: float = Field(description="when")
