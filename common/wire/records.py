@@ -68,8 +68,8 @@ class Observation(Part):
 
     what: str = Field(
         description="`fetched`, `failed`, `live`, `dead`, `timer` or `cut`; `broke`: adding the"
-        " update failed; `made`: a version was made; `committed`: it heard that the record before stands; `resumed`: it began"
-        " from the record before"
+        " update failed; `made`: a version was made; `committed`: it heard that the record before"
+        " stands; `resumed`: it began from the record before"
     )
     at_s: float = Field(description="when")
     after_seq: Count = Field(
@@ -80,7 +80,9 @@ class Observation(Part):
     )
     incarnation: Count = Field(description="its life; 0 where `learner` is empty")
     seq: Count = Field(description="of the update, for `fetched`, `failed` and `broke`; else 0")
-    value: float = Field(description="the update's norm for `fetched`; else 0")
+    value: float = Field(
+        description="the update's norm for `fetched`, the number of the rules for `resumed`; else 0"
+    )
 
 
 class Mark(Part):
