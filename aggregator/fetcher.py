@@ -109,8 +109,9 @@ class Fetcher:
         """One attempt; who waits for the next one keeps nobody's place."""
         await self._free.acquire()
         try:
-            return await self._context.runtime.call(
-                read_payload, self._context.store, fetch.manifest, self._grid
+            context = self._context
+            return await context.runtime.call(
+                read_payload, context.store, fetch.manifest, self._grid, context.arithmetic
             )
         except BaseException:
             self._free.release()

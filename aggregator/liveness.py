@@ -22,6 +22,7 @@ class LivenessWatch:
         self._context = context
         self._owners = owners
         self._heard_at_s: dict[str, float] = {}
+        self._signs: dict[tuple[int, str], tuple[int, float]] = {}
         self._newest_s = context.runtime.clock()
 
     def _live_s(self) -> float:
@@ -62,7 +63,12 @@ class LivenessWatch:
         now_s = self._context.runtime.clock()
         for name, member in tenure.state.members.items():
             # One that was never heard of counts from its join, or from our own beginning.
-            heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
-            live = self._newest_s - heard_at_s < tenure.rules.quorum.liveness_timeout_s
+            self._heard_at_s.setdefault(name, now_s)
+            # Joins and updates are signs of life too, from when we see them: the server's clock,
+            # which their times are of, may differ from ours by hours.
+            key, sign = (tenure.fragment, name), (member.incarnation, member.heard_at_s)
+            if self._signs.setdefault(key, sign) != sign:
+                self._signs[key], self._heard_at_s[name] = sign, now_s
+            live = self._newest_s - self._heard_at_s[name] < tenure.rules.quorum.liveness_timeout_s
             if live != member.live and not member.left:
                 tenure.tell(events.Liveness(now_s, name, member.incarnation, live))

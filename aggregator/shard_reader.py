@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.fragment import Payload, payload_of
 from diloco.aggregator.arrays.merge import Grid
 from diloco.common import shards, slices, wire
@@ -14,7 +15,12 @@ from diloco.common.errors import ObjectTooLargeError, WireError
 from diloco.common.store import ObjectStore
 
 
-def read_payload(store: ObjectStore, manifest: wire.Manifest, grid: Grid) -> Payload:
+def read_payload(
+    store: ObjectStore,
+    manifest: wire.Manifest,
+    grid: Grid,
+    arithmetic: Arithmetic = PRODUCTION,
+) -> Payload:
     """Read and verify all shards of an update.
 
     Raises:
@@ -24,7 +30,7 @@ def read_payload(store: ObjectStore, manifest: wire.Manifest, grid: Grid) -> Pay
         StoreUnavailableError: a passing fault.
     """
     parts = tuple(read_parts(store, manifest.codec, manifest.shards, grid))
-    return payload_of(grid, manifest.codec, parts)
+    return payload_of(grid, manifest.codec, parts, arithmetic)
 
 
 def read_input(store: ObjectStore, grid: Grid, taken: wire.Input) -> tuple[Encoded, ...]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.system import run_local
-from diloco.common import bus_nats, names, wire
-from diloco.common.bus import Bus
+from diloco.common import names, wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import Config, load_config
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.nats_server import NatsServer
@@ -91,7 +91,7 @@ class Traffic:
 
 async def read_traffic(config: Config, url: str) -> Traffic:
     """What the tape of a finished run says."""
-    bus = await bus_nats.connect(url, name="bench-wire")
+    bus = await jetstream.connect(url, name="bench-wire")
     try:
         return await _read(config, bus)
     finally:

@@ -9,13 +9,13 @@ import contextlib
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from diloco.common import log
+from diloco.common.clock import Clock
 from diloco.common.errors import BusError, DilocoError, StoreError
 
 P = ParamSpec("P")
@@ -76,13 +76,13 @@ class Runtime:
     """Time, threads and randomness, as the drivers see them.
 
     Attributes:
-        clock: seconds since the epoch.
+        clock: seconds since the epoch; steps of the wall clock do not change it.
         offload: runs a blocking function and gives its result.
         rng: for jitter only.
         waits: what `retry` waits for.
     """
 
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=Clock)
     offload: Callable[..., Awaitable[object]] = offload_to_thread
     rng: random.Random = field(default_factory=random.Random)
     waits: Waits = field(default_factory=Waits)

@@ -53,20 +53,20 @@ def allow(rules: FragmentRules, state: State, learner: str, now_s: float) -> tup
     before = state.allowances.get(learner, Allowance(math.inf, now_s))
     left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
     allowed = left >= 1
-    # Never backwards: a message stamped earlier must not earn the same seconds twice.
-    after = Allowance(left - allowed, max(now_s, before.at_s))
+    # Also backwards: a server's clock that was set back must not end the filling. What is then
+    # earned twice is no more than the most that an allowance holds.
+    after = Allowance(left - allowed, now_s)
     return state._replace(allowances={**state.allowances, learner: after}), allowed
 
 
-def charge(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> State:
+def charge(state: State, refused: Refused) -> State:
     """Take from the sender's allowance what its rejection costs, if it was not taken before."""
     # The life before this one has charged for it.
     if refused.stream_seq <= state.known_seq:
         return state
     learner = refused.manifest.learner
     before = state.allowances[learner]
-    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
-    after = Allowance(left - policy.REJECTION_COST + 1, max(now_s, before.at_s))
+    after = before._replace(left=before.left - policy.REJECTION_COST + 1)
     return state._replace(allowances={**state.allowances, learner: after})
 
 

@@ -10,6 +10,9 @@ Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
   or logging; times come in with events, in seconds since the epoch, and `rounds.deadline` says
   when the machine wants a `Timer`.
+- Rounds follow the owner's clock alone: a message of the tape happens at `state.now_s`, the last
+  time that the owner told. When the server stored it, by a clock that may differ by hours, counts
+  only against other such times of one sender.
 - The machine trusts that messages were decoded (`common/wire`), and nothing else in them.
 - An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
   that record is committed its stream sequence stays at or above the position in the record, so
@@ -48,6 +51,9 @@ from diloco.aggregator.core.state import (
 
 # So many observations get a record of their own, lest one of a long wait be too long to be read.
 OBSERVATIONS = 1 << 13
+# A message of the tape that comes so much later than what was last told brings the time with it:
+# each such time stands in the next record.
+TICK_S = 0.1
 
 
 def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
@@ -59,6 +65,16 @@ def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
         rules, state, state.observations[-1].at_s, "observations", final=state.final
     )
     return state, effects + more
+
+
+def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: float) -> Result:
+    """As `step`, of an event that comes at `now_s`.
+
+    A message of the tape does not say when its reader has it, and rounds follow the reader's clock.
+    """
+    if isinstance(event, events.FromTape) and now_s - state.now_s > TICK_S:
+        state, _ = step(rules, state, events.Tick(now_s))
+    return step(rules, state, event)
 
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
@@ -91,7 +107,7 @@ def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> 
     # `left` beside `live`: a heartbeat that is still on its way must not bring it back, and the
     # round would wait for somebody who said goodbye.
     state = with_member(state, event.learner, member._replace(live=False, left=True))
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> Result:
@@ -102,7 +118,7 @@ def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> 
     # This learner had nothing unsent of the fragment: the last round need not wait for an update
     # that never comes.
     state = with_member(state, event.learner, member._replace(final=True))
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -> Result:
@@ -131,7 +147,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     verdict = admission.judge(rules, state, event)
     if verdict is not None:
         refused = Refused(manifest, event.stream_seq, *verdict)
-        return rounds.reject(rules, state, refused, event.stored_at_s)
+        return rounds.reject(rules, state, refused, state.now_s)
     member = state.members[manifest.learner]
     current = manifest.incarnation == member.incarnation
     # The averages in the record have this update already. Taken twice they would differ from those
@@ -143,18 +159,16 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
             final=member.final or manifest.final,
             step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
             weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
-            heard_at_s=max(member.heard_at_s, event.stored_at_s),
+            heard_at_s=event.stored_at_s,
         )
     state = state._replace(
         members={**state.members, manifest.learner: member},
         pending={
             **state.pending,
-            update: Pending(manifest, event.stream_seq, event.stored_at_s),
+            update: Pending(manifest, event.stream_seq, state.now_s),
         },
     )
-    # By the tape's time and not by ours: whoever reads this tape later decides the same at the same
-    # message.
-    return rounds.go_on(rules, state, event.stored_at_s)
+    return rounds.go_on(rules, state, state.now_s)
 
 
 def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Result:
@@ -163,8 +177,8 @@ def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Re
     # message is met again.
     if state.stopping_at_s or state.final:
         return state, ()
-    state = state._replace(stopping_at_s=event.stored_at_s)
-    return rounds.go_on(rules, state, event.stored_at_s)
+    state = state._replace(stopping_at_s=state.now_s)
+    return rounds.go_on(rules, state, state.now_s)
 
 
 def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Result:
@@ -173,7 +187,7 @@ def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Re
     # recovery, are not in force any more.
     if event.stream_seq <= state.settings_seq:
         return state, ()
-    return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), event.stored_at_s)
+    return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), state.now_s)
 
 
 def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantined) -> Result:
@@ -183,7 +197,7 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
         state = state._replace(quarantined=state.quarantined | one)
         if event.learner in contributors(state):
             # Nothing can be taken out of a sum: it is made again without them.
-            state, effects = rounds.go_on(rules, awaiting(state), event.stored_at_s)
+            state, effects = rounds.go_on(rules, awaiting(state), state.now_s)
             return state, (Discard(), *effects)
     else:
         state = state._replace(quarantined=state.quarantined - one)
@@ -193,7 +207,7 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
         if member is not None:
             state = with_member(state, event.learner, member._replace(offences=0))
     # A round does not wait for somebody who is shut out.
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Result:
@@ -309,6 +323,10 @@ def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result
     return rounds.cut(state, "grace" if state.phase == "grace" else "deadline")
 
 
+def _on_tick(_rules: FragmentRules, state: State, event: events.Tick) -> Result:
+    return with_observation(state, "tick", event.at_s, NOBODY, 0.0), ()
+
+
 def _on_cut_known(rules: FragmentRules, state: State, event: events.CutKnown) -> Result:
     cut = state.cut
     if cut is None or cut.known_at_s:
@@ -368,5 +386,6 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     events.Timer: _on_timer,
     events.CutKnown: _on_cut_known,
     events.Made: _on_made,
+    events.Tick: _on_tick,
     events.Committed: _on_committed,
 }

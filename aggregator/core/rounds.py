@@ -169,7 +169,7 @@ def reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -
     """Note a rejection; with no round open it gets a record of its own, else the round's."""
     # Outside of a round a rejection costs a record, which is what a sender of rubbish would spend
     # for us.
-    state = admission.charge(rules, state, refused, now_s)
+    state = admission.charge(state, refused)
     return advance(rules, state._replace(rejected=(*state.rejected, refused)), now_s)
 
 

@@ -178,13 +178,17 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     probe = wire.Rejection(
         fragment=-1, learner="doctor", incarnation=0, seq=0, reason="probe", detail="diloco doctor"
     )
-    before_s = context.runtime.clock()
+    answers = False
     try:
+        filled = await context.bus.filled(context.tape)
+        answers = True
+        before_s = context.runtime.clock()
         await context.bus.publish(subject, wire.encode(probe))
         after_s = context.runtime.clock()
         message = await context.bus.last(names.ops_stream(context.run), subject)
-        filled = await context.bus.filled(context.tape)
     except BusUnavailableError as error:
+        if answers:
+            return [symptoms.stores_nothing(names.ops_stream(context.run), error.message)]
         return [_failed("bus", error, symptoms.NATS_AWAY)]
     except BusError as error:
         return [_failed("bus", error, symptoms.PERMISSIONS)]

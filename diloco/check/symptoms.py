@@ -33,6 +33,7 @@ ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 TAPE_FULL = "runbooks/tape-full.md"
+DISK_FULL = "runbooks/disk-full.md"
 
 # Clocks that differ by more confuse deadlines and people; what breaks is
 # `quorum.liveness_timeout_s`.
@@ -293,6 +294,18 @@ def tape(history: History, found: Audit) -> Iterator[Finding]:
             sentence=f"{len(history.garbage)} messages do not follow this run's protocol, most on "
             f"{subjects.most_common(1)[0][0]!r}: they were passed over",
         )
+
+
+def stores_nothing(stream: str, error: str) -> Finding:
+    """A server that answers, and does not store what it is sent."""
+    return Finding(
+        severity="error",
+        about="bus",
+        sentence=f"NATS answers, and stores nothing in stream {stream!r}: {error}",
+        advice="its disk is full, or was: a stream that met a full disk takes nothing more, also "
+        "with room again, until its nats-server is restarted",
+        runbook=DISK_FULL,
+    )
 
 
 def room(filled: Filled) -> Iterator[Finding]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco.aggregator.context import Context
-from diloco.common import bus_nats, log, names, wire
-from diloco.common.bus import Bus, MemoryBus, StreamLimits
+from diloco.common import log, names, wire
+from diloco.common.bus import Bus, MemoryBus, StreamLimits, jetstream
 from diloco.common.config import (
     BusSection,
     Config,
@@ -237,7 +237,7 @@ async def _find(
 async def _connect(
     stack: AsyncExitStack, config: Config, url: str, name: str, within_s: float
 ) -> tuple[Bus, wire.Specification]:
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         url,
         name=name,
         credentials=config.bus.credentials,

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from diloco.cli.opening import CONNECT_S, find_config
 from diloco.cli.units import human_bytes
-from diloco.common import bus_nats, names, wire
-from diloco.common.bus import Bus
+from diloco.common import names, wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import BusSection, load_config, parse_settings
 from diloco.common.errors import RunMissingError, WireError
 from diloco.common.tape import load_specification
@@ -67,7 +67,7 @@ async def read_runs(section: BusSection) -> list[RunLine]:
         BusUnavailableError: it is away.
         BusError: it does not permit this.
     """
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         section.url,
         name="operator",
         credentials=section.credentials,

@@ -49,8 +49,8 @@ from diloco.check.doctor import examine, show  # noqa: E402
 from diloco.check.history import History, read_history, sort_all  # noqa: E402
 from diloco.check.remake import check_objects  # noqa: E402
 from diloco.cli.opening import open_run  # noqa: E402
-from diloco.common import bus_nats, names, wire  # noqa: E402
-from diloco.common.bus import Message  # noqa: E402
+from diloco.common import names, wire  # noqa: E402
+from diloco.common.bus import Message, jetstream  # noqa: E402
 from diloco.common.config import make_config  # noqa: E402
 from diloco.common.nats_server import NatsServer  # noqa: E402
 from diloco.local.fleet import Fleet  # noqa: E402
@@ -82,7 +82,7 @@ class Follower:
             self._error = error
 
     async def _follow(self) -> None:
-        bus = await bus_nats.connect(self._url, name="chaos")
+        bus = await jetstream.connect(self._url, name="chaos")
         reading = asyncio.ensure_future(self._read(bus))
         stopped = asyncio.ensure_future(asyncio.to_thread(self._stop.wait))
         await asyncio.wait([reading, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +91,7 @@ class Follower:
         await bus.close()
         await reading
 
-    async def _read(self, bus: bus_nats.NatsBus) -> None:
+    async def _read(self, bus: jetstream.NatsBus) -> None:
         subjects = names.tape_subjects(self._run)
         async for message in bus.read(names.tape_stream(self._run), subjects, 1):
             self.messages.append(message)
@@ -204,7 +204,7 @@ class Chaos:
 
         async def say() -> None:
             stop = wire.encode(wire.Stop(run=self.run, global_step=0, reason="chaos"))
-            bus = await bus_nats.connect(self.stage.server.url, name="chaos")
+            bus = await jetstream.connect(self.stage.server.url, name="chaos")
             await bus.publish(names.stop(self.run), stop, expected_last=0)
             await bus.close()
 

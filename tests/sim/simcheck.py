@@ -357,6 +357,7 @@ class Checkers:
             chain.arrays = FragmentArrays.from_objects(
                 self._world.settings, self._world.layout, record.fragment,
                 view=store.get(record.snapshot.name), outer_state=store.get(record.outer.name),
+                arithmetic=self._world.tensors.arithmetic,
             )  # fmt: skip
         else:
             chain.arrays.merge_again(record, partial(read_input, store, chain.arrays.grid))
