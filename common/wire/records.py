@@ -67,8 +67,9 @@ class Observation(Part):
     """An input of the machine that is not on the tape, in the order it was taken."""
 
     what: str = Field(
-        description="`fetched`, `failed`, `live`, `dead` or `timer`; `committed`: it heard that"
-        " the record before stands; `resumed`: it began from the record before"
+        description="`fetched`, `failed`, `live`, `dead`, `timer` or `cut`; `broke`: adding the"
+        " update failed; `made`: a version was made; `committed`: it heard that the record before"
+        " stands; `resumed`: it began from the record before"
     )
     at_s: float = Field(description="when")
     after_seq: Count = Field(
@@ -78,8 +79,10 @@ class Observation(Part):
         description="whom it is about; empty for `timer`, `committed` and `resumed`"
     )
     incarnation: Count = Field(description="its life; 0 where `learner` is empty")
-    seq: Count = Field(description="of the update, for `fetched` and `failed`; else 0")
-    value: float = Field(description="the update's norm for `fetched`; else 0")
+    seq: Count = Field(description="of the update, for `fetched`, `failed` and `broke`; else 0")
+    value: float = Field(
+        description="the update's norm for `fetched`, the number of the rules for `resumed`; else 0"
+    )
 
 
 class Mark(Part):

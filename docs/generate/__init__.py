@@ -16,6 +16,7 @@ from docs.generate import (
     files,
     messages,
     metrics,
+    reasons,
     worked_example,
 )
 
@@ -34,6 +35,7 @@ def blocks() -> dict[str, str]:
         **metrics.blocks(),
         **commands.blocks(),
         **errors.blocks(),
+        **reasons.blocks(),
         **files.blocks(),
     }
 
