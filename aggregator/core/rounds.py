@@ -17,6 +17,7 @@ from diloco.aggregator.core.state import (
     awaiting,
     contributors,
     live_members,
+    refuse,
     step_times,
     unread,
 )
@@ -297,7 +298,7 @@ def _refuse_late(state: State) -> State:
     """At the end's deadline: what is not verified by now is rejected."""
     # Refused and not dropped: the ledger of tokens adds up at the end as well (invariant 4).
     late = tuple(
-        Refused(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
+        refuse(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
         for pending in state.pending.values()
     )
     return state._replace(pending={}, rejected=state.rejected + late)
