@@ -16,9 +16,9 @@ from diloco.common.config import (
     Config,
     check_same_run,
     parse_settings,
-    warnings,
 )
 from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.guard_rails import warnings
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.manager import report, tell, tell_stopping
 from diloco.common.probes import Probes, make_probes, serving

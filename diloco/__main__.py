@@ -251,11 +251,15 @@ def run_create(
 ) -> None:
     """Create a run: its streams, its specification, and version 0 of every fragment."""
     loaded = _load(config, log_level)
+    from diloco.common.guard_rails import warnings
     from diloco.operate.create import create
 
+    console = Console()
+    for sentence in warnings(loaded.settings()):
+        console.print(f"[yellow]warning:[/] {sentence}", soft_wrap=True)
     layout = create(loaded, source)
     elements = sum(fragment.elements for fragment in layout.fragments)
-    Console().print(
+    console.print(
         f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "
         f"{len(layout.fragments)} fragments, layout {layout.digest}",
         soft_wrap=True,

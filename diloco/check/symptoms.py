@@ -16,7 +16,8 @@ from diloco.check.history import History
 from diloco.check.remake import Objects
 from diloco.common import wire
 from diloco.common.bus import Filled
-from diloco.common.config import RunSettings, warnings
+from diloco.common.config import RunSettings
+from diloco.common.guard_rails import warnings
 from diloco.look.observe import LearnerView
 
 Severity = Literal["ok", "note", "warning", "error"]

@@ -24,8 +24,9 @@ from rich.live import Live
 from diloco.cli.opening import open_run
 from diloco.cli.settings import local_document
 from diloco.common import log
-from diloco.common.config import Config, make_config, warnings
+from diloco.common.config import Config, make_config
 from diloco.common.errors import ConfigError
+from diloco.common.guard_rails import warnings
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
 from diloco.local import screen

@@ -27,9 +27,10 @@ from diloco.aggregator.fragment import FragmentArrays
 from diloco.common import names, shards, wire
 from diloco.common import tape_file as tape_files
 from diloco.common.bus import Message
-from diloco.common.config import RunSettings, load_config, parse_settings, warnings
+from diloco.common.config import RunSettings, load_config, parse_settings
 from diloco.common.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.errors import IntegrityError, WireError
+from diloco.common.guard_rails import warnings
 from diloco.common.layout import Tensor, layout_bytes, make_layout, parse_layout
 from diloco.common.quantize import CODECS, Encoded, code_dtype, encode
 from diloco.common.store import MemoryStore
