@@ -182,6 +182,7 @@ def proof(budget: int, seed: int) -> list[Case]:
         case("data-parallel", data_parallel=True),
         case("equal", settings=CLOSE),
         case("unequal", settings=CLOSE, fleet="unequal"),
+        case("unequal, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}, fleet="unequal"),
         case("no latency", settings=CLOSE, latency_steps=0.0),
         case("a travel of H", settings=late, latency_steps=2.0),
         case("adamw, kills", "adamw", settings=CLOSE, fleet="kills"),

@@ -14,9 +14,11 @@ from rich.table import Table
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common.config import RunSettings, load_config
 from diloco.common.errors import ConfigError
+from diloco.common.guard_rails import warnings
 from diloco.common.layout import Layout
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.forecast import DAY_S, Fleet, Island, Plan, make_plan, over_learners
+from diloco.plan.intervals import MEASURED_AT, Interval, advice, intervals
 from diloco.plan.outages import Outages, Spread
 from diloco.plan.traffic import Sizes
 from diloco.report import style
@@ -68,7 +70,7 @@ class PlanOptions:
 @dataclass(frozen=True, slots=True)
 class _Model:
     parameters: int
-    sizes: Sizes
+    sizes_of: Callable[[RunSettings], Sizes]
     step_tokens: int
 
 
@@ -82,24 +84,29 @@ def run_plan(options: PlanOptions) -> None:
     model = _model(options, settings)
     fleet = _fleet(options, model.step_tokens)
     tokens = _tokens(options, settings, fleet)
-    made = make_plan(
-        settings, fleet, model.parameters, model.sizes, tokens=tokens, seed=options.seed
-    )
+    sized = model.sizes_of(settings)
+    made = make_plan(settings, fleet, model.parameters, sized, tokens=tokens, seed=options.seed)
+    possible = intervals(settings, fleet, model.parameters, model.sizes_of, seed=options.seed)
     if options.plot is not None:
         counts = sorted({n for n in COUNTS if n <= fleet.chips} | {made.learners})
-        others = over_learners(
-            settings, fleet, model.parameters, model.sizes, counts, seed=options.seed
-        )
+        others = over_learners(settings, fleet, model.parameters, sized, counts, seed=options.seed)
         from diloco.plan.figure import draw
 
         draw(others, made, options.plot)
     if options.json:
-        print(jsonlib.dumps(as_json(made, model.parameters, tokens), allow_nan=False))  # noqa: T201
+        document = as_json(made, model.parameters, tokens)
+        document["intervals"] = [row._asdict() | {"carried": row.carried} for row in possible]
+        document["warnings"] = warnings(settings) if options.config else []
+        print(jsonlib.dumps(_finite(document), allow_nan=False))  # noqa: T201
         return
     console = Console()
-    for table in tables(settings, fleet, made, model.parameters, tokens):
+    found = tables(settings, fleet, made, model.parameters, tokens)
+    for table in [*found, _intervals(possible, settings.sync.interval_steps)]:
         console.print(table)
         console.print()
+    # Without a file the run's length is not known, by which momentum is judged.
+    for sentence in warnings(settings) if options.config else []:
+        console.print(f"[yellow]warning:[/] {sentence}", soft_wrap=True)
 
 
 # Reading options
@@ -121,15 +128,20 @@ def _model(options: PlanOptions, settings: RunSettings) -> _Model:
         from diloco.learner.tree import task_layout
 
         task = run_task(settings)
-        layout = task_layout(task, settings.sync)
-        fragments = plan_traffic.layout_fragments(layout)
-        sized = plan_traffic.sizes(settings, fragments)
-        return _Model(_elements(layout), sized, task.tokens_per_batch)
+
+        def of_task(settings: RunSettings) -> Sizes:
+            layout = task_layout(task, settings.sync)
+            return plan_traffic.sizes(settings, plan_traffic.layout_fragments(layout))
+
+        return _Model(_elements(task_layout(task, settings.sync)), of_task, task.tokens_per_batch)
     parameters = _DEFAULT_PARAMETERS
     if options.parameters is not None:
         parameters = _count("--parameters", options.parameters)
-    fragments = plan_traffic.equal_fragments(settings, parameters)
-    return _Model(parameters, plan_traffic.sizes(settings, fragments), 0)
+
+    def of_parameters(settings: RunSettings) -> Sizes:
+        return plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, parameters))
+
+    return _Model(parameters, of_parameters, 0)
 
 
 def _elements(layout: Layout) -> int:
@@ -360,6 +372,29 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
     ]
     for row in rows:
         table.add_row(*row)
+    return table
+
+
+def _intervals(found: list[Interval], current: int) -> Table:
+    table = _table(
+        "H: what it needs, and the loss expected",
+        "H", "Gbit/s up", "Gbit/s down", "link full, %", "versions every", "loss, %",
+    )  # fmt: skip
+    for row in found:
+        least, most = row.loss
+        table.add_row(
+            f"{row.steps}{'' if row.carried else ' (not carried)'}",
+            _gbit(row.gbit_up),
+            _gbit(row.gbit_down),
+            f"{100 * row.full:.0f}",
+            f"{row.apart:.3g} steps" if math.isfinite(row.apart) else "never",
+            f"{least:+.1f} to {most:+.1f}" if row.steps != MEASURED_AT else "0",
+        )
+    table.caption = (
+        f"{advice(found, current)}.\nThe loss is over that of H = {MEASURED_AT}, fitted to this"
+        " project's sweep of two small tasks with AdamW inside"
+    )
+    table.caption_justify = "left"
     return table
 
 
