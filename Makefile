@@ -27,7 +27,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-systemd chaos fuzz lint types imports check \
+.PHONY: help install demo test wheel-test test-slow test-systemd chaos fuzz lint types imports check \
 	bench headline quality quality-large sim terraform lock clean
 
 help: ## show this list
@@ -63,6 +63,9 @@ test: install ## run the tests, without the slow ones; WORKERS=3 at a time
 sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0
 	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \
 		--learners $(LEARNERS) --fragments $(FRAGMENTS) --intensity $(INTENSITY) $(ARGS)
+
+wheel-test: install ## build wheel and sdist, and try them in an environment outside the tree
+	@$(RUN) pytest -m slow tests/wheel $(ARGS)
 
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)

@@ -11,9 +11,11 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from diloco.aggregator import machine
 from diloco.aggregator.context import Context, commit_record, identity, swap
-from diloco.aggregator.quarantine import shut_out
+from diloco.aggregator.core import memory
+from diloco.aggregator.core.decisions import Decided
+from diloco.aggregator.quarantine import quarantined_learners
+from diloco.aggregator.records import compose, contents_of
 from diloco.aggregator.recovery import rebuild
 from diloco.aggregator.rollback import whole
 from diloco.aggregator.settings import effective_settings
@@ -58,11 +60,11 @@ async def mark(context: Context) -> Marked:
     await context.bus.publish(
         names.checkpoint(context.run), wire.encode(message), msg_id=identity(context)
     )
-    quarantined = tuple(sorted(await shut_out(context)))
+    quarantined = tuple(sorted(await quarantined_learners(context)))
     records = await asyncio.gather(*(_beginning(context, at, quarantined) for at in newest))
     settings, _ = await effective_settings(context)
     specification = await load_specification(context.bus, context.run)
-    positions = await _positions(context, specification, newest)
+    positions = await _data_positions(context, specification, newest)
     file = wire.CheckpointFile(
         name=message.name,
         specification=specification.model_copy(update={"positions": positions}),
@@ -93,31 +95,34 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
     """The record that a fragment begins a new tape with; its objects are stored."""
     source = at.record
     recovered = await rebuild(context, source, at.record_seq)
-    fields = await whole(context, source, recovered, source.version)
-    memory = machine.EMPTY_POLICY.model_copy(
-        update={
-            "floor": source.version,
-            "norms": source.policy.norms,
-            "quarantined": quarantined,
-            "quorum_s": source.policy.quorum_s,
-            "sync_s": source.policy.sync_s,
-        }
+    contents = await whole(context, source, recovered, source.version)
+    decided = Decided(
+        what="restored",
+        base_seq=0,
+        version=source.version,
+        global_step=source.global_step,
+        rejected=(),
+        reason="resumed",
+        position=1,
+        observations=(),
+        policy=memory.beginning(
+            quarantined=quarantined,
+            floor=source.version,
+            quorum_s=source.policy.quorum_s,
+            sync_s=source.policy.sync_s,
+            norms=source.policy.norms,
+        ),
+        final=False,
+        opened_at_s=source.opened_at_s,
+        quorum_at_s=source.quorum_at_s,
+        closed_at_s=source.closed_at_s,
     )
-    return source.model_copy(
-        update={
-            **fields,
-            "what": "restored",
-            "restored_version": None,
-            "base_seq": 0,
-            "base_digest": "",
-            "reason": "resumed",
-            "position": 1,
-            "policy": memory,
-        }
+    return compose(
+        context, source.fragment, decided, contents, base_digest="", totals=source.totals
     )
 
 
-async def _positions(
+async def _data_positions(
     context: Context, specification: wire.Specification, newest: Sequence[Recorded]
 ) -> dict[str, int]:
     """Where the data of each learner goes on: behind all that its manifests and leaves cover."""
@@ -198,7 +203,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
         if specification.epoch <= file.specification.epoch:
             raise RunMismatchError(
                 f"run {context.run!r} has its tape on this bus (epoch {specification.epoch})",
-                hint="start its daemons, they go on by themselves; to go back in it use "
+                hint="start its daemons, they resume; to return to an earlier version: "
                 "diloco rollback",
             ) from None
     if file.settings != specification.settings:
@@ -222,18 +227,28 @@ async def begin_fragments(context: Context, records: Iterable[wire.Record]) -> N
 
 async def _begin(context: Context, source: wire.Record, settings_seq: int) -> None:
     now_s = context.runtime.clock()
-    memory = source.policy.model_copy(update={"settings_seq": settings_seq})
-    record = source.model_copy(
-        update={
-            "epoch": context.epoch,
-            "policy": memory,
-            "opened_at_s": now_s,
-            "quorum_at_s": now_s,
-            "closed_at_s": now_s,
-            "merged_at_s": now_s,
-            "aggregator": context.name,
-            "attempt_id": identity(context),
-        }
+    decided = Decided(
+        what=source.what,
+        base_seq=source.base_seq,
+        version=source.version,
+        global_step=source.global_step,
+        rejected=source.rejected,
+        reason=source.reason,
+        position=source.position,
+        observations=source.observations,
+        policy=memory.with_settings(source.policy, settings_seq),
+        final=source.final,
+        opened_at_s=now_s,
+        quorum_at_s=now_s,
+        closed_at_s=now_s,
+    )
+    record = compose(
+        context,
+        source.fragment,
+        decided,
+        contents_of(source)._replace(merged_at_s=now_s),
+        base_digest=source.base_digest,
+        totals=source.totals,
     )
     # Nothing is begun whose objects are gone or damaged.
     await rebuild(context, record, 1)

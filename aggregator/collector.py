@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from diloco.aggregator import garbage, machine
 from diloco.aggregator.context import Context
-from diloco.aggregator.garbage import Fleet, Ledger, Trim
-from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.core import garbage, memory
+from diloco.aggregator.core.garbage import Fleet, Ledger, Trim
+from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import log, metrics, names, wire
 from diloco.common.errors import DilocoError, ObjectMissingError, RunMismatchError, WireError
 from diloco.common.store import ObjectInfo, ObjectStore
@@ -27,7 +27,7 @@ from diloco.common.tape import RunContext, last_record, records_of
 BATCH = 64
 
 
-class Pins(NamedTuple):
+class RetainedCheckpoints(NamedTuple):
     """Which checkpoints keep their objects.
 
     Attributes:
@@ -55,9 +55,7 @@ class Collector:
         state: gives the owner's machine; None while it recovers.
     """
 
-    def __init__(
-        self, context: Context, fragment: int, state: Callable[[], machine.State | None]
-    ) -> None:
+    def __init__(self, context: Context, fragment: int, state: Callable[[], State | None]) -> None:
         self._context = context
         self._fragment = fragment
         self._state = state
@@ -89,20 +87,21 @@ class Collector:
     async def _collect(self) -> None:
         context, began_s = self._context, self._context.runtime.clock()
         state = self._state()
-        if state is None or not machine.has_met_all(state):
+        # While a record is under way its inputs are resolved here, and named by no record yet.
+        if state is None or state.storing is not None or not memory.has_met_all(state):
             return  # It would know of a new life, and not yet what the one before has announced.
         fleet = fleet_of(state)
         found = await context.runtime.call(
             list_fragment, context.store, context.run, self._fragment, [*fleet.lives]
         )
-        pins = await read_pins(context, context.gc.keep_checkpoints, self._logger)
+        retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
         await read_on(context, self._ledger)
         await check_epoch(context)
         plan = garbage.plan(
             self._ledger,
             found,
             fleet=fleet,
-            pinned=pins.of(self._fragment),
+            pinned=retained.of(self._fragment),
             replay_s=context.gc.replay_s,
         )
         if plan is None:
@@ -114,7 +113,7 @@ class Collector:
             fragments = range(len(context.layout.fragments))
             answered = [await answered_seq(context, fragment) for fragment in fragments]
             await trim_tape(context, garbage.plan_run(context.run, answered, fleet.lives))
-            await delete(context, [info.name for info in pins.stale])
+            await delete(context, [info.name for info in retained.stale])
         size_bytes = sum(item.size_bytes for item in plan.objects)
         context.metrics.add(metrics.COLLECTED, size_bytes)
         self._logger.info(
@@ -126,7 +125,7 @@ class Collector:
         )
 
 
-def fleet_of(state: machine.State) -> Fleet:
+def fleet_of(state: State) -> Fleet:
     """Who may still announce what, as the machine knows it."""
     manifests = [
         *(waiting.manifest for waiting in state.pending.values()),
@@ -152,7 +151,7 @@ def list_fragment(
     return found
 
 
-async def read_pins(context: RunContext, keep: int, logger: log.Logger) -> Pins:
+async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> RetainedCheckpoints:
     """Which checkpoints keep their objects: those of this tape, and those of earlier ones.
 
     Raises:
@@ -174,7 +173,7 @@ async def read_pins(context: RunContext, keep: int, logger: log.Logger) -> Pins:
                 versions[name] = tuple(record.version for record in file.records)
     stale = tuple(info for name, info in whole.items() if name not in pinned)
     fragments = len(context.layout.fragments)
-    return Pins(tuple(v for v in versions.values() if len(v) == fragments), stale)
+    return RetainedCheckpoints(tuple(v for v in versions.values() if len(v) == fragments), stale)
 
 
 async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ class Context(RunContext):
 
 def identity(context: Context) -> str:
     """128 random bits in hex: tells one attempt to commit from every other."""
-    return f"{context.runtime.chance.getrandbits(128):032x}"
+    return f"{context.runtime.rng.getrandbits(128):032x}"
 
 
 async def store_version_object(

@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterable
 from diloco.aggregator import instruments
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
-from diloco.aggregator.driver import FragmentOwner, LivenessWatch
 from diloco.aggregator.leases import Everything, Leases
+from diloco.aggregator.liveness import LivenessWatch
+from diloco.aggregator.owner import FragmentOwner
 from diloco.aggregator.tape_watch import watch_tape
+from diloco.aggregator.tenure import Tenure
 from diloco.common import bus_nats, log, names
 from diloco.common.bus import Bus
 from diloco.common.config import (
@@ -71,12 +73,16 @@ class Owners:
         context, fragments = self._context, len(self._context.layout.fragments)
         context.metrics.on_scrape(
             lambda: instruments.show_owned(
-                context.metrics, self._owners, fragments, len(self.damaged)
+                context.metrics, self._tenures(), fragments, len(self.damaged)
             )
         )
         context.health.view = lambda: instruments.describe(
-            self._owners, {f: error.message for f, error in [*self.damaged.items()]}, fragments
+            self._tenures(), {f: error.message for f, error in [*self.damaged.items()]}, fragments
         )
+
+    def _tenures(self) -> dict[int, Tenure | None]:
+        # Asked from other threads, while owners come and go.
+        return {fragment: owner.tenure for fragment, owner in [*self._owners.items()]}
 
     def all(self) -> Collection[FragmentOwner]:
         """The owners of now, as they come and go."""
@@ -216,5 +222,5 @@ def _check_pinned(pinned: frozenset[int] | None, fragments: int) -> None:
     if pinned and max(pinned) >= fragments:
         raise ConfigError(
             f"the run has fragments 0 to {fragments - 1}, and no fragment {max(pinned)}",
-            hint="give --fragments others, or leave it out for a share of all",
+            hint="choose other fragments, or omit --fragments for an equal share",
         )

@@ -9,15 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diloco.aggregator import machine
-from diloco.aggregator.context import Context, commit_record, identity, store_version_object
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.context import Context, commit_record, store_version_object
+from diloco.aggregator.core import memory
+from diloco.aggregator.core.decisions import Decided
+from diloco.aggregator.records import NOTHING, Contents, compose
 from diloco.common import names, shards, wire
 from diloco.common.errors import RunMismatchError, SwapLostError
-
-NOTHING = wire.Totals(
-    updates_merged=0, updates_rejected=0, tokens_merged=0, tokens_rejected=0, steps_merged=0
-)
 
 
 async def commit_version_zero(context: Context, vectors: Sequence[np.ndarray]) -> None:
@@ -41,20 +39,23 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
     view = await store_version_object(context, fragment, 0, "view", arrays.view_bytes(), logger)
     outer = await store_version_object(context, fragment, 0, "outer", arrays.outer_bytes(), logger)
     now_s = context.runtime.clock()
-    record = wire.Record(
+    decided = Decided(
         what="version",
-        run=context.run,
-        epoch=context.epoch,
-        fragment=fragment,
-        version=0,
-        restored_version=None,
         base_seq=0,
-        base_digest="",
-        layout=context.layout.digest,
+        version=0,
         global_step=0,
-        inputs=(),
         rejected=(),
         reason="created",
+        position=1,
+        observations=(),
+        policy=memory.beginning(),
+        final=False,
+        opened_at_s=now_s,
+        quorum_at_s=now_s,
+        closed_at_s=now_s,
+    )
+    contents = Contents(
+        inputs=(),
         factors=b"",
         learning_rate=context.settings.outer.learning_rate,
         momentum=context.settings.outer.momentum,
@@ -67,18 +68,9 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
         outer_seq=0,
         view_digest=shards.digest(arrays.view),
         outer_digest=arrays.outer_digest(),
-        position=1,
-        totals=NOTHING,
-        observations=(),
-        policy=machine.EMPTY_POLICY,
-        final=False,
-        opened_at_s=now_s,
-        quorum_at_s=now_s,
-        closed_at_s=now_s,
         merged_at_s=now_s,
-        aggregator=context.name,
-        attempt_id=identity(context),
     )
+    record = compose(context, fragment, decided, contents, base_digest="", totals=NOTHING)
     try:
         await commit_record(context, record)
     except SwapLostError:
@@ -92,7 +84,7 @@ async def _check_same_beginning(context: Context, ours: wire.Record) -> None:
     found = wire.decode_record(message.payload) if message else None
     if not isinstance(found, wire.Record) or found.view_digest != ours.view_digest:
         raise RunMismatchError(
-            f"run {context.run!r} exists, and fragment {ours.fragment} is not at the beginning "
-            "that this configuration gives",
+            f"run {context.run!r} exists, and fragment {ours.fragment} does not begin "
+            "as this configuration says",
             hint="choose another run name, or start the daemons of the run that exists",
         )

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from diloco.aggregator import machine
+from diloco.aggregator.core.state import State
 from diloco.common import metrics, wire
 from diloco.common.health import View
 from diloco.common.metrics import Metrics
@@ -25,39 +25,39 @@ BY_FRAGMENT = (
 )
 
 
-class Owner(Protocol):
-    """What is asked of a fragment's owner; `state` is None while it recovers."""
+class Tenure(Protocol):
+    """What is asked of a fragment that is owned."""
 
-    state: machine.State | None
+    state: State
 
     @property
     def newest(self) -> wire.Record:
-        """The record that the fragment stands at; only with a state."""
+        """The record that it stands at."""
 
     @property
     def queued(self) -> int:
         """Events that wait for the machine."""
 
 
-def show_owned(counted: Metrics, owners: Mapping[int, Owner], fragments: int, stopped: int) -> None:
+def show_owned(
+    counted: Metrics, tenures: Mapping[int, Tenure | None], fragments: int, stopped: int
+) -> None:
     """Say how the fragments that are ours stand; `fragments` is P, `stopped` how many are damaged.
 
-    Sums are those of the newest record, so that they go on where another process left them.
+    A fragment without a tenure is being recovered. Sums are those of the newest record, so that
+    they go on where another process left them.
     """
     counted.forget(*BY_FRAGMENT)
     counted.set(metrics.FRAGMENTS, fragments)
-    counted.set(metrics.OWNED, len(owners))
+    counted.set(metrics.OWNED, len(tenures))
     counted.set(metrics.STOPPED, stopped)
-    for fragment, owner in sorted([*owners.items()]):
-        state = owner.state
-        if state is not None:
-            _show_fragment(counted, fragment, owner.newest, state)
-            counted.set(metrics.QUEUED, owner.queued, fragment)
+    for fragment, tenure in sorted(tenures.items()):
+        if tenure is not None:
+            _show_fragment(counted, fragment, tenure.newest, tenure.state)
+            counted.set(metrics.QUEUED, tenure.queued, fragment)
 
 
-def _show_fragment(
-    counted: Metrics, fragment: int, newest: wire.Record, state: machine.State
-) -> None:
+def _show_fragment(counted: Metrics, fragment: int, newest: wire.Record, state: State) -> None:
     live = sum(member.live and not member.left for member in state.members.values())
     for metric, value in (
         (metrics.VERSION, newest.version),
@@ -99,14 +99,15 @@ def timing(counted: Metrics, clock: Callable[[], float], part: str) -> Iterator[
     counted.observe(metrics.ROUND, clock() - began_s, part)
 
 
-def describe(owners: Mapping[int, Owner], damaged: Mapping[int, str], fragments: int) -> View:
+def describe(
+    tenures: Mapping[int, Tenure | None], damaged: Mapping[int, str], fragments: int
+) -> View:
     """What an aggregator does, and which of its fragments it cannot serve yet, or no more."""
-    states = {fragment: owner.state for fragment, owner in [*owners.items()]}
-    recovering = [fragment for fragment, state in states.items() if state is None]
+    recovering = [fragment for fragment, tenure in tenures.items() if tenure is None]
     why = [f"fragment {fragment} stands still: {error}" for fragment, error in damaged.items()]
     why += [f"fragment {f} is being recovered" for f in recovering if f not in damaged]
-    versions = [state.version for state in states.values() if state is not None]
-    if not states:
+    versions = [tenure.state.version for tenure in tenures.values() if tenure is not None]
+    if not tenures:
         return View("stands by", tuple(why))
     span = f" at versions {min(versions)} to {max(versions)}" if versions else ""
-    return View(f"owns {len(states)} of {fragments} fragments{span}", tuple(why))
+    return View(f"owns {len(tenures)} of {fragments} fragments{span}", tuple(why))

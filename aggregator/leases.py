@@ -15,11 +15,12 @@ Rules:
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple
 
 from diloco.aggregator.context import Context, identity
-from diloco.common import names, shards, wire
+from diloco.aggregator.core.division import Pinned, divide
+from diloco.common import names, wire
 from diloco.common.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
 from diloco.common.service import first_of
 
@@ -31,50 +32,6 @@ SETTLE_S = 0.3
 RELEASED_S = 1.0
 # The longest farewell to a bus that does not answer.
 FAREWELL_S = 2.0
-
-Pinned = frozenset[int] | None
-
-
-class Plan(NamedTuple):
-    """What an aggregator takes, the likeliest to be left to it first, and gives up."""
-
-    acquire: tuple[int, ...]
-    release: tuple[int, ...]
-
-
-def plan(
-    me: str, members: Mapping[str, Pinned], holders: Mapping[int, str | None], fragments: int
-) -> Plan:
-    """The step of one aggregator towards an even division.
-
-    Args:
-        me: this aggregator's life.
-        members: what each live aggregator, this one too, is pinned to; None: to nothing.
-        holders: who holds each fragment that is not done; None for nobody.
-        fragments: P, of the run.
-    """
-    held = {fragment for fragment, holder in holders.items() if holder == me}
-    free = {fragment for fragment, holder in holders.items() if holder is None}
-    pinned = members[me]
-    if pinned is not None:
-        return Plan(_by_rank(me, free & pinned), tuple(sorted(held - pinned)))
-    reserved: set[int] = set().union(*(kept for kept in members.values() if kept is not None))
-    target = _share(me, members, [f for f in range(fragments) if f in holders.keys() - reserved])
-    keep = _by_rank(me, held - reserved)[:target]
-    wanted = _by_rank(me, free - reserved)[: target - len(keep)]
-    return Plan(wanted, tuple(sorted(held - set(keep))))
-
-
-def _share(me: str, members: Mapping[str, Pinned], fragments: Collection[int]) -> int:
-    """How many of `fragments` are this aggregator's: equal numbers, the rest to the first."""
-    sharing = sorted(life for life, pinned in members.items() if pinned is None)
-    each, rest = divmod(len(fragments), len(sharing))
-    return each + (sharing.index(me) < rest)
-
-
-def _by_rank(me: str, fragments: Iterable[int]) -> tuple[int, ...]:
-    """In an order of this aggregator's own, so that two seldom reach for the same."""
-    return tuple(sorted(fragments, key=lambda fragment: shards.digest(f"{me}-{fragment}".encode())))
 
 
 class _Seen(NamedTuple):
@@ -208,7 +165,7 @@ class Leases:
             if self._lost:
                 lost, self._lost = self._lost, set()
                 await drop(lost)
-            wanted = plan(
+            wanted = divide(
                 self._life, self._members(), self._holders(), len(self._context.layout.fragments)
             )
             await drop(wanted.release)

@@ -1,7 +1,7 @@
 """Shutting a learner out, and letting it in again: a word of the tape that every fragment hears.
 
-The machine of a fragment counts offences and asks for it (`machine.ShutOut`); an operator lifts it,
-or imposes it. Said twice it means what it means said once.
+The machine of a fragment counts offences and asks for it (`effects.Quarantine`); an operator lifts
+it, or imposes it. Said twice it means what it means said once.
 """
 
 from diloco.aggregator.context import Context, identity
@@ -28,7 +28,7 @@ async def quarantine(context: Context, learner: str, *, active: bool, reason: st
     return await context.bus.publish(subject, wire.encode(word), msg_id=identity(context))
 
 
-async def shut_out(context: Context) -> frozenset[str]:
+async def quarantined_learners(context: Context) -> frozenset[str]:
     """Who is shut out by now: the last word on each counts, else what records brought along.
 
     Words stay on their tape for ever; those of the tapes before it are in the records alone.

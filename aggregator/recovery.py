@@ -5,9 +5,12 @@ are compared. Nothing else is needed, and nothing is trusted that does not repro
 """
 
 import contextlib
+from functools import partial
 from typing import NamedTuple
 
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.records import cited
+from diloco.aggregator.shard_reader import read_input
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError
@@ -80,20 +83,19 @@ async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> 
     except (ObjectMissingError, IntegrityError) as error:
         arrays, outer_seq = await _load_older_state(context, record, record_seq, error)
     merged_again = 0
+    read = partial(read_input, context.store, arrays.grid)
     if outer_seq < record_seq:
         subjects = [names.record(context.run, record.fragment)]
         async for message in context.bus.read(context.tape, subjects, outer_seq + 1):
             again = await read_record(context, message.payload)
             if again.what == "version":
-                await context.runtime.call(arrays.merge_again, again, context.store)
+                await context.runtime.call(arrays.merge_again, again, read)
                 merged_again += 1
             if message.seq >= record_seq:
                 break
-    if record.outer_seq == 0:
-        record = record.model_copy(update={"outer_seq": record_seq})
     settings = await settings_at(context, record.policy.settings_seq)
     arrays.settings = settings
-    return Recovered(record, record_seq, settings, arrays, merged_again)
+    return Recovered(cited(record, record_seq), record_seq, settings, arrays, merged_again)
 
 
 async def _load_older_state(

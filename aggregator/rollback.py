@@ -7,9 +7,11 @@ back, as long as garbage collection has left what is needed.
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
-from diloco.aggregator.context import Context, commit_record, identity, store_version_object
+from diloco.aggregator.context import Context, commit_record
+from diloco.aggregator.core import memory
+from diloco.aggregator.core.decisions import Decided
+from diloco.aggregator.records import Contents, compose, contents_of, with_snapshot
 from diloco.aggregator.recovery import Recovered, missing_object, rebuild
 from diloco.aggregator.settings import check_goes_on
 from diloco.common import wire
@@ -39,7 +41,7 @@ async def _find_version(context: RunContext, fragment: int, version: int) -> Rec
     raise ConfigError(
         f"fragment {fragment}: there is no record of version {version} on the tape, "
         f"which has {oldest} to {newest}",
-        hint="choose a later version; garbage collection keeps what gc.replay_s says",
+        hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
     )
 
 
@@ -62,7 +64,7 @@ async def _find_time(context: RunContext, fragment: int, at_s: float) -> Recorde
     if found is None:
         raise ConfigError(
             f"fragment {fragment}: the tape has no version so early",
-            hint="choose a later time; garbage collection keeps what gc.replay_s says",
+            hint="choose a later time; gc.replay_s sets how much garbage collection keeps",
         )
     return found
 
@@ -91,7 +93,7 @@ async def _roll_back(context: Context, target: Recorded) -> wire.Record:
             return newest  # It is there, or a rollback that died has brought it there.
         if arrays is None:
             arrays = await _rebuild(context, target)
-        record = await _restore(context, target.record, arrays, newest, newest_seq)
+        record = await _again(context, target.record, arrays, newest, newest_seq)
         try:
             await commit_record(context, record)
         except SwapLostError:
@@ -106,13 +108,13 @@ async def _rebuild(context: Context, target: Recorded) -> Recovered:
         if (missing := missing_object(error)) is None:
             raise
         raise ConfigError(
-            f"fragment {target.record.fragment}: version {target.record.version} cannot be made "
-            f"again: {missing.message}",
-            hint="garbage collection keeps what gc.replay_s says; choose a later version",
+            f"fragment {target.record.fragment}: version {target.record.version} cannot be "
+            f"recomputed: {missing.message}",
+            hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
         ) from error
 
 
-async def _restore(
+async def _again(
     context: Context,
     target: wire.Record,
     recovered: Recovered,
@@ -121,51 +123,40 @@ async def _restore(
 ) -> wire.Record:
     """The record of `target`'s contents as the version after `newest`, its objects stored."""
     version, now_s = newest.version + 1, context.runtime.clock()
-    fields = await whole(context, target, recovered, version)
-    return newest.model_copy(
-        update={
-            **fields,
-            "what": "restore",
-            "restored_version": target.version,
-            "base_seq": newest_seq,
-            "base_digest": newest.view_digest,
-            "reason": "rollback",
-            "policy": newest.policy.model_copy(update={"floor": version}),
-            "opened_at_s": now_s,
-            "quorum_at_s": now_s,
-            "closed_at_s": now_s,
-            "merged_at_s": now_s,
-            "aggregator": context.name,
-            "attempt_id": identity(context),
-        }
+    contents = await whole(context, target, recovered, version)
+    decided = Decided(
+        what="restore",
+        base_seq=newest_seq,
+        version=version,
+        global_step=target.global_step,
+        rejected=(),
+        reason="rollback",
+        position=newest.position,
+        observations=(),
+        policy=memory.with_floor(newest.policy, version),
+        final=False,
+        opened_at_s=now_s,
+        quorum_at_s=now_s,
+        closed_at_s=now_s,
+    )
+    return compose(
+        context,
+        target.fragment,
+        decided,
+        contents._replace(
+            learning_rate=newest.learning_rate, momentum=newest.momentum, merged_at_s=now_s
+        ),
+        base_digest=newest.view_digest,
+        totals=newest.totals,
+        restored_version=target.version,
     )
 
 
 async def whole(
     context: Context, source: wire.Record, recovered: Recovered, version: int
-) -> dict[str, Any]:
-    """Fields of a record that stands alone: view and outer state stored, nothing merged."""
-    view = await context.runtime.call(recovered.arrays.view_bytes)
-    outer = await context.runtime.call(recovered.arrays.outer_bytes)
-    objects = [
-        await store_version_object(context, source.fragment, version, what, data, context.logger)
-        for what, data in (("view", view), ("outer", outer))
-    ]
-    return {
-        "version": version,
-        "inputs": (),
-        "rejected": (),
-        "factors": b"",
-        "delta": None,
-        "deltas": (),
-        "snapshot": objects[0],
-        "snapshot_version": version,
-        "outer": objects[1],
-        "outer_version": version,
-        "outer_seq": 0,
-        "view_digest": source.view_digest,
-        "outer_digest": source.outer_digest,
-        "global_step": source.global_step,
-        "observations": (),
-        "final": False,
-    }
+) -> Contents:
+    """Contents that stand alone: view and outer state stored as a version's, nothing merged."""
+    contents = contents_of(source)._replace(inputs=(), factors=b"", delta=None)
+    return await with_snapshot(
+        context, source.fragment, version, recovered.arrays, contents, context.logger
+    )

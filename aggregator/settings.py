@@ -41,7 +41,7 @@ async def change_settings(context: Context, settings: RunSettings) -> list[str]:
         await swap(context, subject, wire.encode(message), identity(context), before_seq)
     except SwapLostError as error:
         raise RunMismatchError(
-            f"somebody else has changed the settings of run {context.run!r} just now",
+            f"the settings of run {context.run!r} have just been changed by another operator",
             hint="repeat, if the change is still wanted",
         ) from error
     return changed

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from bench.streaming import median, seconds, table
-from diloco.aggregator.fragment import read_parts
-from diloco.aggregator.merge import Grid, make_grid
+from diloco.aggregator.arrays.merge import Grid, make_grid
+from diloco.aggregator.shard_reader import read_parts
 from diloco.common import shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.layout import Tensor, make_layout
-from diloco.common.quantize import Encoded
 from diloco.common.store import MemoryStore
 
 BLOCK = 64

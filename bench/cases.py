@@ -113,8 +113,8 @@ class Case:
     def _lives(self) -> tuple[tuple[Life, ...], ...]:
         always = ((Life(),),) * LEARNERS
         if self.fleet == "kills":
-            chance = np.random.default_rng([self.seed, self.budget])
-            return tuple(_lives(chance, 2.0 * self.budget) for _ in range(LEARNERS))
+            rng = np.random.default_rng([self.seed, self.budget])
+            return tuple(_lives(rng, 2.0 * self.budget) for _ in range(LEARNERS))
         if self.fleet == "scavenging":
             joined = (Life(self.budget / 2),)
             return always + (joined,) * round(LEARNERS * self.extra)
@@ -126,13 +126,13 @@ def expected_time(extra: float) -> float:
     return 0.5 + 0.5 / (1 + extra)
 
 
-def _lives(chance: np.random.Generator, until_s: float) -> tuple[Life, ...]:
+def _lives(rng: np.random.Generator, until_s: float) -> tuple[Life, ...]:
     """A learner's lives, from a Poisson process of kills and exponential times away."""
     lives, now_s = [], 0.0
     while now_s < until_s:
-        ends_s = now_s + chance.exponential(LIFE_STEPS)
+        ends_s = now_s + rng.exponential(LIFE_STEPS)
         lives.append(Life(now_s, ends_s))
-        now_s = ends_s + chance.exponential(AWAY_STEPS)
+        now_s = ends_s + rng.exponential(AWAY_STEPS)
     return tuple(lives)
 
 

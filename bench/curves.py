@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from bench import cases
 from bench.cases import Kind
 from bench.sweep import known
-from diloco.report import style
+from diloco.figures import style
 
 Losses = dict[int, float]
 MAIN = {

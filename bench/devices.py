@@ -92,8 +92,8 @@ def _matrices(seed: int, parameters: int) -> Task:
 
     def batches(learner: str, position: int) -> Iterator[Batch]:
         while True:
-            chance = np.random.default_rng([seed, zlib.crc32(learner.encode()), position])
-            yield chance.standard_normal(1, dtype=np.float32)
+            rng = np.random.default_rng([seed, zlib.crc32(learner.encode()), position])
+            yield rng.standard_normal(1, dtype=np.float32)
             position += 1
 
     return Task(

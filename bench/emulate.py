@@ -1,6 +1,6 @@
 """A run in virtual time, in one process: the system's cores, kernels and merge, without its IO.
 
-Learners run `diloco.learner.sync` over a `Replica`, fragments `diloco.aggregator.machine` over
+Learners run `diloco.learner.sync` over a `Replica`, fragments `diloco.aggregator.core` over
 `FragmentArrays`, as the daemons do; only bus, store and clock are replaced, by a queue of calls
 ordered by virtual time. A full-speed step takes a second. So the outer settings can be swept in
 a fraction of the time that processes would need, with speeds and latencies as chosen.
@@ -25,13 +25,16 @@ import jax
 import numpy as np
 
 from bench import loops
-from diloco.aggregator import machine, merge, policy
+from diloco.aggregator.arrays import merge
+from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.conductor import Newest, stop_reason
-from diloco.aggregator.fragment import FragmentArrays, Payload
+from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
+from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import names, shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded
 from diloco.common.shards import shard_bytes, shard_ranges
 from diloco.learner import sync, tree
 from diloco.learner.checkpoint import copied
@@ -132,69 +135,72 @@ class _Owner:
     world: "World"
     rules: policy.FragmentRules
     arrays: FragmentArrays
-    state: machine.State
-    payloads: dict[machine.UpdateId, Payload] = field(default_factory=dict)
+    state: State
+    payloads: dict[UpdateId, Payload] = field(default_factory=dict)
     tokens: int = 0
     inputs: list[int] = field(default_factory=list)
 
-    def take(self, event: machine.Event) -> None:
+    def take(self, event: events.Event) -> None:
         self.state, effects = machine.step(self.rules, self.state, event)
         with _merging():
             for effect in effects:
                 self._perform(effect)
-        due_s = machine.deadline(self.rules, self.state)
+        due_s = rounds.deadline(self.rules, self.state)
         if due_s is not None:
             self.world.at(due_s, partial(self._ring, due_s))
 
-    def hear_of(self, update: machine.UpdateId, norm: float) -> None:
+    def hear_of(self, update: UpdateId, norm: float) -> None:
         """An update has been read."""
-        self.take(machine.Fetched(self.world.now_s, update, norm))
+        self.take(events.Fetched(self.world.now_s, update, norm))
 
     def stop(self, seq: int) -> None:
         """The run's stop message arrived."""
-        self.take(machine.Stopped(self.world.now_s, seq))
+        self.take(events.Stopped(self.world.now_s, seq))
 
     def _ring(self, due_s: float) -> None:
-        if machine.deadline(self.rules, self.state) == due_s:
-            self.take(machine.Timer(due_s))
+        if rounds.deadline(self.rules, self.state) == due_s:
+            self.take(events.Timer(due_s))
 
-    def _perform(self, effect: machine.Effect) -> None:
+    def _perform(self, effect: Effect) -> None:
         world, fragment = self.world, self.rules.fragment
         match effect:
-            case machine.Fetch(update):
+            case Fetch(update):
                 norm = self.payloads[update].norm
                 world.later(partial(self.hear_of, update, norm))
-            case machine.OpenRound(version):
-                self.arrays.open_round()
+            case OpenRound(version):
                 world.tell_all(sync.RoundOpened(fragment, version))
-            case machine.Merge(admitted):
-                update = machine.UpdateId(*_identity(admitted.manifest))
+            case Merge(admitted):
+                update = UpdateId(*_identity(admitted.manifest))
                 self.arrays.merge(self.payloads.pop(update), admitted)
-            case machine.Commit():
+            case AskCut():
+                # Nothing is on its way to the machine: what is announced, it was told.
+                self.take(events.CutKnown(world.now_s, self.state.seen_seq))
+            case Commit():
                 self._commit(effect)
-            case machine.Ignored(manifest, reason):
+            case Ignored(manifest, reason):
                 raise AssertionError((manifest, reason))
 
-    def _commit(self, commit: machine.Commit) -> None:
+    def _commit(self, commit: Commit) -> None:
         world, state, rules = self.world, commit.state, self.rules
         assert not state.rejected, state.rejected
         digest, payload, version = state.view_digest, None, state.version
         clock = state.global_step
         if commit.what == "version":
-            part = machine.share(state) if world.settings.outer.participation else 1.0
+            part = rounds.share(state) if world.settings.outer.participation else 1.0
             made = self.arrays.close_round(state.admitted, part)
             self.inputs += [taken.staleness for taken in state.admitted]
             self.tokens += sum(taken.manifest.tokens for taken in state.admitted)
             digest, version = made.view_digest, version + 1
-            clock = machine.global_step_after(rules, state)
+            clock = rounds.global_step_after(rules, state)
             payload = _decoded(world.settings, made.delta, self.arrays.grid.size)
+            self.take(events.Made(world.now_s, digest))
         record_seq = world.next_seq()
-        marks = {(m.learner, m.incarnation): m.seq for m in machine.policy_after(state).marks}
+        marks = {(m.learner, m.incarnation): m.seq for m in memory.policy_after(state).marks}
         for learner in world.learners.values():
             mark = marks.get((learner.name, learner.incarnation), 0)
             ready = sync.Ready(rules.fragment, record_seq, version, digest, clock, mark)
             world.tell(learner, ready, payload)
-        self.take(machine.Committed(world.now_s, record_seq, digest))
+        self.take(events.Committed(world.now_s, record_seq))
         world.watch()
 
 
@@ -289,7 +295,7 @@ class _Learner:
         with _merging():
             norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
         payload = Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
-        owner.payloads[machine.UpdateId(*_identity(manifest))] = payload
+        owner.payloads[UpdateId(*_identity(manifest))] = payload
         world.later(partial(self._arrive, manifest))
 
     def _arrive(self, manifest: wire.Manifest) -> None:
@@ -301,7 +307,7 @@ class _Learner:
         published = sync.Published(world.now_s, manifest.fragment, manifest.seq)
         self.state, _ = sync.step(world.sync_rules, self.state, published)
         owner = world.owners[manifest.fragment]
-        owner.take(machine.Announced(world.now_s, world.next_seq(), manifest))
+        owner.take(events.Announced(world.now_s, world.next_seq(), manifest))
 
 
 class World:
@@ -315,7 +321,7 @@ class World:
         self._seq = 0
         self._order = 0
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
-        self._chance = np.random.default_rng(settings.run.seed)
+        self._rng = np.random.default_rng(settings.run.seed)
         self.owners = [self._owner(f.index) for f in start.layout.fragments]
         self.learners: dict[str, _Learner] = {}
         self.checkpoints: dict[str, Any] = {}
@@ -362,7 +368,7 @@ class World:
         self.after(self.weather.latency_steps, call)
 
     def step_s(self, speed: float) -> float:
-        return (1 + self.weather.jitter * float(self._chance.uniform(-1, 1))) / speed
+        return (1 + self.weather.jitter * float(self._rng.uniform(-1, 1))) / speed
 
     def tell(self, learner: _Learner, event: sync.Event, payload: Encoded | None = None) -> None:
         self.later(partial(learner.hear, event, payload))
@@ -377,7 +383,7 @@ class World:
     def _finished(self, name: str, incarnation: int, fragments: tuple[int, ...]) -> None:
         seq = self.next_seq()
         for fragment in fragments:
-            self.owners[fragment].take(machine.Finished(self.now_s, seq, name, incarnation))
+            self.owners[fragment].take(events.Finished(self.now_s, seq, name, incarnation))
 
     def look(self) -> None:
         """Note the held-out loss of the newest versions, if it is time."""
@@ -399,7 +405,7 @@ class World:
     def _owner(self, fragment: int) -> _Owner:
         settings, layout = self.settings, self.start.layout
         view = vector_of(layout, fragment, tree.by_name(self.start.params.trained))
-        state = machine.State(
+        state = State(
             version=0,
             record_seq=self.next_seq(),
             view_digest=shards.digest(view),
@@ -424,7 +430,7 @@ class World:
     def silent(self, name: str, incarnation: int) -> None:
         """Tell the aggregators that a life is over; who has begun another is not meant."""
         for owner in self.owners:
-            owner.take(machine.Liveness(self.now_s, name, incarnation, False))
+            owner.take(events.Liveness(self.now_s, name, incarnation, False))
 
     def _schedule_lives(self) -> None:
         speeds = self.weather.speeds
@@ -447,7 +453,7 @@ class World:
         settings, start = self.settings, self.start
         incarnation, position = self.next_seq(), self.positions.get(name, 0)
         for owner in self.owners:
-            owner.take(machine.Joined(self.now_s, incarnation, name))
+            owner.take(events.Joined(self.now_s, incarnation, name))
         replica = self._replica()
         starts = [_start(owner) for owner in self.owners]
         checkpoint = self.checkpoints.get(name)

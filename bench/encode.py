@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from bench.streaming import Stream, median, seconds, table
-from diloco.common.quantize import CODECS, encode_blocks
+from diloco.common.codec import CODECS
+from diloco.common.quantize import encode_blocks
 
 Work = Callable[[], Any]
 REPEATS = 11

@@ -10,7 +10,9 @@ import sys
 import time
 from typing import NamedTuple
 
-from diloco.aggregator import machine, policy
+from diloco.aggregator.core import events, machine, policy
+from diloco.aggregator.core.effects import Fetch
+from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import make_config
 from diloco.common.layout import Tensor, make_layout
@@ -86,35 +88,35 @@ def manifest(rules: policy.FragmentRules, learner: int, seq: int, base: int) -> 
 def play(rules: policy.FragmentRules, manifests: list[list[wire.Manifest]]) -> Measured:
     """Every round of the run, from joins to the last commit."""
     state = beginning()
-    events = 0
+    count = 0
     began_s = time.process_time()
     for learner in range(LEARNERS):
-        state, _ = machine.step(
-            rules, state, machine.Joined(1.0, learner + 1, f"learner-{learner}")
-        )
-        events += 1
+        state, _ = machine.step(rules, state, events.Joined(1.0, learner + 1, f"learner-{learner}"))
+        count += 1
     stream_seq = LEARNERS
     for number, sent in enumerate(manifests, start=1):
         now_s = number * 24.0
-        waiting: list[machine.UpdateId] = []
+        waiting: list[UpdateId] = []
         for body in sent:
             stream_seq += 1
-            state, effects = machine.step(rules, state, machine.Announced(now_s, stream_seq, body))
-            waiting += [effect.update for effect in effects if isinstance(effect, machine.Fetch)]
+            state, effects = machine.step(rules, state, events.Announced(now_s, stream_seq, body))
+            waiting += [effect.update for effect in effects if isinstance(effect, Fetch)]
         for update in waiting:
-            state, _ = machine.step(rules, state, machine.Fetched(now_s + 0.5, update, 3.0))
+            state, _ = machine.step(rules, state, events.Fetched(now_s + 0.5, update, 3.0))
         assert state.phase == "closing", "the last of the fleet completes the round"
         stream_seq += 1
-        committed = machine.Committed(now_s + 0.6, stream_seq, f"{number:032x}")
+        made = events.Made(now_s + 0.55, f"{number:032x}")
+        state, _ = machine.step(rules, state, made)
+        committed = events.Committed(now_s + 0.6, stream_seq)
         state, _ = machine.step(rules, state, committed)
-        events += len(sent) + len(waiting) + 1
+        count += len(sent) + len(waiting) + 2
     assert state.version == len(manifests)
-    return Measured(events, time.process_time() - began_s)
+    return Measured(count, time.process_time() - began_s)
 
 
-def beginning() -> machine.State:
+def beginning() -> State:
     """The machine at version 0, before anybody has joined."""
-    return machine.State(
+    return State(
         version=0,
         record_seq=1,
         view_digest=f"{0:032x}",

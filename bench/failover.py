@@ -178,13 +178,13 @@ async def create(config: Config, bus: Bus, parameters: int) -> Layout:
 
 def store_updates(config: Config, layout: Layout) -> list[tuple[wire.Shard, ...]]:
     """One update of each fragment, stored once; senders link it."""
-    store, chance = DirectoryStore(Path(config.store.url)), np.random.default_rng(0)
+    store, rng = DirectoryStore(Path(config.store.url)), np.random.default_rng(0)
     codec, block = config.sync.codec, config.sync.block
     found = []
     for fragment in layout.fragments:
         entries = []
         for start, stop in shards.shard_ranges(fragment.size, block, config.sync.shard_elements):
-            values = chance.normal(scale=1e-3, size=stop - start).astype(np.float32)
+            values = rng.normal(scale=1e-3, size=stop - start).astype(np.float32)
             data = shards.pack(codec, encode(codec, jnp.asarray(values), block), block)
             name = f"{config.run.name}/bench/{fragment.index}-{start}"
             store.put(name, data)

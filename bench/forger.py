@@ -40,7 +40,7 @@ class Forger:
     learners: list[str]
     rejected_one_in: int = 997
     killed_one_in: int = 9973
-    chance: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     lives: dict[str, int] = field(default_factory=dict)
     sent: dict[tuple[str, int], int] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class Forger:
         )  # fmt: skip
 
     def noise(self) -> float:
-        return float(self.chance.normal())
+        return float(self.rng.normal())
 
     def record(
         self, before: wire.Record, manifests: list[wire.Manifest], now_s: float
@@ -82,11 +82,11 @@ class Forger:
         """The next version of a fragment, of all these updates but those rejected."""
         fragment = before.fragment
         segments = len(self.context.layout.fragments[fragment].segment_rules())
-        refused = [m for m in manifests if self.chance.integers(self.rejected_one_in) == 0]
+        refused = [m for m in manifests if self.rng.integers(self.rejected_one_in) == 0]
         inputs = tuple(self.taken(m, segments) for m in manifests if m not in refused)
         # The merged norm over the length of the sum of directions, as `merge.factors` has it.
         shares = max(sum(taken.weight * taken.discount for taken in inputs), 1.0)
-        factor_S = 1 / (self.chance.uniform(0.6, 0.9, segments) * shares)
+        factor_S = 1 / (self.rng.uniform(0.6, 0.9, segments) * shares)
         merged = before.totals.updates_merged + len(inputs)
         delta = before.snapshot.model_copy(update={"size_bytes": manifests[0].shards[0].size_bytes})
         return before.model_copy(
@@ -111,7 +111,7 @@ class Forger:
                     update={
                         "members": tuple(self.member(name, now_s) for name in self.learners),
                         "marks": tuple(self.mark(m) for m in manifests),
-                        "norms": tuple(self.chance.random(16)),
+                        "norms": tuple(self.rng.random(16)),
                     }
                 ),
                 "observations": tuple(self.fetched(m, now_s) for m in manifests),
@@ -124,7 +124,7 @@ class Forger:
         )
 
     def taken(self, manifest: wire.Manifest, segments: int) -> wire.Input:
-        staleness = int(self.chance.geometric(0.8)) - 1
+        staleness = int(self.rng.geometric(0.8)) - 1
         weight, discount = TOKENS**2 / STEPS, (1 + staleness) ** -0.5
         # Each segment's norm is 1.
         coefficients = np.full(segments, weight * discount, ml_dtypes.bfloat16)

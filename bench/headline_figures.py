@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from bench.headline_goodput import goodputs
-from diloco.report import style
+from diloco.figures import style
 
 DPI = 110
 

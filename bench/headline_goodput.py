@@ -72,13 +72,13 @@ def make_schedule(conditions: Conditions) -> list[Outage]:
     outages = []
     for machine in range(conditions.machines):
         # A stream of chances of its own for each machine: fewer failures are not others.
-        chance = random.Random(f"{conditions.seed}/{machine}")
+        rng = random.Random(f"{conditions.seed}/{machine}")
         at_s = 0.0
         while conditions.mtbf_s:
-            at_s += chance.expovariate(1) * conditions.mtbf_s
+            at_s += rng.expovariate(1) * conditions.mtbf_s
             if at_s >= conditions.seconds:
                 break
-            away_s = conditions.return_s * chance.uniform(0.5, 1.5)
+            away_s = conditions.return_s * rng.uniform(0.5, 1.5)
             outages.append(Outage(at_s, at_s + away_s, machine))
             at_s += away_s
     return sorted(outages)

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from diloco.aggregator.fragment import FragmentArrays
-from diloco.aggregator.outer import OuterOptimizer
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.arrays.outer import OuterOptimizer
 
 Named = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.streaming import Stream, median, seconds, table
-from diloco.aggregator.merge import (
+from diloco.aggregator.arrays.merge import (
     Accumulator,
     Contribution,
     Grid,
@@ -31,9 +31,9 @@ from diloco.aggregator.merge import (
     make_grid,
     segment_norms,
 )
-from diloco.aggregator.outer import Gradient, advance_view, make_outer
+from diloco.aggregator.arrays.outer import Gradient, advance_view, make_outer
+from diloco.common.codec import Encoded
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import Encoded
 from diloco.common.shards import pack, unpack
 
 BLOCK = 64

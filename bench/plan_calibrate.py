@@ -34,6 +34,7 @@ GOODPUT = {"interval_steps": 4, "fragments": 4, "min_steps": 1}
 LINK = {"interval_steps": 24, "fragments": 8}
 # From a message to what happens on it; between processes of one busy machine.
 MESSAGE_S = 0.05
+AT_ONCE = plan_rounds.Aggregator(read_s=0.0, make_s=0.0, store_s=0.0, message_s=MESSAGE_S)
 
 
 def settings(**sync: Any) -> RunSettings:
@@ -89,7 +90,7 @@ def scheduled(row: dict[str, Any], fleet: Fleet) -> tuple[float, float]:
         for trace in traces
     ]
     rounds = plan_rounds.simulate(
-        settings(**GOODPUT), workers, close_s=MESSAGE_S, fetch_s=MESSAGE_S, horizon_s=horizon_s,
+        settings(**GOODPUT), workers, aggregator=AT_ONCE, horizon_s=horizon_s,
         rng=np.random.default_rng(0),
     )  # fmt: skip
     return statistics.mean(trace.goodput for trace in traces) * rounds.kept, job.goodput

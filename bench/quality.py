@@ -38,7 +38,7 @@ LABELS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Comparison:
     """What is compared; `settings` are of `--set`, `speeds` shares of full speed."""
 
     steps: int
@@ -82,17 +82,17 @@ def _assignment(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def alone(plan: Plan, seed: int) -> float:
+def alone(plan: Comparison, seed: int) -> float:
     """(a)."""
     return loops.data_parallel(plan.task(seed), steps=plan.steps, seed=seed, learners=1)
 
 
-def data_parallel(plan: Plan, seed: int) -> float:
+def data_parallel(plan: Comparison, seed: int) -> float:
     """(c)."""
     return loops.data_parallel(plan.task(seed), steps=plan.steps, seed=seed, learners=plan.learners)
 
 
-def synchronous(plan: Plan, seed: int) -> float:
+def synchronous(plan: Comparison, seed: int) -> float:
     """(d)."""
     return loops.synchronous(
         plan.task(seed),
@@ -104,7 +104,7 @@ def synchronous(plan: Plan, seed: int) -> float:
     )
 
 
-def virtual(plan: Plan, seed: int) -> float:
+def virtual(plan: Comparison, seed: int) -> float:
     """(e)."""
     settings = plan.run_settings(seed)
     start = emulate.begin(settings, plan.task(seed))
@@ -113,7 +113,7 @@ def virtual(plan: Plan, seed: int) -> float:
     return outcome.loss
 
 
-def system(plan: Plan, seed: int) -> float:
+def system(plan: Comparison, seed: int) -> float:
     """(b)."""
     settings = [f"run.seed={seed}", f'task.options.preset="{plan.preset}"', *plan.settings]
     with tempfile.TemporaryDirectory(prefix="bench-quality-") as folder:
@@ -129,7 +129,7 @@ def system(plan: Plan, seed: int) -> float:
     return float(summary["eval_loss_last"])
 
 
-ROWS: dict[str, Callable[[Plan, int], float]] = {
+ROWS: dict[str, Callable[[Comparison, int], float]] = {
     "a": alone,
     "b": system,
     "c": data_parallel,
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[])
     options = parser.parse_args()
     speeds = [float(s) for s in options.speed.split(",")] if options.speed else None
-    plan = Plan(
+    plan = Comparison(
         steps=options.steps,
         preset=options.preset,
         settings=tuple(options.settings),

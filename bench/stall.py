@@ -8,35 +8,31 @@ ways) alternate with blocks without, in one process, so that both see the same n
 """
 
 import argparse
-import asyncio
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 import tomli_w
 
-from diloco.common import bus_nats, log
+from diloco.common import log
 from diloco.common.config import Config, LearnerSection, RunSettings, load_config
 from diloco.common.nats_server import NatsServer
+from diloco.common.probes import make_probes
 from diloco.common.service import Runtime
-from diloco.common.store import open_store
-from diloco.learner import sync
-from diloco.learner.adopt import start_at
-from diloco.learner.background import Background, run_loop
+from diloco.learner.background import Background, running_loop
 from diloco.learner.checkpoint import Folder
-from diloco.learner.director import Director
+from diloco.learner.context import Context
 from diloco.learner.island import Island
-from diloco.learner.publish import Context, Traffic
+from diloco.learner.lead import lead
+from diloco.learner.life import Host
 from diloco.learner.recovery import Saver
-from diloco.learner.train import Meter, Trainer
+from diloco.learner.train import Trainer
 
 FLOOR = 0.99
 ENCODES = 20
@@ -56,38 +52,6 @@ def write_config(folder: Path, url: str, preset: str, mesh: str) -> Path:
     path = folder / "run.toml"
     path.write_text(tomli_w.dumps(document))
     return path
-
-
-def make_trainer(island: Island, background: Background, traffic: Traffic) -> Trainer:
-    """A learner as `diloco.learner.daemon` makes it."""
-    starts: list[sync.Start] = []
-
-    def views() -> Iterator[np.ndarray]:
-        for fragment in island.layout.fragments:
-            loaded = background.load(fragment.index)
-            starts.append(start_at(loaded))
-            yield loaded.view
-
-    replica = island.replica(views())
-    background.attach(replica)
-    trainer = Trainer(
-        task=island.task,
-        replica=replica,
-        inner_step=island.inner_step(island.constants),
-        feed=island.feed,
-        outbox=background,
-        meter=Meter(island.learner, traffic),
-    )
-    rules = sync.sync_rules(island.settings.sync)
-    trainer.plans = Director(
-        rules=rules,
-        state=sync.begin(rules, tuple(starts)),
-        inbox=background,
-        tokens_per_step=island.task.tokens_per_batch,
-    )
-    trainer.compile(island.init_state)
-    trainer.optimizer_state = island.init_state(replica.trained)
-    return trainer
 
 
 def report_encode(trainer: Trainer, settings: RunSettings) -> None:
@@ -157,35 +121,23 @@ def block(trainer: Trainer, *, synchronize: bool) -> Took:
 
 def measure(config: Config, folder: Path, pairs: int) -> list[tuple[Took, Took]]:
     """(with, without) of each pair of blocks."""
-    loop, stop_loop = run_loop()
-    bus = asyncio.run_coroutine_threadsafe(
-        bus_nats.connect(config.bus.url, name="stall"), loop
-    ).result()
-    settings = config.settings()
-    island = Island(config, "alone")
-    context = Context(
-        settings=settings,
-        layout=island.layout,
-        epoch=0,
-        bus=bus,
-        store=open_store(config.store.url),
-        runtime=Runtime(),
-        logger=log.get(),
-        learner=island.learner,
-    )
-    background = Background(context, loop)
-    with island.context():
-        trainer = make_trainer(island, background, context.traffic)
-        background.join(trainer.meter.heartbeat, config.learner.heartbeat_s)
-        trainer.seek(0)
-        timings = measure_pairs(trainer, pairs)
-        print(f"updates sent: {context.traffic.updates_sent}")
-        report_encode(trainer, settings)
-        report_checkpoint(trainer, context, folder / "checkpoints")
-    background.leave(trainer.position, 10.0)
-    background.close()
-    asyncio.run_coroutine_threadsafe(bus.close(), loop).result()
-    stop_loop()
+    runtime = Runtime()
+    with running_loop() as loop:
+        host = Host(
+            config=config,
+            island=Island(config, "alone"),
+            runtime=runtime,
+            probes=make_probes(runtime.waits, run=config.run.name, learner="alone"),
+            background=Background(loop),
+            asked_to_leave=lambda: False,
+        )
+        with lead(host) as life:
+            trainer = life.trainer
+            timings = measure_pairs(trainer, pairs)
+            print(f"updates sent: {life.context.traffic.updates_sent}")
+            report_encode(trainer, config.settings())
+            report_checkpoint(trainer, life.context, folder / "checkpoints")
+            life.leave()
     return timings
 
 

@@ -45,9 +45,9 @@ def loss(params: Params, batch: Batch) -> jax.Array:
 @functools.cache
 def examples(seed: int, count: int) -> Batch:
     """Inputs and the teacher's noisy outputs."""
-    chance = np.random.default_rng(seed)
-    x_BxI = chance.normal(size=(count, INPUTS)).astype(np.float32)
-    noise_BxI = NOISE * chance.normal(size=(count, INPUTS)).astype(np.float32)
+    rng = np.random.default_rng(seed)
+    x_BxI = rng.normal(size=(count, INPUTS)).astype(np.float32)
+    noise_BxI = NOISE * rng.normal(size=(count, INPUTS)).astype(np.float32)
     taught_BxI = np.asarray(predict(initial(jax.random.key(7)), jnp.asarray(x_BxI)))
     return {"x": x_BxI, "y": taught_BxI + noise_BxI}
 
@@ -62,8 +62,8 @@ def build(
     def batches(learner: str, position: int) -> Iterator[Batch]:
         number = int(learner.rpartition("-")[2])
         while True:
-            chance = np.random.default_rng([seed, number, position])
-            chosen = chance.integers(0, POOL, BATCH)
+            rng = np.random.default_rng([seed, number, position])
+            chosen = rng.integers(0, POOL, BATCH)
             yield {name: values[chosen] for name, values in pool.items()}
             position += 1
 

@@ -93,7 +93,9 @@ class Bus(Protocol):
         """
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None.
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
+
+        It may come from a replica that is behind, and then is one that was the last before.
 
         Raises:
             StreamMissingError: there is no such stream.
@@ -177,7 +179,7 @@ def subjects_overlap(first: str, second: str) -> bool:
 
 
 def check_subject(subject: str, *, wildcards: bool = False) -> None:
-    """Refuse what is no subject, or (unless allowed) one with wildcards.
+    """Refuse what is not a subject, or (unless allowed) one with wildcards.
 
     A server would store a message under the literal subject 'a.*', hence a check of our own.
 
@@ -188,7 +190,7 @@ def check_subject(subject: str, *, wildcards: bool = False) -> None:
     refused = {">"} if wildcards else {"*", ">"}
     literal = tokens[:-1] if wildcards else tokens
     if refused & {*literal} or not all(tokens) or not subject.isprintable() or " " in subject:
-        raise BusError(f"{subject!r} is no subject{' pattern' if wildcards else ''}")
+        raise BusError(f"{subject!r} is not a subject{' pattern' if wildcards else ''}")
 
 
 def check_patterns(subjects: list[str]) -> None:
@@ -219,7 +221,7 @@ def stream_went_back(stream: str, start_seq: int, last: int) -> BusError:
     return BusError(
         f"stream {stream!r} ends at {last}, but sequence {start_seq - 1} was seen earlier",
         hint="the server lost acknowledged messages (a power cut without sync_interval: always?) "
-        "or the stream was made anew; restore it, or start a new run",
+        "or the stream was recreated; restore it, or start a new run",
     )
 
 
@@ -227,7 +229,7 @@ def stream_is_full(subject: str) -> BusUnavailableError:
     """The error of a message that a stream with `keep_old` has no room for."""
     return BusUnavailableError(
         f"the stream of {subject!r} is full",
-        hint="runbooks/tape-full.md: nothing is lost, everybody waits until there is room",
+        hint="nothing is lost, writers wait until there is room: runbooks/tape-full.md",
     )
 
 
@@ -262,8 +264,9 @@ class _Stream:
             raise BusError(f"message of {len(payload)} bytes: stream {self.name!r} takes {most}")
         # As nats-server with one replica does it: a stale expectation is refused even when the
         # msg_id is known, so whoever retries a swap must read the subject's last message.
-        if expected is not None and self.last_of.get(subject, 0) != expected:
-            raise SwapLostError(subject, expected)
+        last = self.last_of.get(subject, 0)
+        if expected is not None and last != expected:
+            raise SwapLostError(subject, expected, last)
         if msg_id in self._ids:
             return self._ids[msg_id].seq
         added = len(subject) + len(payload) + len(msg_id)
@@ -320,6 +323,13 @@ class _Stream:
         for message in [m for m in self.log.values() if m.subject == subject and m.seq < end]:
             del self.log[message.seq]
             self._bytes -= _size(message)
+
+    def last(self, pattern: str) -> int:
+        """Sequence of the last message that matches; 0 if none does."""
+        if pattern in self.last_of:
+            return self.last_of[pattern]
+        matching = (seq for known, seq in self.last_of.items() if subject_matches(pattern, known))
+        return max(matching, default=0)
 
     def filled(self) -> Filled:
         """How much it holds."""
@@ -502,14 +512,14 @@ class MemoryBus:
         return self._open_broker().publish(subject, payload, msg_id, expected_last, ttl_s)
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None.
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
 
         Raises:
             BusError: no such stream, or the bus is closed.
         """
-        check_subject(subject)
+        check_subject(subject, wildcards=True)
         found = self._open_broker().stream(stream)
-        return found.log.get(found.last_of.get(subject, 0))
+        return found.log.get(found.last(subject))
 
     async def last_sequence(self, stream: str) -> int:
         """Sequence of the stream's last message; 0 if it is empty.
@@ -668,7 +678,7 @@ def check_settings(stream: str, there: dict[str, object], asked: dict[str, objec
     if differences:
         raise BusError(
             f"stream {stream!r} exists with other settings: {'; '.join(differences)}",
-            hint="use the settings it was made with, or another run's name",
+            hint="use the settings it was created with, or another run's name",
         )
 
 

@@ -79,6 +79,7 @@ _SILENCE_S = 4.0  # without a heartbeat for so long, the consumer or the server 
 _CONSUMER_IDLE_S = 30.0  # after so long without a pull the server drops a consumer
 _BROADCAST_BACKLOG_BYTES = 1 << 20
 _WRONG_LAST_SEQUENCE = (10071, 10164)
+_LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
 _STREAM_EXISTS = 10058
 _STREAM_NOT_FOUND = 10059
 # Without a majority a cluster holds an earlier attempt of a message, neither stored nor lost.
@@ -371,21 +372,24 @@ class NatsBus:
             return await self._store(subject, bytes(payload), headers)
         except _RefusedError as error:
             if error.err_code in _WRONG_LAST_SEQUENCE:
-                raise SwapLostError(subject, expected_last or 0) from error
+                last = _LAST_SEQUENCE.search(error.message)
+                raise SwapLostError(
+                    subject, expected_last or 0, None if last is None else int(last[1])
+                ) from error
             raise
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The last message of `subject` (no wildcards), or None.
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
 
-        It is asked of the stream's leader, so it is never stale; with `direct_reads`, of any
-        replica, which may be behind for a moment.
+        It is asked of the stream's leader, so it is never stale; with `direct_reads` (no patterns
+        then), of any replica, which may be behind for a moment.
 
         Raises:
             BusUnavailableError: no answer (with `direct_reads` also: no such stream).
             BusError: no such stream, or not permitted.
         """
-        check_subject(subject)
         direct = self._direct_reads
+        check_subject(subject, wildcards=not direct)
         asked = f"{self._address.api}.{'DIRECT' if direct else 'STREAM.MSG'}.GET.{stream}"
         if direct:
             asked = f"{asked}.{subject}"
@@ -952,7 +956,7 @@ def _ours(error: nats.errors.Error, subject: str) -> BusError:
     text = f"{subject!r}: {error}"
     if isinstance(error, NoStreamResponseError | nats.errors.NoRespondersError):
         return BusUnavailableError(
-            f"{subject!r}: nobody answers",
+            f"{subject!r}: no responders",
             hint="no stream takes this subject, or its leader is being elected; create the run",
         )
     if isinstance(error, APIError) and (error.err_code, error.description) == _STREAM_FULL:
@@ -979,7 +983,9 @@ def _check_address(address: _Address) -> None:
     for part in address.url.split(","):
         parsed = urllib.parse.urlsplit(part)
         if parsed.scheme not in {"nats", "tls"} or not parsed.hostname:
-            raise ConfigError(f"{address.shown()!r} is no NATS URL", hint="write nats://host:4222")
+            raise ConfigError(
+                f"{address.shown()!r} is not a NATS URL", hint="write nats://host:4222"
+            )
     try:
         address.tls()
     except OSError as error:

@@ -25,6 +25,12 @@ NonNegative = Annotated[float, Field(ge=0)]
 Steps = Annotated[int, Field(ge=1)]
 
 
+# The built-in task, and its name in runs of 0.1.0, whose packages had top-level names.
+BUILT_IN_TASK = "diloco.learner.model:build"
+BUILT_IN_TASK_0_1 = "learner.model:build"
+_BUILT_IN_NAMES = frozenset({BUILT_IN_TASK, BUILT_IN_TASK_0_1})
+
+
 class Section(BaseModel):
     """A section of the file."""
 
@@ -48,7 +54,7 @@ class RunSection(Section):
 class TaskSection(Section):
     """The user's task: `build` names a function "package.module:function"."""
 
-    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = "diloco.learner.model:build"
+    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = BUILT_IN_TASK
     options: dict[str, Any] = {}
 
 
@@ -162,7 +168,9 @@ class QuorumSection(Section):
         min_learners: K; the effective quorum is min(K, live learners).
         grace_fraction: gamma of the grace window gamma x (tau x step - quorum - sync).
         grace_cap_s: the longest grace.
-        deadline_s: a round closes so long after it opened with what it has.
+        deadline_s: a round ends so long after it opened with what was announced for it.
+        read_timeout_s: after a round's end the aggregator reads so long what was announced for it;
+            what is not here by then waits for the next one.
         pace: a round opens no sooner after the last one closed than the fastest live learner
             needs for pace x H steps; 0 for no such rule.
         live_s: a learner not heard of for so long is not waited for.
@@ -172,6 +180,7 @@ class QuorumSection(Section):
     grace_fraction: Fraction = 0.9
     grace_cap_s: NonNegative = 30.0
     deadline_s: Annotated[float, Field(gt=0)] = 60.0
+    read_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     pace: NonNegative = 0.9
     live_s: Annotated[float, Field(gt=0)] = 10.0
 
@@ -335,7 +344,7 @@ class LearnerSection(Section):
         if self.hosts > 1 and self.coordinator is None:
             raise ValueError("a learner of several hosts needs the address of its coordinator")
         if self.host >= self.hosts:
-            raise ValueError(f"host {self.host} of {self.hosts}: they are counted from 0")
+            raise ValueError(f"host {self.host} of {self.hosts}: hosts are numbered from 0")
         return self
 
     def island(self, learner: str) -> IslandSection:
@@ -564,6 +573,7 @@ def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
     return [
         f"{key}: {ours!r} here, {theirs!r} in the run"
         for key, ours, theirs in _unequal(ours, theirs)
+        if key != "task.build" or {ours, theirs} != _BUILT_IN_NAMES
     ]
 
 

@@ -70,7 +70,7 @@ def load_credentials(path: Path) -> Credentials | None:
     """What the file holds; None for a `.creds` file of NATS's own tools.
 
     Raises:
-        ConfigError: no such file, others can read it, or it is no credentials file.
+        ConfigError: no such file, others can read it, or it is not a credentials file.
     """
     try:
         mode = path.stat().st_mode
@@ -83,7 +83,7 @@ def load_credentials(path: Path) -> Credentials | None:
     if mode & 0o077:
         raise ConfigError(
             f"the credentials file {str(path)!r} has mode {mode & 0o777:04o}: others can read it",
-            hint=f"chmod 600 {path}; if it has been so for long, revoke it and make another",
+            hint=f"chmod 600 {path}; if others may have read it, revoke it and create another",
         )
     if "-----BEGIN NATS USER JWT-----" in text:
         return None
@@ -92,6 +92,6 @@ def load_credentials(path: Path) -> Credentials | None:
     except (ValueError, RecursionError) as error:
         # Without the error's own words, which may show the seed.
         raise ConfigError(
-            f"{str(path)!r} is no credentials file",
+            f"{str(path)!r} is not a credentials file",
             hint="make one with: diloco auth add-learner (or add-aggregator)",
         ) from error

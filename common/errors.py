@@ -43,6 +43,13 @@ class RunMissingError(RunMismatchError):
     """There is no run of that name on this bus."""
 
 
+class RunIncompleteError(RunMismatchError):
+    """A fragment has no record: the run was not created wholly, or a replica is behind."""
+
+    retry = True
+    patience_s = 10.0
+
+
 class WireError(DilocoError):
     """Bytes from a peer are not what the protocol says: the sender's fault.
 
@@ -72,6 +79,13 @@ class CheckpointError(DilocoError):
 
 class HostLostError(DilocoError):
     """A host of this learner is gone; the others cannot train without it."""
+
+
+class HostFetchError(DilocoError):
+    """Another host of this learner cannot read what this one can, unless it is slow to see it."""
+
+    retry = True
+    patience_s = 30.0
 
 
 class StoreError(DilocoError):
@@ -110,6 +124,12 @@ class BusUnavailableError(BusError):
     retry = True
 
 
+class StaleReadError(BusError):
+    """A replica that is behind has answered; another, or the same one later, knows more."""
+
+    retry = True
+
+
 class StreamMissingError(BusError):
     """There is no stream of that name: the run was not created, or on another server."""
 
@@ -119,11 +139,13 @@ class SwapLostError(BusError):
 
     Args:
         expected: the stream sequence that the publisher believed to be the subject's last.
+        last: the one that is, as the stream's leader said; None if it did not say.
     """
 
-    def __init__(self, subject: str, expected: int) -> None:
+    def __init__(self, subject: str, expected: int, last: int | None = None) -> None:
         super().__init__(
             f"compare-and-swap on {subject!r} lost: its last message is not sequence {expected}"
         )
         self.subject = subject
         self.expected = expected
+        self.last = last

@@ -64,7 +64,7 @@ WAITING = _gauge("waiting", "calls that passing faults keep waiting", "what", "c
 # Of a learner
 TOKENS = _counter("learner_tokens_total", "tokens trained on by this process")
 STEPS = _counter("learner_steps_total", "inner steps taken by this process")
-DATA_TOKENS = _gauge("learner_data_tokens", "logical tokens: what of its data it is behind")
+DATA_TOKENS = _gauge("learner_data_tokens", "tokens consumed")
 GLOBAL_STEP = _gauge("learner_global_step", "the run's clock, as this learner knows it")
 LOSS = _gauge("learner_loss", "training loss, moving average over steps")
 STEP_TIME = _gauge("learner_step_seconds", "time of an inner step, moving average")

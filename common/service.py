@@ -73,18 +73,18 @@ def _cause(error: DilocoError) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Time, threads and chance, as the drivers see them.
+    """Time, threads and randomness, as the drivers see them.
 
     Attributes:
         clock: seconds since the epoch.
         offload: runs a blocking function and gives its result.
-        chance: for jitter only.
+        rng: for jitter only.
         waits: what `retry` waits for.
     """
 
     clock: Callable[[], float] = time.time
     offload: Callable[..., Awaitable[object]] = offload_to_thread
-    chance: random.Random = field(default_factory=random.Random)
+    rng: random.Random = field(default_factory=random.Random)
     waits: Waits = field(default_factory=Waits)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -147,7 +147,7 @@ class Runtime:
                 if failures == 0:
                     logger.warning("waiting", what=what, error=error.message)
                 failures += 1
-                await asyncio.sleep(self.chance.uniform(0, backoff_s))
+                await asyncio.sleep(self.rng.uniform(0, backoff_s))
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
             else:
                 if failures:

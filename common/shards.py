@@ -34,8 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from diloco.common.errors import IntegrityError, ObjectRangeError, WireError
-from diloco.common.quantize import (
+from diloco.common.codec import (
     GREATEST_SCALE,
     GREATEST_VALUE,
     LEAST_SCALE,
@@ -46,6 +45,7 @@ from diloco.common.quantize import (
     encoded_bytes,
     scale_count,
 )
+from diloco.common.errors import IntegrityError, ObjectRangeError, WireError
 
 HEADER: Final = struct.Struct("<4sBBHQ")
 MAGIC: Final = b"DLS2"
@@ -347,7 +347,7 @@ def _check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
         else:
             bad = _check_values(chunk.astype(np.float32))
         if bad:
-            raise WireError("bad_code", f"a code of the shard is none that {codec} gives")
+            raise WireError("bad_code", f"a code of the shard is not a valid {codec} code")
 
 
 def _check_values(values: npt.NDArray[np.float32]) -> bool:

@@ -104,7 +104,7 @@ def check_range(name: str, start: int, stop: int, size_bytes: int | None = None)
         ObjectRangeError: nothing can be read for that range.
     """
     if not 0 <= start < stop:
-        raise ObjectRangeError(f"[{start}, {stop}) is no range of bytes, of object {name!r}")
+        raise ObjectRangeError(f"[{start}, {stop}) is not a byte range of object {name!r}")
     if size_bytes is not None and stop > size_bytes:
         raise ObjectRangeError(
             f"object {name!r} has {size_bytes} bytes, [{start}, {stop}) of them were expected"
@@ -140,7 +140,7 @@ def check_object_name(name: str) -> None:
         or tokens[0] == _TEMP
     ):
         raise StoreError(
-            f"{name[:80]!r} is no object name",
+            f"{name[:80]!r} is not an object name",
             hint="tokens of [A-Za-z0-9._=-] joined by '/', relative, no '..', at most 512 long",
         )
 
@@ -157,7 +157,7 @@ class MemoryStore:
 
         Raises:
             ObjectExistsError: other bytes stand under that name.
-            StoreError: `name` is no object name.
+            StoreError: `name` is not an object name.
         """
         check_object_name(name)
         copy = bytes(data)
@@ -171,7 +171,7 @@ class MemoryStore:
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`.
-            StoreError: `name` is no object name.
+            StoreError: `name` is not an object name.
         """
         check_object_name(name)
         with self._lock:
@@ -187,7 +187,7 @@ class MemoryStore:
         Raises:
             ObjectMissingError: no such object.
             ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreError: `name` is no object name.
+            StoreError: `name` is not an object name.
         """
         check_range(name, start, stop)
         data = self.get(name)
@@ -206,7 +206,7 @@ class MemoryStore:
         """Remove `name`; one that is not there is no error.
 
         Raises:
-            StoreError: `name` is no object name.
+            StoreError: `name` is not an object name.
         """
         check_object_name(name)
         with self._lock:
@@ -239,7 +239,7 @@ class DirectoryStore:
         Raises:
             ObjectExistsError: other bytes stand under that name.
             StoreUnavailableError: the disk is full or failed; nothing was stored.
-            StoreError: not permitted, or `name` is no object name.
+            StoreError: not permitted, or `name` is not an object name.
         """
         check_object_name(name)
         path = self.root / name
@@ -268,7 +268,7 @@ class DirectoryStore:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
             StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or `name` is no object name.
+            StoreError: not permitted, or `name` is not an object name.
         """
         return self._read(name, lambda file, size: _read_all(name, file, size, limit_bytes))
 
@@ -279,7 +279,7 @@ class DirectoryStore:
             ObjectMissingError: no such object.
             ObjectRangeError: the range is empty, or ends beyond the object.
             StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or `name` is no object name.
+            StoreError: not permitted, or `name` is not an object name.
         """
         check_range(name, start, stop)
         return self._read(name, lambda file, size: _read_range(name, file, size, start, stop))
@@ -303,7 +303,7 @@ class DirectoryStore:
 
         Raises:
             StoreUnavailableError: the disk failed.
-            StoreError: not permitted, or `name` is no object name.
+            StoreError: not permitted, or `name` is not an object name.
         """
         check_object_name(name)
         with _os_errors("delete", name), contextlib.suppress(NotADirectoryError):
@@ -401,7 +401,8 @@ def open_store(url: str, *, emulator: bool = False) -> ObjectStore:
 
         return open_gcs(url, storage_emulator(asked_for=emulator))
     raise ConfigError(
-        f"{url!r}: no store of kind {scheme!r}", hint="write gs://bucket/prefix or file:///path"
+        f"{url!r}: unknown kind of store {scheme!r}",
+        hint="write gs://bucket/prefix or file:///path",
     )
 
 

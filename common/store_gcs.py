@@ -469,7 +469,7 @@ class _Upload:
             return int(last) + 1 if last else 0
         error = api.from_http_response(response)
         if response.status_code in {404, 410} or _is_damage(error):
-            raise StoreUnavailableError(f"an upload must begin again: {_brief(error)}")
+            raise StoreUnavailableError(f"an upload must restart: {_brief(error)}")
         raise error
 
 

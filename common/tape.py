@@ -1,18 +1,20 @@
 """A run as its tape holds it: the specification, settings, records, and the objects they name."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from diloco.common import log, names, shards, wire
-from diloco.common.bus import Bus
+from diloco.common.bus import Bus, Message
 from diloco.common.config import RunSettings, check_changeable, parse_settings
 from diloco.common.errors import (
     ConfigError,
     IntegrityError,
     ObjectLostError,
     ObjectMissingError,
+    RunIncompleteError,
     RunMismatchError,
     RunMissingError,
     StreamMissingError,
@@ -63,38 +65,65 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
     return wire.decode(wire.Specification, message.payload)
 
 
-async def data_position(context: RunContext, learner: str) -> int:
-    """Where a learner's data goes on, in batches: behind all that its messages cover."""
+async def data_position(
+    context: RunContext,
+    learner: str,
+    last: Callable[[str], Awaitable[Message | None]] | None = None,
+) -> int:
+    """Where a learner's data goes on, in batches: behind all that its messages cover.
+
+    Args:
+        context: of the run.
+        learner: its name.
+        last: gives a subject's last message; `Bus.last`, which may be stale, if None.
+    """
     run = context.run
-    specification = await context.runtime.retry(
-        "reading the tape", lambda: load_specification(context.bus, run), logger=context.logger
-    )
+    last = last or partial(_last, context)
+    specification = await _first(context, names.spec(run), wire.Specification)
     positions = [specification.positions.get(learner, 0)]
-    positions.append(await _position_on(context, names.leave(run, learner), wire.Leave))
+    positions.append(await _position_on(context, names.leave(run, learner), wire.Leave, last))
     for fragment in range(len(context.layout.fragments)):
         subject = names.update(run, learner, fragment)
-        positions.append(await _position_on(context, subject, wire.Manifest))
+        positions.append(await _position_on(context, subject, wire.Manifest, last))
     return max(positions)
 
 
-async def _position_on(
-    context: RunContext, subject: str, kind: type[wire.Manifest | wire.Leave]
-) -> int:
-    """Position in the last message of a subject; in all of them, if that is not readable."""
-    last = await context.runtime.retry(
+async def _first(context: RunContext, subject: str, kind: type[wire.T]) -> wire.T:
+    """The first message of a subject that has one, read in order: no replica takes it for missing.
+
+    Raises:
+        WireError: it cannot be decoded.
+    """
+    messages = context.bus.read(context.tape, [subject], 1)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        return wire.decode(kind, (await anext(messages)).payload)
+
+
+async def _last(context: RunContext, subject: str) -> Message | None:
+    return await context.runtime.retry(
         "reading the tape", lambda: context.bus.last(context.tape, subject), logger=context.logger
     )
-    if last is None:
+
+
+async def _position_on(
+    context: RunContext,
+    subject: str,
+    kind: type[wire.Manifest | wire.Leave],
+    last: Callable[[str], Awaitable[Message | None]],
+) -> int:
+    """Position in the last message of a subject; in all of them, if that is not readable."""
+    newest = await last(subject)
+    if newest is None:
         return 0
     try:
-        return wire.decode(kind, last.payload).position
+        return wire.decode(kind, newest.payload).position
     except WireError as error:
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
     position = 0
     async for message in context.bus.read(context.tape, [subject], 1):
         with contextlib.suppress(WireError):
             position = max(position, wire.decode(kind, message.payload).position)
-        if message.seq >= last.seq:
+        if message.seq >= newest.seq:
             break
     return position
 
@@ -135,7 +164,7 @@ async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
             break
     raise IntegrityError(
         f"the tape has no settings at sequence {settings_seq}, which a record names",
-        hint="has somebody purged the stream by hand? restore it, or resume from a checkpoint",
+        hint="was the stream purged by hand? restore it, or resume from a checkpoint",
     )
 
 
@@ -143,14 +172,14 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
     """The newest record of a fragment, and its stream sequence.
 
     Raises:
-        RunMismatchError: the run has no such fragment: it was not created, or not wholly.
+        RunIncompleteError: the run has no such fragment: it was not created, or not wholly.
         IntegrityError: the record was made for another layout, or its body is gone.
     """
     missed = 0
     while True:
         message = await context.bus.last(context.tape, names.record(context.run, fragment))
         if message is None:
-            raise RunMismatchError(
+            raise RunIncompleteError(
                 f"run {context.run!r} has no record of fragment {fragment}",
                 hint="create the run with: diloco run create --config FILE",
             )

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.common import shards, wire
+from diloco.common.codec import decode_numpy
 from diloco.common.errors import IntegrityError, ObjectMissingError
-from diloco.common.quantize import decode_numpy
 from diloco.common.tape import (
     Recorded,
     RunContext,

@@ -257,7 +257,7 @@ class Allowance(Part):
 
 
 class PolicyState(Part):
-    """The machine's memory after a record; see `aggregator/machine.py`.
+    """The machine's memory after a record; see `aggregator/core/machine.py`.
 
     `seen_seq`: highest stream sequence that it comes from; its part from `position` on is met
     again by whoever recovers, and must not count twice. `floor`: the version of the newest

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
-from diloco.learner.task import Task
+from diloco import Task
 
 
 def build(*, steps: int, seed: int) -> Task:

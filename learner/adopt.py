@@ -1,182 +1,146 @@
-"""The learner's inbound side: reads records, fetches and decodes deltas, in order per fragment.
+"""The learner's inbound side: reads records, fetches and decodes versions, in order per fragment.
 
-A record is handed to the training loop only when its delta is here and verified, on the devices of
-all hosts, so that adopting it is one small step there. A learner that has fallen so far behind
-that a delta is gone, or whose view is not the one that a record builds on, loads the newest view.
+A record is handed to the training loop only when what it brings is here and verified, on the
+devices of all hosts, so that adopting it is one small step there. What waits is taken together
+(`catchup.py`), and no more is decoded than the devices have room for (`Room`). A learner that has
+fallen so far behind that an object is gone, or whose view is not the one that a record builds on,
+loads the newest view.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
-import numpy as np
-
-from diloco.common import names, shards, wire
+from diloco.common import names, wire
 from diloco.common.bus import Message
-from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
-from diloco.common.service import cancel
-from diloco.common.tape import (
-    data_position,
-    get_object,
-    parse_changed,
-    read_record,
+from diloco.common.errors import (
+    HostFetchError,
+    IntegrityError,
+    ObjectMissingError,
+    StaleReadError,
+    WireError,
 )
-from diloco.common.views import Loaded, assemble_view, load_view
+from diloco.common.service import cancel
+from diloco.common.tape import parse_changed, read_record
+from diloco.common.views import Loaded, load_view
 from diloco.learner import sync
-from diloco.learner.publish import Context, Post, Tensors
+from diloco.learner.boundary import NOTHING, Decoded, Post
+from diloco.learner.catchup import Adopted, Move, Waiting, next_move
+from diloco.learner.context import Context
+from diloco.learner.fetch import Change, Fetcher, whole
+from diloco.learner.peers import Peers
+
+# Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
+# fetched while another waits for its boundary.
+WAITING_VIEWS = 2
+_FLOAT32_BYTES = 4
 
 
-class Change(NamedTuple):
-    """What leads from the version adopted to a record's: a delta, or a stored view and deltas.
+class Room:
+    """Bytes of decoded versions on the devices that wait for a step boundary."""
 
-    Attributes:
-        fragment, record_seq: of the record.
-        view_digest: of the view that it leads to.
-        snapshot: the stored view to begin with; None: with the view adopted.
-        deltas: to be added, in order; one, if there is no snapshot.
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._freed = asyncio.Event()
+        self.taken_bytes = 0
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether so many bytes may be decoded; one version may always be."""
+        return not self.taken_bytes or self.taken_bytes + size_bytes <= self._limit_bytes
+
+    def take(self, size_bytes: int) -> None:
+        """They are about to be."""
+        self.taken_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        """They are adopted; on the event loop."""
+        self.taken_bytes -= size_bytes
+        self._freed.set()
+
+    async def freed(self) -> None:
+        """Wait until something is given back."""
+        self._freed.clear()
+        await self._freed.wait()
+
+
+async def load(context: Context, fragment: int) -> Loaded:
+    """The newest version of a fragment, verified: where a learner begins.
+
+    From a stale replica it may be an older one: what follows it is then read in order.
     """
-
-    fragment: int
-    record_seq: int
-    view_digest: str
-    snapshot: wire.ObjectRef | None
-    deltas: tuple[wire.ObjectRef, ...]
-
-
-class Fetcher:
-    """Fetches and decodes what one host holds of versions, and puts it on its devices."""
-
-    def __init__(self, context: Context, tensors: Tensors) -> None:
-        self._context = context
-        self._tensors = tensors
-
-    async def fetch(self, change: Change) -> Any:
-        """The payload of a change.
-
-        Raises:
-            ObjectMissingError: garbage collection has taken an object.
-            IntegrityError: an object is damaged.
-        """
-        if change.snapshot is None:
-            return await self._context.runtime.call(self._delta, change)
-        return await self._context.runtime.call(self._view, change, change.snapshot)
-
-    def place(self, fragment: int, view: np.ndarray) -> Any:
-        """The payload of a view that is here already, float32 [N]."""
-        return self._tensors.place_view(fragment, view)
-
-    def _delta(self, change: Change) -> Any:
-        context, (ref,) = self._context, change.deltas
-        section, held = context.settings.sync, self._tensors.held(change.fragment)
-        size = context.layout.fragments[change.fragment].size
-        codec, block = section.delta_codec, section.block
-        if held.size * block == size:
-            data = get_object(context.store, ref)
-            context.traffic.bytes_down += len(data)
-            rows = shards.unpack_delta(data, codec=codec, count=size, block=block)
-        else:
-            rows = shards.read_blocks(
-                self._reader(ref), codec=codec, count=size, block=block, blocks=held
-            )
-        return self._tensors.place(change.fragment, rows)
-
-    def _reader(self, ref: wire.ObjectRef) -> shards.Read:
-        def read(start: int, stop: int) -> bytes:
-            data = self._context.store.get_range(ref.name, start, stop)
-            self._context.traffic.bytes_down += len(data)
-            return data
-
-        return read
-
-    def _view(self, change: Change, snapshot: wire.ObjectRef) -> Any:
-        view, read_bytes = assemble_view(
-            self._context, change.fragment, change.view_digest, snapshot, change.deltas
-        )
-        self._context.traffic.bytes_down += read_bytes
-        return self._tensors.place_view(change.fragment, view)
-
-
-Prepare = Callable[[Change], Awaitable[None]]
-
-
-async def nobody_else(_change: Change) -> None:
-    """What the other hosts of a learner of one host have to fetch."""
-
-
-def start_at(loaded: Loaded) -> sync.Start:
-    """Where the core begins with a fragment of which a learner has loaded this version."""
-    record = loaded.record
-    return sync.Start(record.version, record.view_digest, loaded.record_seq, record.global_step)
-
-
-def whole(loaded: Loaded) -> Change:
-    """The change that leads to a view from nothing."""
-    record = loaded.record
-    return Change(
-        record.fragment, loaded.record_seq, record.view_digest, loaded.snapshot, loaded.deltas
+    loaded = await context.runtime.retry(
+        "loading a version", lambda: load_view(context, fragment), logger=context.logger
     )
+    context.traffic.bytes_down += loaded.read_bytes
+    return loaded
 
 
 class Adopter:
-    """Follows the run's records for one learner.
+    """Follows the run's records for one life of a learner.
 
-    Attributes:
-        fetcher: of this host; set before `follow`.
-        others: waits until the other hosts have a change on their devices.
+    Args:
+        context: the learner's.
+        post: takes what is ready for the training loop.
+        fetcher: of this host.
+        peers: the other hosts, who fetch what they hold of each version.
+        starts: the versions that this life begins with, by fragment.
+        incarnation: whose marks resolve updates.
     """
 
-    fetcher: Fetcher
-
-    def __init__(self, context: Context, post: Post) -> None:
+    def __init__(
+        self,
+        context: Context,
+        post: Post,
+        fetcher: Fetcher,
+        peers: Peers,
+        starts: Sequence[sync.Start],
+        incarnation: int,
+    ) -> None:
         self._context = context
         self._post = post
-        self._newest: dict[int, tuple[int, int, str]] = {}
-        self._queues: dict[int, asyncio.Queue[Message]] = {}
-        self.incarnation = 0
-        self.others: Prepare = nobody_else
-
-    async def load(self, fragment: int) -> Loaded:
-        """The newest version of a fragment, verified: where a learner begins."""
-        return await self._load_fragment(fragment)
-
-    async def position(self) -> int:
-        """Where this learner's data goes on: behind all that any of its manifests covers."""
-        return await data_position(self._context, self._context.learner)
+        self._fetcher = fetcher
+        self._peers = peers
+        self._incarnation = incarnation
+        self._adopted = [Adopted(at.record_seq, at.version, at.view_digest) for at in starts]
+        self._queues: list[asyncio.Queue[Message]] = [asyncio.Queue() for _ in starts]
+        largest = max(fragment.size for fragment in context.layout.fragments)
+        self._room = Room(WAITING_VIEWS * _FLOAT32_BYTES * largest)
 
     async def follow(self) -> None:
         """Hand over records, settings and the run's stop as they come; never returns."""
-        context = self._context
-        start = min(seq for seq, _, _ in self._newest.values()) + 1
-        self._queues = {fragment: asyncio.Queue() for fragment in self._newest}
-        workers = [
-            asyncio.ensure_future(self._follow_fragment(fragment)) for fragment in self._newest
-        ]
-        run = context.run
-        words = [names.settings(run), names.stop(run), names.end(run)]
-        readers = [
-            asyncio.ensure_future(self._read_records(start)),
-            *(asyncio.ensure_future(self._read_word(word, start)) for word in words),
-            asyncio.ensure_future(self._listen()),
+        run = self._context.run
+        tasks = [
+            asyncio.ensure_future(part)
+            for part in (
+                *(self._follow_fragment(fragment) for fragment in range(len(self._adopted))),
+                self._read_records(),
+                *(self._read_word(at(run)) for at in (names.settings, names.stop, names.end)),
+                self._listen(),
+            )
         ]
         try:
-            await asyncio.gather(*readers, *workers)
+            await asyncio.gather(*tasks)
         finally:
-            await cancel(*readers, *workers)
-            context.logger.debug("stopped_following")
+            await cancel(*tasks)
+            self._context.logger.debug("stopped_following")
 
-    async def _read_records(self, start: int) -> None:
-        async for message in self._messages(names.record(self._context.run, "*"), start):
-            fragment = int(message.subject.rsplit(".", 1)[1])
-            self._queues[fragment].put_nowait(message)
+    # What is about the whole run
 
-    async def _read_word(self, subject: str, start: int) -> None:
+    async def _read_word(self, subject: str) -> None:
         """Hand over the messages of one subject that is about the whole run.
 
-        The last one may lie before the newest records, so it is asked for apart.
+        Only the last one matters of those that are there. It may be one of a replica that is
+        behind: so what follows it is read in order, from it on and not from the newest records.
         """
-        if (last := await self._last(subject)) is not None:
+        context = self._context
+        last = await context.runtime.retry(
+            "reading the tape",
+            lambda: context.bus.last(context.tape, subject),
+            logger=context.logger,
+        )
+        if last is not None:
             self._pass_on(last)
-        async for message in self._messages(subject, start):
+        async for message in self._messages(subject, 1 if last is None else last.seq + 1):
             self._pass_on(message)
 
     def _messages(self, subject: str, start: int) -> AsyncIterator[Message]:
@@ -213,102 +177,172 @@ class Adopter:
                 continue
             self._post(sync.RoundOpened(opened.fragment, opened.version))
 
+    # A fragment's records
+
+    async def _read_records(self) -> None:
+        start = min(at.record_seq for at in self._adopted) + 1
+        async for message in self._messages(names.record(self._context.run, "*"), start):
+            fragment = int(message.subject.rsplit(".", 1)[1])
+            self._queues[fragment].put_nowait(message)
+
     async def _follow_fragment(self, fragment: int) -> None:
-        queue = self._queues[fragment]
+        waiting: list[Waiting] = []
         while True:
-            message = await queue.get()
-            if message.seq <= self._newest[fragment][0]:
+            waiting += await self._arrived(fragment, waiting)
+            if not waiting:
                 continue
-            await self._context.runtime.retry(
-                "reading a version",
-                lambda message=message: self._take(fragment, message),  # type: ignore[misc]
-                logger=self._context.logger,
-            )
+            move = next_move(self._adopted[fragment], waiting)
+            needs = move.change.held_bytes if move is not None and move.change is not None else 0
+            if not self._room.fits(needs):
+                # What comes meanwhile may make a jump of it.
+                await self._room.freed()
+                continue
+            covered = waiting[: len(waiting) if move is None else move.covers]
+            newest_seq = await self._take(fragment, move, covered)
+            waiting = [one for one in waiting if one.record_seq > newest_seq]
 
-    async def _take(self, fragment: int, message: Message) -> None:
-        _, version, _ = self._newest[fragment]
-        record_seq = message.seq
-        payload: Any = None
-        try:
-            record = await read_record(self._context, message.payload)
-            if record.what != "verdict":
-                payload = await self._prepare(self._change(fragment, record, record_seq))
-        except (ObjectMissingError, IntegrityError) as error:
-            self._context.logger.warning("reloading", fragment=fragment, why=error.message)
-            loaded, payload = await self._reload(fragment)
-            record, record_seq = loaded.record, loaded.record_seq
-        self._newest[fragment] = (record_seq, record.version, record.view_digest)
+    async def _arrived(self, fragment: int, waiting: Sequence[Waiting]) -> list[Waiting]:
+        """Records that have come since; if none waits yet, wait for the first."""
+        queue = self._queues[fragment]
+        messages = [] if waiting else [await queue.get()]
+        while not queue.empty():
+            messages.append(queue.get_nowait())
+        newest_seq = waiting[-1].record_seq if waiting else self._adopted[fragment].record_seq
+        return [await self._read(one) for one in messages if one.seq > newest_seq]
+
+    async def _read(self, message: Message) -> Waiting:
         context = self._context
-        context.logger.debug("arrived", fragment=fragment, version=record.version, what=record.what)
-        # Also when the rollback itself was jumped over.
-        restored = record.policy.floor > version
-        self._post(self._ready(record, record_seq, restored=restored), payload)
+        try:
+            record = await context.runtime.retry(
+                "reading a version",
+                lambda: read_record(context, message.payload),
+                logger=context.logger,
+            )
+        except (ObjectMissingError, IntegrityError) as error:
+            context.logger.warning("record_skipped", record_seq=message.seq, why=error.message)
+            return Waiting(message.seq, None)
+        return Waiting(message.seq, record)
 
-    def _change(self, fragment: int, record: wire.Record, record_seq: int) -> Change:
-        """What leads from the version adopted to a record's.
+    async def _take(self, fragment: int, move: Move | None, covered: Sequence[Waiting]) -> int:
+        """Fetch what a move brings and hand it over; the sequence of the newest record covered."""
+        newest = covered[-1]
+        if move is not None:
+            assert newest.record is not None
+            try:
+                payload = await self._moved(move)
+            except (ObjectMissingError, IntegrityError) as error:
+                why = error.message
+            else:
+                self._hand_over(newest.record_seq, newest.record, covered, payload)
+                return newest.record_seq
+        else:
+            why = f"record {newest.record_seq} cannot be read"
+        self._context.logger.warning("reloading", fragment=fragment, why=why)
+        loaded, payload = await self._reload(fragment, newest.record_seq)
+        self._hand_over(loaded.record_seq, loaded.record, covered, payload)
+        return loaded.record_seq
 
-        Raises:
-            ObjectMissingError: nothing does.
-        """
-        _, version, digest = self._newest[fragment]
-        follows = record.version == version + 1 and record.base_digest == digest
-        if not follows or record.delta is None:
-            raise ObjectMissingError(f"version {record.version} does not follow {version}")
-        return Change(fragment, record_seq, record.view_digest, None, (record.delta,))
-
-    async def _prepare(self, change: Change) -> Any:
-        """What a change brings, on the devices of all hosts; this host's is returned.
+    async def _moved(self, move: Move) -> Decoded:
+        """What a move brings.
 
         Raises:
             ObjectMissingError: an object was collected.
             IntegrityError: one is damaged.
         """
-        payload, _ = await asyncio.gather(self.fetcher.fetch(change), self.others(change))
-        return payload
+        change, context = move.change, self._context
+        if change is None:
+            return NOTHING
+        self._room.take(change.held_bytes)
+        try:
+            tensors = await context.runtime.retry(
+                "reading a version", lambda: self._prepare(change), logger=context.logger
+            )
+        except BaseException:
+            self._room.give_back(change.held_bytes)
+            raise
+        return self._decoded(tensors, change.held_bytes)
 
-    async def _reload(self, fragment: int) -> tuple[Loaded, Any]:
-        """The newest view, on the devices of all hosts; anew when a collection was faster."""
-        while True:
-            loaded = await self._load_fragment(fragment)
-            view = self._context.runtime.call(self.fetcher.place, fragment, loaded.view)
-            try:
-                payload, _ = await asyncio.gather(view, self.others(whole(loaded)))
-            except (ObjectMissingError, IntegrityError) as error:
-                self._context.logger.warning("reloading", fragment=fragment, why=error.message)
-            else:
-                return loaded, payload
+    def _decoded(self, tensors: Any, size_bytes: int) -> Decoded:
+        loop = asyncio.get_running_loop()
+        return Decoded(tensors, lambda: loop.call_soon_threadsafe(self._room.give_back, size_bytes))
 
-    def _ready(self, record: wire.Record, record_seq: int, *, restored: bool) -> sync.Ready:
+    async def _prepare(self, change: Change) -> Any:
+        """What a change brings, on the devices of all hosts; this host's is returned."""
+        preparation = self._peers.prepare(change)
+        try:
+            tensors = await self._fetcher.fetch(change)
+            await preparation.ready()
+        except BaseException:
+            preparation.drop()
+            raise
+        return tensors
+
+    async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded]:
+        """The newest view, of the record `record_seq` or a later one, on the devices of all hosts.
+
+        Loaded again, with growing pauses, while a stale replica answers or a host cannot read it.
+
+        Raises:
+            HostFetchError: a host could not for long.
+        """
+        context = self._context
+
+        async def attempt() -> tuple[Loaded, Any]:
+            loaded = await load(context, fragment)
+            if loaded.record_seq < record_seq:
+                raise StaleReadError(
+                    f"record {loaded.record_seq} of fragment {fragment} came for its newest, "
+                    f"but {record_seq} is on the tape"
+                )
+            return loaded, await self._spread(loaded)
+
+        loaded, tensors = await context.runtime.retry(
+            "loading a version", attempt, logger=context.logger
+        )
+        size_bytes = _FLOAT32_BYTES * context.layout.fragments[fragment].size
+        self._room.take(size_bytes)
+        return loaded, self._decoded(tensors, size_bytes)
+
+    async def _spread(self, loaded: Loaded) -> Any:
+        """A view that is here, on the devices of all hosts; this host's is returned.
+
+        Raises:
+            HostFetchError: another host cannot read it, or not any more.
+        """
+        preparation = self._peers.prepare(whole(loaded))
+        try:
+            tensors = await self._fetcher.place(loaded)
+            await preparation.ready()
+        except (ObjectMissingError, IntegrityError) as error:
+            preparation.drop()
+            raise HostFetchError(error.message, hint=error.hint) from error
+        except BaseException:
+            preparation.drop()
+            raise
+        return tensors
+
+    def _hand_over(
+        self, record_seq: int, record: wire.Record, covered: Sequence[Waiting], payload: Decoded
+    ) -> None:
+        context, fragment = self._context, record.fragment
+        before = self._adopted[fragment].version
+        self._adopted[fragment] = Adopted(record_seq, record.version, record.view_digest)
+        context.logger.debug("arrived", fragment=fragment, version=record.version, what=record.what)
+        read = [one.record for one in covered if one.record is not None]
         resolved = [
             mark.seq
-            for mark in record.policy.marks
-            if mark.learner == self._context.learner and mark.incarnation == self.incarnation
+            for one in (*read, record)
+            for mark in one.policy.marks
+            if mark.learner == context.learner and mark.incarnation == self._incarnation
         ]
-        return sync.Ready(
-            fragment=record.fragment,
+        ready = sync.Ready(
+            fragment=fragment,
             record_seq=record_seq,
             version=record.version,
             view_digest=record.view_digest,
             global_step=record.global_step,
             resolved_seq=max(resolved, default=0),
-            restored=restored,
+            # Also when the rollback itself was jumped over.
+            rolled_back=record.policy.floor > before,
         )
-
-    async def _load_fragment(self, fragment: int) -> Loaded:
-        """The newest version, from snapshot and deltas; passing faults are waited out."""
-        loaded = await self._context.runtime.retry(
-            "loading a version",
-            lambda: load_view(self._context, fragment),
-            logger=self._context.logger,
-        )
-        record = loaded.record
-        self._context.traffic.bytes_down += loaded.read_bytes
-        self._newest[fragment] = (loaded.record_seq, record.version, record.view_digest)
-        return loaded
-
-    async def _last(self, subject: str) -> Message | None:
-        return await self._context.runtime.retry(
-            "reading the tape",
-            lambda: self._context.bus.last(self._context.tape, subject),
-            logger=self._context.logger,
-        )
+        self._post(ready, payload)

@@ -369,7 +369,7 @@ def _file(number: int) -> str:
 
 
 # Where a learner, or one host of several, keeps its checkpoints.
-Kept = Folder | PartFolder
+CheckpointFolder = Folder | PartFolder
 
 
 # --- In the object store

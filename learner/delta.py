@@ -34,8 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from diloco.common.codec import Codec, Encoded
 from diloco.common.layout import Layout, Piece
-from diloco.common.quantize import Codec, Encoded, decode_blocks, encode_blocks
+from diloco.common.quantize import decode_blocks, encode_blocks
 from diloco.learner.mesh import Cuts, cuts_of, fit, sharding_of, single
 
 Leaves = dict[str, jax.Array]
@@ -66,7 +67,7 @@ class _Part(NamedTuple):
     blocks: NamedSharding
 
 
-class _Plan(NamedTuple):
+class _Geometry(NamedTuple):
     """Static argument of the kernels: equal for fragments whose pieces have equal shapes."""
 
     parts: tuple[_Part, ...]
@@ -100,12 +101,12 @@ class Kernels:
     delta_codec: Codec
     block: int
     placed: tuple[Placed, ...]
-    plan: _Plan
+    geometry: _Geometry
     starts: tuple[int, ...]
 
     def blocks(self, leaves: Leaves) -> Blocks:
         """The fragment's pieces as blocks, with zeros for padding."""
-        found: Blocks = _blocks(self._tuple(leaves), self._starts(), self.plan)
+        found: Blocks = _blocks(self._tuple(leaves), self._starts(), self.geometry)
         return found
 
     def send(self, leaves: Leaves, view: Blocks) -> Codes:
@@ -132,16 +133,16 @@ class Kernels:
 
     def overwrite(self, leaves: Leaves, view: Blocks) -> Leaves:
         """The view's values in the leaves' dtypes; leaves are donated."""
-        return self._named(_replace(self._tuple(leaves), self._starts(), view, self.plan))
+        return self._named(_replace(self._tuple(leaves), self._starts(), view, self.geometry))
 
     def mix(self, leaves: Leaves, view: Blocks, alpha: float) -> Leaves:
         """Leaves and view in the shares alpha and 1 - alpha; leaves are donated (PAPER.md §1)."""
-        mixed = _mix(self._tuple(leaves), self._starts(), view, np.float32(alpha), self.plan)
+        mixed = _mix(self._tuple(leaves), self._starts(), view, np.float32(alpha), self.geometry)
         return self._named(mixed)
 
     def add(self, leaves: Leaves, values: Blocks) -> Leaves:
         """Leaves plus values, in float32, rounded to each leaf's dtype; leaves are donated."""
-        return self._named(_add(self._tuple(leaves), self._starts(), values, self.plan))
+        return self._named(_add(self._tuple(leaves), self._starts(), values, self.geometry))
 
     def _tuple(self, leaves: Leaves) -> tuple[jax.Array, ...]:
         return tuple(leaves[name] for name in self.names)
@@ -190,7 +191,7 @@ def make_kernels(
             Placed(piece.offset // layout.block, part.grid, part.blocks)
             for piece, part in zip(pieces, parts, strict=True)
         ),
-        plan=_Plan(parts, layout.block),
+        geometry=_Geometry(parts, layout.block),
         starts=tuple(piece.start for piece in pieces),
     )
 
@@ -311,47 +312,47 @@ def _lying(values: jax.Array, sharding: NamedSharding) -> jax.Array:
     return lying
 
 
-@partial(jax.jit, static_argnames="plan")
-def _blocks(leaves: tuple[jax.Array, ...], starts: jax.Array, plan: _Plan) -> Blocks:
+@partial(jax.jit, static_argnames="geometry")
+def _blocks(leaves: tuple[jax.Array, ...], starts: jax.Array, geometry: _Geometry) -> Blocks:
     return tuple(
-        _in_blocks(_rows(leaves[part.leaf], starts[index], part), part, plan.block)
-        for index, part in enumerate(plan.parts)
+        _in_blocks(_rows(leaves[part.leaf], starts[index], part), part, geometry.block)
+        for index, part in enumerate(geometry.parts)
     )
 
 
-@partial(jax.jit, static_argnames="plan", donate_argnames="leaves")
+@partial(jax.jit, static_argnames="geometry", donate_argnames="leaves")
 def _add(
-    leaves: tuple[jax.Array, ...], starts: jax.Array, values: Blocks, plan: _Plan
+    leaves: tuple[jax.Array, ...], starts: jax.Array, values: Blocks, geometry: _Geometry
 ) -> tuple[jax.Array, ...]:
     changed = list(leaves)
-    for index, part in enumerate(plan.parts):
+    for index, part in enumerate(geometry.parts):
         leaf, start = changed[part.leaf], starts[index]
         moved = _rows(leaf, start, part).astype(jnp.float32) + _of_blocks(values[index], part)
         changed[part.leaf] = _with_rows(leaf, start, part, moved)
     return tuple(changed)
 
 
-@partial(jax.jit, static_argnames="plan", donate_argnames="leaves")
+@partial(jax.jit, static_argnames="geometry", donate_argnames="leaves")
 def _replace(
-    leaves: tuple[jax.Array, ...], starts: jax.Array, view: Blocks, plan: _Plan
+    leaves: tuple[jax.Array, ...], starts: jax.Array, view: Blocks, geometry: _Geometry
 ) -> tuple[jax.Array, ...]:
     changed = list(leaves)
-    for index, part in enumerate(plan.parts):
+    for index, part in enumerate(geometry.parts):
         values = _of_blocks(view[index], part)
         changed[part.leaf] = _with_rows(changed[part.leaf], starts[index], part, values)
     return tuple(changed)
 
 
-@partial(jax.jit, static_argnames="plan", donate_argnames="leaves")
+@partial(jax.jit, static_argnames="geometry", donate_argnames="leaves")
 def _mix(
     leaves: tuple[jax.Array, ...],
     starts: jax.Array,
     view: Blocks,
     alpha: jax.Array,
-    plan: _Plan,
+    geometry: _Geometry,
 ) -> tuple[jax.Array, ...]:
     changed = list(leaves)
-    for index, part in enumerate(plan.parts):
+    for index, part in enumerate(geometry.parts):
         leaf, start = changed[part.leaf], starts[index]
         mine = _rows(leaf, start, part).astype(jnp.float32)
         values = alpha * mine + (1 - alpha) * _of_blocks(view[index], part)

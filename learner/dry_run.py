@@ -20,14 +20,14 @@ import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from diloco.common import shards, slices
+from diloco.common.codec import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.common.config import Config, LearnerSection, SyncSection
 from diloco.common.errors import ConfigError
 from diloco.common.layout import Fragment
-from diloco.common.quantize import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.learner import tree
 from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
-from diloco.learner.holding import make_holding
 from diloco.learner.island import Island
+from diloco.learner.ownership import make_ownership
 from diloco.learner.replica import anchor_memory
 from diloco.learner.task import Params
 
@@ -309,14 +309,14 @@ def _measured(fragments: Sequence[_Fragment]) -> tuple[FragmentFigures, ...]:
     """Their figures; fragments of equal shapes share their programs, so they cost the same."""
     found: dict[Any, tuple[Cost, Cost]] = {}
     for each in fragments:
-        if each.kernels.plan not in found:
-            found[each.kernels.plan] = each.measure()
+        if each.kernels.geometry not in found:
+            found[each.kernels.geometry] = each.measure()
     return tuple(
         FragmentFigures(
             index=each.fragment.index,
             elements=each.fragment.elements,
-            send=found[each.kernels.plan][0],
-            adopt=found[each.kernels.plan][1],
+            send=found[each.kernels.geometry][0],
+            adopt=found[each.kernels.geometry][1],
         )
         for each in fragments
     )
@@ -371,12 +371,12 @@ def _fragment_traffic(
 ) -> tuple[int, int, int]:
     """Bytes up and down, and objects up, of one host in a round of one fragment."""
     sync, block, size = each.sync, each.kernels.block, each.fragment.size
-    holding = make_holding(each.kernels, host, process_of)
-    parts = slices.cut(holding.owned, max(1, sync.shard_elements // block))
+    ownership = make_ownership(each.kernels, host, process_of)
+    parts = slices.cut(ownership.owned, max(1, sync.shard_elements // block))
     up = sum(shards.shard_bytes(sync.codec, len(part) * block, block) for part in parts)
-    if len(holding.held) * block == size:
+    if len(ownership.held) * block == size:
         return up, shards.delta_bytes(sync.delta_codec, size, block), len(parts)
-    return up, shards.range_bytes(sync.delta_codec, size, block, holding.held), len(parts)
+    return up, shards.range_bytes(sync.delta_codec, size, block, ownership.held), len(parts)
 
 
 # --- Programs and shapes

@@ -24,7 +24,7 @@ def view(meter: Meter) -> View:
 def show(counted: Metrics, trainer: Trainer, state: sync.State) -> None:
     """Set a learner's series; `state` is its core's."""
     meter, traffic = trainer.meter, trainer.meter.traffic
-    each = trainer.task.tokens_per_batch
+    each = trainer.tokens_per_step
     for metric, value in (
         (metrics.TOKENS, meter.tokens),
         (metrics.STEPS, meter.tokens / each),

@@ -5,84 +5,19 @@ is away, updates wait here and training goes on.
 """
 
 import asyncio
-import dataclasses
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from diloco.common import metrics, names, shards, slices, wire
+from diloco.common.codec import Encoded
 from diloco.common.errors import DilocoError
-from diloco.common.health import Health
-from diloco.common.metrics import Metrics
-from diloco.common.quantize import Encoded
-from diloco.common.tape import RunContext
 from diloco.learner import sync
-
-
-class Outgoing(NamedTuple):
-    """One update, as the training loop hands it over; `codes` may still be computing."""
-
-    send: sync.Send
-    codes: Any
-    position: int
-    local_step: int
-    loss: float
-    step_time_s: float
-    dispatched_at_s: float
-
-
-class Tensors(Protocol):
-    """What the background needs of a host's tensors: `replica.Replica`."""
-
-    def owned(self, fragment: int) -> np.ndarray:
-        """Numbers of the blocks that this host uploads, ascending, int64 [n]."""
-
-    def held(self, fragment: int) -> np.ndarray:
-        """Numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
-
-    def collect(self, fragment: int, codes: Any) -> Encoded:
-        """The rows owned of an update, once the devices have computed them."""
-
-    def place(self, fragment: int, rows: Encoded) -> Any:
-        """The rows held of a version delta, on the devices."""
-
-    def place_view(self, fragment: int, view: np.ndarray) -> Any:
-        """A whole view, float32 [N], on the devices."""
-
-
-class Traffic:
-    """Bytes and updates of this life, for heartbeats."""
-
-    def __init__(self) -> None:
-        self.bytes_up = 0
-        self.bytes_down = 0
-        self.updates_sent = 0
-
-
-class Post(Protocol):
-    """Hands an event to the training loop, with what it carries."""
-
-    def __call__(self, event: sync.Event, payload: object = None) -> None:
-        """May be called from the background thread."""
-
-
-class Arrived(NamedTuple):
-    """An event for the core, and the delta or view that it carries."""
-
-    event: sync.Event
-    payload: Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Context(RunContext):
-    """What the background side of one learner shares."""
-
-    learner: str
-    traffic: Traffic = dataclasses.field(default_factory=Traffic)
-    metrics: Metrics = dataclasses.field(default_factory=Metrics)
-    health: Health = dataclasses.field(default_factory=Health)
+from diloco.learner.boundary import Done, Outgoing, Post
+from diloco.learner.context import Context, Tensors
+from diloco.learner.peers import Peers
 
 
 class Stored(NamedTuple):
@@ -168,69 +103,96 @@ class Uploader:
         )
 
 
-Gather = Callable[[int, int], Awaitable[tuple[wire.Shard, ...]]]
+class Joined(NamedTuple):
+    """One life of a learner on the tape.
+
+    Attributes:
+        incarnation: sequence of its join in the stream.
+        nonce: 128 random bits in the ids of its messages, so that none is taken for another life's.
+    """
+
+    incarnation: int
+    nonce: str
 
 
-async def nobody_else(_fragment: int, _seq: int) -> tuple[wire.Shard, ...]:
-    """What the other hosts of a learner of one host have stored."""
-    return ()
+async def join(context: Context, host: str) -> Joined:
+    """Begin a life; `host` is the machine's name, for people."""
+    nonce = f"{context.runtime.rng.getrandbits(128):032x}"
+    message = wire.Join(
+        run=context.run, learner=context.learner, layout=context.layout.digest, host=host
+    )
+    subject = names.join(context.run, context.learner)
+    return Joined(await _publish(context, subject, message, f"join-{nonce}"), nonce)
+
+
+async def _publish(context: Context, subject: str, body: wire.Body, msg_id: str) -> int:
+    payload = wire.encode(body)
+    return await context.runtime.retry(
+        f"publishing {body.kind}",
+        lambda: context.bus.publish(subject, payload, msg_id=msg_id),
+        logger=context.logger,
+    )
 
 
 class Publisher:
     """Sends one learner's messages, under one incarnation.
 
-    Attributes:
-        uploader: of this host's shards; set before the first `send`.
-        others: waits until the other hosts have stored theirs of (fragment, seq).
+    Args:
+        context: the learner's.
+        post: tells the training loop what is on the tape.
+        uploader: of this host's shards.
+        peers: the other hosts, who store theirs.
+        life: that the messages are of.
     """
 
-    uploader: Uploader
-
-    def __init__(self, context: Context, post: Post) -> None:
+    def __init__(
+        self, context: Context, post: Post, uploader: Uploader, peers: Peers, life: Joined
+    ) -> None:
         self._context = context
         self._post = post
+        self._uploader = uploader
+        self._peers = peers
+        self._life = life
         self._manifests: dict[int, wire.Manifest] = {}
         self._announcing: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._nonce = f"{context.runtime.chance.getrandbits(128):032x}"
-        self.incarnation = 0
-        self.others: Gather = nobody_else
 
-    async def join(self, host: str) -> int:
-        """Begin a life; its incarnation is the sequence of the join in the stream."""
-        context = self._context
-        message = wire.Join(
-            run=context.run, learner=context.learner, layout=context.layout.digest, host=host
-        )
-        subject = names.join(context.run, context.learner)
-        self.incarnation = await self._publish(subject, message, f"join-{self._nonce}")
-        return self.incarnation
+    async def say(self, word: Outgoing | sync.Republish | Done) -> None:
+        """Publish what the training loop has to say."""
+        match word:
+            case Outgoing():
+                await self.send(word)
+            case sync.Republish():
+                await self.republish(word)
+            case Done(position, fragments):
+                await self.leave(position, fragments)
 
     async def leave(self, position: int, fragments: tuple[int, ...] = ()) -> None:
         """End this life, or only the sending of `fragments`."""
+        context, life = self._context, self._life
         message = wire.Leave(
-            run=self._context.run,
-            learner=self._context.learner,
-            incarnation=self.incarnation,
+            run=context.run,
+            learner=context.learner,
+            incarnation=life.incarnation,
             position=position,
             fragments=fragments,
         )
-        subject = names.leave(self._context.run, self._context.learner)
         token = "-".join(str(fragment) for fragment in fragments)
-        await self._publish(subject, message, f"leave-{self._nonce}-{token}")
+        subject = names.leave(context.run, context.learner)
+        await _publish(context, subject, message, f"leave-{life.nonce}-{token}")
 
     async def send(self, outgoing: Outgoing) -> None:
         """Store an update's shards, publish its manifest, tell the training loop."""
-        context, send = self._context, outgoing.send
+        context, send, life = self._context, outgoing.send, self._life
         began_s = context.runtime.clock()
         stored, others = await asyncio.gather(
-            self.uploader.store(self.incarnation, send, outgoing.codes),
-            self.others(send.fragment, send.seq),
+            self._uploader.store(life.incarnation, send, outgoing.codes),
+            self._peers.stored(send.fragment, send.seq),
         )
         manifest = wire.Manifest(
             run=context.run,
             learner=context.learner,
             epoch=context.epoch,
-            incarnation=self.incarnation,
+            incarnation=life.incarnation,
             seq=send.seq,
             fragment=send.fragment,
             base_version=send.base_version,
@@ -257,7 +219,7 @@ class Publisher:
             "sent",
             fragment=send.fragment,
             version=send.base_version,
-            update=f"{self.incarnation}-{send.seq}",
+            update=f"{life.incarnation}-{send.seq}",
             steps=send.steps,
             tokens=send.tokens,
         )
@@ -291,16 +253,8 @@ class Publisher:
 
     async def _announce(self, manifest: wire.Manifest) -> None:
         subject = names.update(self._context.run, manifest.learner, manifest.fragment)
-        identity = f"{self._nonce}-{manifest.fragment}-{manifest.seq}-{manifest.attempt}"
+        identity = f"{self._life.nonce}-{manifest.fragment}-{manifest.seq}-{manifest.attempt}"
         async with self._announcing[manifest.fragment]:
-            await self._publish(subject, manifest, identity)
+            await _publish(self._context, subject, manifest, identity)
         now_s = self._context.runtime.clock()
         self._post(sync.Published(now_s, manifest.fragment, manifest.seq))
-
-    async def _publish(self, subject: str, body: wire.Body, msg_id: str) -> int:
-        payload = wire.encode(body)
-        return await self._context.runtime.retry(
-            f"publishing {body.kind}",
-            lambda: self._context.bus.publish(subject, payload, msg_id=msg_id),
-            logger=self._context.logger,
-        )

@@ -16,8 +16,15 @@ from diloco.common import names, shards
 from diloco.common.config import LearnerSection
 from diloco.common.errors import CheckpointError, DilocoError
 from diloco.learner import checkpoint as checkpoints
-from diloco.learner.checkpoint import Checkpoint, Facts, Folder, Kept, PartFolder, Stored
-from diloco.learner.publish import Context
+from diloco.learner.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    Facts,
+    Folder,
+    PartFolder,
+    Stored,
+)
+from diloco.learner.context import Context
 
 T = TypeVar("T")
 Read = Callable[[], tuple[Facts, Any]]
@@ -49,7 +56,7 @@ class Restored(NamedTuple):
 
 def open_folder(
     context: Context, section: LearnerSection, host: int = 0, hosts: int = 1
-) -> Kept | None:
+) -> CheckpointFolder | None:
     """This learner's folder of checkpoints, if it keeps any; of several hosts each has its own."""
     if section.checkpoint_dir is None:
         return None
@@ -60,6 +67,33 @@ def open_folder(
 
 
 # --- Saving
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of one life of a learner: a `Saver`, or `NoCheckpoints`."""
+
+    def due(self) -> bool:
+        """Whether it is time for one."""
+
+    def save(self, state: Any, progress: Progress) -> None:
+        """Make one."""
+
+    def close(self) -> None:
+        """Wait for what is being made."""
+
+
+class NoCheckpoints:
+    """A learner that keeps none."""
+
+    def due(self) -> bool:
+        """Never."""
+        return False
+
+    def save(self, state: Any, progress: Progress) -> None:
+        """Nowhere."""
+
+    def close(self) -> None:
+        """Nothing is being made."""
 
 
 class Saver:
@@ -77,7 +111,7 @@ class Saver:
         self,
         context: Context,
         section: LearnerSection,
-        folder: Kept,
+        folder: CheckpointFolder,
         incarnation: int,
         hosts: int = 1,
     ) -> None:
@@ -165,13 +199,17 @@ class Saver:
 
 # --- Looking
 
-# A life, and its step: what the parts of one checkpoint of several hosts have in common.
-Moment = tuple[int, int]
+# Incarnation and local step: what the parts of one checkpoint of several hosts have in common.
+CheckpointId = tuple[int, int]
 
 
 def readable_parts(
-    context: Context, section: LearnerSection, folder: Kept | None, like: Any, shardings: Any
-) -> dict[Moment, Callable[[], Restored]]:
+    context: Context,
+    section: LearnerSection,
+    folder: CheckpointFolder | None,
+    like: Any,
+    shardings: Any,
+) -> dict[CheckpointId, Callable[[], Restored]]:
     """This host's parts of the checkpoints of a learner of several hosts, read and checked.
 
     Each host has its part on its own disk; a learner goes on from a moment of which all hosts have
@@ -188,7 +226,7 @@ def readable_parts(
     if folder is None:
         return {}
     shapes = checkpoints.local_shapes(like, shardings)
-    look = _Look(context, section, folder, shapes, _now, checkpoints.part_of)
+    search = _Search(context, section, folder, shapes, _now, checkpoints.part_of)
 
     def restored(facts: Facts, part: Any) -> Restored:
         state = checkpoints.of_local_part(like, shardings, part)
@@ -196,7 +234,7 @@ def readable_parts(
 
     return {
         (facts.incarnation, facts.local_step): partial(restored, facts, part)
-        for _, facts, part in _healthy(context, look.of_folder())
+        for _, facts, part in _healthy(context, search.of_folder())
     }
 
 
@@ -215,7 +253,11 @@ class _Candidate(NamedTuple):
 
 
 def restore(
-    context: Context, section: LearnerSection, folder: Kept | None, like: Any, fetch: Fetch
+    context: Context,
+    section: LearnerSection,
+    folder: CheckpointFolder | None,
+    like: Any,
+    fetch: Fetch,
 ) -> Restored | None:
     """The newest healthy checkpoint, from the nearest place that has one; None: begin anew.
 
@@ -226,8 +268,8 @@ def restore(
         like: shapes of the optimizer's state.
         fetch: reads the store, and waits out passing faults.
     """
-    look = _Look(context, section, folder, like, fetch, checkpoints.rebuild)
-    for candidate, facts, state in _healthy(context, look.candidates()):
+    search = _Search(context, section, folder, like, fetch, checkpoints.rebuild)
+    for candidate, facts, state in _healthy(context, search.candidates()):
         context.logger.info(
             "checkpoint_restored",
             where=candidate.where,
@@ -254,12 +296,12 @@ def _healthy(
         yield candidate, facts, state
 
 
-class _Look(NamedTuple):
+class _Search(NamedTuple):
     """Where to look for a checkpoint, in order; `build` makes a state of what was read."""
 
     context: Context
     section: LearnerSection
-    folder: Kept | None
+    folder: CheckpointFolder | None
     like: Any
     fetch: Fetch
     build: Callable[[Any, Checkpoint], Any]

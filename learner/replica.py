@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from diloco.common.codec import Encoded
 from diloco.common.config import SyncSection
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded, encode
+from diloco.common.quantize import encode
 from diloco.learner import tree
 from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
-from diloco.learner.holding import make_holding
+from diloco.learner.ownership import make_ownership
 from diloco.learner.task import Params
 
 
@@ -48,7 +49,6 @@ class Replica:
 
     Attributes:
         trained: the parameters, as `like`.
-        holdings: what this host has of each fragment.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Replica:
             )
             for fragment in layout.fragments
         ]
-        self.holdings = [make_holding(kernels) for kernels in self._kernels]
+        self._ownership = [make_ownership(kernels) for kernels in self._kernels]
         self._anchor = anchor_memory(anchor)
         self._views: list[Blocks] = []
         self._in_flight: dict[int, Codes] = {}
         leaves = _zeros(like, by_name or _alone(self._kernels))
-        for kernels, holding, view in zip(self._kernels, self.holdings, views, strict=True):
-            blocks = holding.place_view(view)
+        for kernels, owned, view in zip(self._kernels, self._ownership, views, strict=True):
+            blocks = owned.place_view(view)
             leaves |= kernels.overwrite(_part(leaves, kernels), blocks)
             self._views.append(self._kept(blocks))
         self.trained = tree.from_names(like, leaves)
@@ -95,23 +95,23 @@ class Replica:
 
     def owned(self, fragment: int) -> np.ndarray:
         """Numbers of the blocks that this host uploads, ascending, int64 [n]."""
-        return self.holdings[fragment].owned
+        return self._ownership[fragment].owned
 
     def held(self, fragment: int) -> np.ndarray:
         """Numbers of the blocks that this host's devices hold, ascending, int64 [n]."""
-        return self.holdings[fragment].held
+        return self._ownership[fragment].held
 
     def collect(self, fragment: int, codes: Codes) -> Encoded:
         """The rows of an update that this host uploads; waits for the devices."""
-        return self.holdings[fragment].collect(codes)
+        return self._ownership[fragment].collect(codes)
 
     def place(self, fragment: int, rows: Encoded) -> Delta:
         """A version delta, of the blocks that this host holds, on its devices."""
-        return Delta(self.holdings[fragment].place(rows))
+        return Delta(self._ownership[fragment].place(rows))
 
     def place_view(self, fragment: int, view: np.ndarray) -> View:
         """A whole view, float32 [N], on the devices."""
-        return View(self.holdings[fragment].place_view(view))
+        return View(self._ownership[fragment].place_view(view))
 
     def adopt(self, fragment: int, payload: Delta | View | None, *, resolved: bool) -> None:
         """Move view and parameters to a record's; drop the update in flight if it is resolved."""
@@ -127,7 +127,7 @@ class Replica:
                 part = kernels.settle(part, codes)
         self.trained = tree.from_names(self._like, leaves | part)
 
-    def restore(self, fragment: int, view: View) -> None:
+    def roll_back(self, fragment: int, view: View) -> None:
         """Set view and parameters to those of a rollback; forget what is in flight."""
         kernels = self._kernels[fragment]
         leaves = tree.by_name(self.trained)
@@ -144,13 +144,13 @@ class Replica:
     def warm_up(self) -> None:
         """Compile every operation on copies, so that no training step waits for a compiler."""
         for index, kernels in enumerate(self._kernels):
-            holding = self.holdings[index]
+            ownership = self._ownership[index]
             copies = _part(_copied(tree.by_name(self.trained)), kernels)
             view = _copied(self._view(index))
             codes = kernels.send(copies, view)
-            zeros = np.zeros(len(holding.held) * kernels.block, np.float32)
+            zeros = np.zeros(len(ownership.held) * kernels.block, np.float32)
             encoded = encode(self._settings.delta_codec, zeros, kernels.block)
-            delta = holding.place(Encoded(*map(np.asarray, encoded)))
+            delta = ownership.place(Encoded(*map(np.asarray, encoded)))
             copies, view = kernels.apply(copies, view, delta)
             jax.block_until_ready(kernels.settle(copies, codes))
 
@@ -203,7 +203,9 @@ def _part(leaves: Leaves, kernels: Kernels) -> Leaves:
 
 def _alone(kernels: Sequence[Kernels]) -> dict[str, NamedSharding]:
     """Where the leaves are that lie on one device."""
-    return {kernel.names[part.leaf]: part.lies for kernel in kernels for part in kernel.plan.parts}
+    return {
+        kernel.names[part.leaf]: part.lies for kernel in kernels for part in kernel.geometry.parts
+    }
 
 
 def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:

@@ -59,7 +59,7 @@ class InFlight(NamedTuple):
 class Ready(NamedTuple):
     """A record that has arrived and whose delta, if it has one, is decoded.
 
-    `resolved_seq`: this incarnation's mark in the record; `restored`: a rollback lies between
+    `resolved_seq`: this incarnation's mark in the record; `rolled_back`: a rollback lies between
     the version adopted before and this one.
     """
 
@@ -69,7 +69,7 @@ class Ready(NamedTuple):
     view_digest: str
     global_step: int
     resolved_seq: int
-    restored: bool = False
+    rolled_back: bool = False
 
 
 class Work(NamedTuple):
@@ -172,7 +172,7 @@ Event = Stepped | Ready | RoundOpened | Published | Changed | Stop | End | Leave
 class Adopt(NamedTuple):
     """Apply a record's delta to view and parameters; drop what was in flight if `resolved`.
 
-    After a rollback (`ready.restored`) the parameters become the view, and codes in flight are
+    After a rollback (`ready.rolled_back`) the parameters become the view, and codes in flight are
     forgotten.
     """
 
@@ -317,9 +317,9 @@ def _adopt(
     for ready in fragment.ready:
         flying = fragment.in_flight
         resolved = flying is not None and flying.seq <= ready.resolved_seq
-        void = ready.restored or (flying is not None and flying.void)
+        void = ready.rolled_back or (flying is not None and flying.void)
         effects.append(Adopt(ready, resolved and not void))
-        if ready.restored or (rules.overwrite and ready.version > fragment.version):
+        if ready.rolled_back or (rules.overwrite and ready.version > fragment.version):
             fragment = fragment._replace(sent=state.done)
         if flying is not None:
             flying = None if resolved else flying._replace(void=void)
@@ -403,7 +403,7 @@ def _on_ready(_rules: SyncRules, state: State, event: Ready) -> Result:
     if event.record_seq <= newest:
         return state, ()
     state = _with_fragment(state, event.fragment, fragment._replace(ready=(*fragment.ready, event)))
-    if event.global_step > state.clock_step or event.restored:
+    if event.global_step > state.clock_step or event.rolled_back:
         state = replace(state, clock_step=event.global_step, since_clock=0)
     return state, ()
 

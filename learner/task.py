@@ -19,11 +19,12 @@ Rules, checked by `load_task` before anything is allocated:
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from diloco.common.config import RunSettings
+from diloco.common.config import BUILT_IN_TASK, BUILT_IN_TASK_0_1, RunSettings
 from diloco.common.errors import TaskError
 from diloco.common.layout import FLOATING, Hint, TensorHint, default_hint
 
@@ -136,7 +137,7 @@ def load_task(build: str, *, steps: int, seed: int, options: dict[str, Any]) -> 
     task = function(**arguments)
     if not isinstance(task, Task):
         raise TaskError(
-            f"{build} must return a learner.task.Task, but it returned {_kind(task)}",
+            f"{build} must return a diloco.Task, but it returned {_kind(task)}",
             hint="end it with `return Task(init=..., loss=..., ...)`",
         )
     check_task(task, steps=steps)
@@ -220,6 +221,8 @@ def _readable(path: str) -> str:
 
 
 def _find(build: str) -> Callable[..., Any]:
+    if build == BUILT_IN_TASK_0_1 and not _users_own(build.partition(":")[0]):
+        build = BUILT_IN_TASK
     module_name, colon, function_name = build.partition(":")
     if not (module_name and colon and function_name):
         raise TaskError(
@@ -235,11 +238,35 @@ def _find(build: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return] # callable() does not narrow Any
 
 
-def _import(name: str) -> Any:
+def _users_own(name: str) -> bool:
+    """Whether a module can be imported by this name and is not ours, seen from the repository."""
+    _look_here()
+    parent = name.rpartition(".")[0]
+    try:
+        found = importlib.util.find_spec(parent)
+        if found is None or _is_ours(found.submodule_search_locations):
+            return False
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # The parent is a file, not a folder.
+        return False
+
+
+def _is_ours(folders: Iterable[str] | None) -> bool:
+    ours = Path(__file__).resolve().parent
+    return any(Path(folder).resolve() == ours for folder in folders or ())
+
+
+def _look_here() -> str:
+    """Have modules of the current folder found; the folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     importlib.invalidate_caches()
+    return here
+
+
+def _import(name: str) -> Any:
+    here = _look_here()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -305,7 +332,7 @@ def _check_hints(task: Task, shapes: Params) -> None:
         if not isinstance(hint, TensorHint):
             raise TaskError(
                 f"Task.hint must return a TensorHint, but for {name!r} it returned {_kind(hint)}",
-                hint="return common.layout.TensorHint() for a tensor that needs nothing special",
+                hint="return diloco.TensorHint() for a tensor that needs nothing special",
             )
         if not 0 <= hint.norm_axes <= leaf.ndim:
             raise TaskError(

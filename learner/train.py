@@ -2,9 +2,9 @@
 
     inner step  ->  adopt what has arrived  ->  send what is due  ->  read the previous step's loss
 
-Nothing here waits for the network: `Background` has a thread for it. What to adopt and to send is
-the plan of the boundary (`director.py`). A learner of several hosts runs this loop on each of them,
-with the same plans. (A learner in lockstep does wait for versions; that mode is for tests and
+Nothing here waits for the network: `Background` has a thread for it. What to adopt and to send at a
+boundary is planned (`planner.py`). A learner of several hosts runs this loop on each of them, with
+the same boundaries. (A learner in lockstep does wait for versions; that mode is for tests and
 baselines.)
 """
 
@@ -20,10 +20,10 @@ import numpy as np
 from diloco.common import wire
 from diloco.common.errors import TaskError
 from diloco.learner import sync, tree
+from diloco.learner.boundary import Boundary, Done, Outbox, Outgoing
 from diloco.learner.checkpoint import copied
-from diloco.learner.director import Plan
-from diloco.learner.publish import Outgoing, Traffic
-from diloco.learner.recovery import Progress, Saver
+from diloco.learner.context import Traffic
+from diloco.learner.recovery import Checkpoints, Progress
 from diloco.learner.replica import Delta, Replica, View
 from diloco.learner.task import Batch, Params, Task
 
@@ -82,7 +82,7 @@ def _finite(loss: float) -> float:
     if not math.isfinite(loss):
         raise TaskError(
             f"the training loss is {loss}: this learner's parameters have diverged",
-            hint="start it again, it begins from the run's newest version; if that repeats, "
+            hint="restart it: it resumes from the run's newest version; if it diverges again, "
             "lower the learning rate or clip gradients",
         )
     return loss
@@ -141,30 +141,29 @@ class Meter:
         )
 
 
-class Plans(Protocol):
-    """Where plans come from: this host's `Director`, or that of host 0."""
+class Boundaries(Protocol):
+    """Where they come from: this host's `Planner`, or that of host 0."""
 
     def first_step(self) -> int:
         """The run's clock for the step before the first boundary."""
 
-    def next(self) -> Plan:
-        """The plan of the next boundary."""
+    def next(self) -> Boundary:
+        """The next boundary."""
 
     def payload(self, fragment: int, record_seq: int) -> Delta | View | None:
         """What a record brought, on the devices; once."""
 
 
-class Outbox(Protocol):
-    """What a learner has to say, as `Background`; nothing here waits."""
-
-    def send(self, outgoing: Outgoing) -> None:
-        """Upload an update and announce it."""
-
-    def republish(self, again: sync.Republish) -> None:
-        """Announce an update once more."""
-
-    def finished(self, position: int, fragments: tuple[int, ...]) -> None:
-        """Say that nothing more of these fragments comes."""
+def compile_programs(
+    replica: Replica,
+    inner_step: InnerStep,
+    init: Callable[[Params], Any],
+    batch: Batch,
+) -> None:
+    """Compile step and synchronization on copies, before anybody waits for this learner."""
+    replica.warm_up()
+    copies = copied(replica.trained)
+    jax.block_until_ready(inner_step(copies, init(copies), batch, np.int32(0)))
 
 
 @dataclass
@@ -172,57 +171,46 @@ class Trainer:
     """One life of a learner: its tensors and its place in the data.
 
     Attributes:
-        feed: a host's rows of batches, from a position on (`Island.feed`).
-        plans: what to do at each boundary.
+        optimizer_state: the inner optimizer's, where the parameters lie.
+        batches: this host's rows of them, the one at `position` first.
+        tokens_per_step: of all hosts together.
+        boundaries: what to do at each.
         outbox: takes updates, and what else the learner has to say.
+        saver: of its checkpoints.
         speed: share of full speed.
     """
 
-    task: Task
     replica: Replica
     inner_step: InnerStep
-    feed: Callable[[int], Iterator[Batch]]
+    optimizer_state: Any
+    batches: Iterator[Batch]
+    position: int
+    tokens_per_step: int
+    boundaries: Boundaries
     outbox: Outbox
     meter: Meter
-    plans: Plans = field(init=False)
-    position: int = 0
+    saver: Checkpoints
     speed: float = 1.0
     clock: Callable[[], float] = time.time
-    optimizer_state: Any = None
-    saver: Saver | None = None
-    _batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
     _loss: jax.Array | None = None
-
-    def compile(self, init: Callable[[Params], Any]) -> None:
-        """Compile step and synchronization on copies, before anybody waits for this learner."""
-        self.replica.warm_up()
-        copies = copied(self.replica.trained)
-        batch = next(self.feed(self.position))
-        jax.block_until_ready(self.inner_step(copies, init(copies), batch, np.int32(0)))
-
-    def seek(self, position: int) -> None:
-        """Go on with the data from `position`."""
-        self.position = position
-        self._batches = self.feed(position)
 
     def train(self) -> None:
         """Train until the run stops or this learner is asked to leave, and send what is unsent."""
         meter = self.meter
         meter.state = "training"
-        plan = Plan((), "step", self.plans.first_step())
-        while plan.then != "end":
+        boundary = Boundary((), "step", self.boundaries.first_step())
+        while boundary.then != "end":
             began_s = time.perf_counter()
-            loss = self.step(plan.global_step) if plan.then == "step" else None
-            plan = self.turn()
+            loss = self.step(boundary.global_step) if boundary.then == "step" else None
+            boundary = self.turn()
             if loss is not None:
                 read = None if self._loss is None else _finite(float(self._loss))
                 self._loss = loss
                 self._slow_down(began_s)
-                took_s = time.perf_counter() - began_s
-                meter.stepped(took_s, self.task.tokens_per_batch, read)
-            if plan.checkpoint and self.saver is not None:
+                meter.stepped(time.perf_counter() - began_s, self.tokens_per_step, read)
+            if boundary.checkpoint:
                 self.saver.save(self.optimizer_state, self.progress())
-            meter.state = plan.state
+            meter.state = boundary.state
 
     def progress(self) -> Progress:
         """How far this learner is."""
@@ -232,7 +220,7 @@ class Trainer:
 
     def step(self, global_step: int) -> jax.Array:
         """Dispatch one inner step on the next batch; its loss, still being computed."""
-        batch = next(self._batches)
+        batch = next(self.batches)
         self.meter.global_step = global_step
         self.replica.trained, self.optimizer_state, loss = self.inner_step(
             self.replica.trained, self.optimizer_state, batch, np.int32(global_step)
@@ -240,26 +228,26 @@ class Trainer:
         self.position += 1
         return loss
 
-    def turn(self) -> Plan:
+    def turn(self) -> Boundary:
         """A step boundary: ask what is to be done, and do it."""
         began_s = time.perf_counter()
-        plan = self.plans.next()
-        for effect in plan.effects:
+        boundary = self.boundaries.next()
+        for effect in boundary.effects:
             self._perform(effect)
         self.meter.stall_s += time.perf_counter() - began_s
-        return plan
+        return boundary
 
     def _perform(self, effect: sync.Effect) -> None:
         match effect:
             case sync.Adopt(ready, resolved):
-                payload = self.plans.payload(ready.fragment, ready.record_seq)
-                if ready.restored:
+                payload = self.boundaries.payload(ready.fragment, ready.record_seq)
+                if ready.rolled_back:
                     assert isinstance(payload, View)
-                    self.replica.restore(ready.fragment, payload)
+                    self.replica.roll_back(ready.fragment, payload)
                 else:
                     self.replica.adopt(ready.fragment, payload, resolved=resolved)
             case sync.Send():
-                self.outbox.send(
+                self.outbox(
                     Outgoing(
                         send=effect,
                         codes=self.replica.send(effect.fragment),
@@ -271,9 +259,9 @@ class Trainer:
                     )
                 )
             case sync.Republish():
-                self.outbox.republish(effect)
+                self.outbox(effect)
             case sync.Finished(fragments):
-                self.outbox.finished(self.position, fragments)
+                self.outbox(Done(self.position, fragments))
 
     def _slow_down(self, began_s: float) -> None:
         """Sleep so that the step takes 1 / speed of its time, as a slower machine would."""

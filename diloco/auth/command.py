@@ -6,27 +6,32 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from diloco.cli.command import command, group
+from diloco.cli.screen import say_plainly
 from diloco.common import log
 
-auth_app = typer.Typer(help="Credentials and permissions on NATS.", no_args_is_help=True)
+app = group()
+auth_app = group("Manage credentials and permissions on NATS.")
+app.add_typer(auth_app, name="auth")
 
 FolderArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="the folder of credentials; keep it to yourself")
+    Path, typer.Argument(metavar="DIR", help="folder of credentials and keys; keep it secret")
 ]
-NameArgument = Annotated[str, typer.Argument(metavar="NAME")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="name of the learner or aggregator in the run")
+]
 
 
-@auth_app.command("init")
+@command(auth_app, "init")
 def auth_init(
     folder: FolderArgument,
-    run: Annotated[str, typer.Option("--run", help="the run it is for", metavar="RUN")],
+    run: Annotated[str, typer.Option("--run", help="name of the run", metavar="RUN")],
     hosts: Annotated[
         list[str] | None,
         typer.Option(
             "--host",
-            help="name or address of the NATS server; three times for a cluster of three "
+            help="host name or address of a NATS server; repeat for each server of a cluster "
             "[default: localhost]",
             metavar="HOST",
         ),
@@ -35,7 +40,7 @@ def auth_init(
         Path | None,
         typer.Option(
             "--installed-at",
-            help="where the servers' machines will have the folder [default: where it is]",
+            help="path of the folder on the servers [default: its path here]",
             metavar="PATH",
         ),
     ] = None,
@@ -43,15 +48,15 @@ def auth_init(
         Path | None,
         typer.Option(
             "--streams-at",
-            help="where these machines keep the streams [default: jetstream in that folder]",
+            help="folder of the streams on the servers [default: jetstream in that folder]",
             metavar="PATH",
         ),
     ] = None,
     max_file_gib: Annotated[
-        float, typer.Option(help="most that the run's streams may take on disk, GiB", min=0.1)
+        float, typer.Option(help="disk limit of the run's streams, GiB", min=0.1)
     ] = 10.0,
 ) -> None:
-    """Make the NATS servers' configuration, an authority for TLS, and the operator."""
+    """Create the NATS server configuration, a TLS authority, and operator credentials."""
     log.configure("error")
     from diloco.auth import files as auth
 
@@ -65,75 +70,74 @@ def auth_init(
     )
     url = ",".join(f"tls://{host}:4222" for host in hosts or ["localhost"])
     for server in made.servers:
-        _say(f"server configuration: {server}; start it with: nats-server -c {server}")
-    _say("in the run's TOML file:")
-    _say(f'  [bus]\n  url = "{url}"\n  tls_ca = "{folder.absolute() / "tls" / "ca.pem"}"')
-    _say(f'  credentials = "{made.credentials}"  # each party its own')
+        say_plainly(f"server configuration: {server}; start it with: nats-server -c {server}")
+    say_plainly("in the run's TOML file:")
+    say_plainly(f'  [bus]\n  url = "{url}"\n  tls_ca = "{folder.absolute() / "tls" / "ca.pem"}"')
+    say_plainly(f'  credentials = "{made.credentials}"  # each party its own')
 
 
-@auth_app.command("add-learner")
+@command(auth_app, "add-learner")
 def auth_add_learner(folder: FolderArgument, name: NameArgument) -> None:
-    """Make credentials for a learner."""
+    """Create credentials for a learner."""
     log.configure("error")
     from diloco.auth import files as auth
 
     _tell_added(folder, auth.add(folder, name, "learner").credentials)
 
 
-@auth_app.command("add-aggregator")
+@command(auth_app, "add-aggregator")
 def auth_add_aggregator(folder: FolderArgument, name: NameArgument) -> None:
-    """Make credentials for an aggregator."""
+    """Create credentials for an aggregator."""
     log.configure("error")
     from diloco.auth import files as auth
 
     _tell_added(folder, auth.add(folder, name, "aggregator").credentials)
 
 
-@auth_app.command("revoke")
+@command(auth_app, "revoke")
 def auth_revoke(folder: FolderArgument, name: NameArgument) -> None:
-    """End an identity; the others, the run and the servers go on."""
+    """Revoke the credentials of a learner or aggregator; nothing else is interrupted."""
     log.configure("error")
     from diloco.auth import files as auth
 
     auth.revoke(folder, name)
-    _say(f"{name} is cut off once the servers have reloaded:")
+    say_plainly(f"{name} is cut off once the servers have reloaded:")
     _tell_reload(folder, times=1)
 
 
-@auth_app.command("list")
+@command(auth_app, "list")
 def auth_list(folder: FolderArgument) -> None:
-    """Show who has credentials."""
+    """List all credentials."""
     log.configure("error")
     from diloco.auth import files as auth
 
     for one in auth.identities(folder):
-        _say(f"{one.role:<10} {one.name:<40} {one.public_key}")
+        say_plainly(f"{one.role:<10} {one.name:<40} {one.public_key}")
 
 
-@auth_app.command("guard")
+@command(auth_app, "guard")
 def auth_guard(
     folder: FolderArgument,
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="the run's TOML file, with the operator's key")
+        str,
+        typer.Argument(metavar="RUN", help="TOML file of the run, with the operator's credentials"),
     ],
     most_per_s: Annotated[
         float,
-        typer.Option(
-            "--max-rate", help="messages a second of one learner, over ten seconds", min=0.1
-        ),
+        typer.Option("--max-rate", help="messages per second of one learner, over 10 s", min=0.1),
     ] = 100.0,
     reload: Annotated[
         str | None,
         typer.Option(
-            help="command that brings accounts.conf to every server and has it reload "
-            "[default: a signal to the server that runs from DIR]",
+            help="command that copies accounts.conf to every server and reloads it "
+            "[default: signal the server that runs from DIR]",
             metavar="COMMAND",
         ),
     ] = None,
 ) -> None:
-    """Revoke whoever floods the tape, before it is full; runs until it is stopped.
+    """Watch the tape and revoke a learner that floods it; runs until stopped.
 
-    Run it where DIR is. Logs are JSON lines on standard error.
+    Run it on the machine that has DIR. Logs are JSON lines on stderr.
     """
     log.configure("info")
     from diloco.auth import guard
@@ -144,17 +148,14 @@ def auth_guard(
 
 
 def _tell_added(folder: Path, credentials: Path | None) -> None:
-    _say(f"credentials: {credentials} (secret; move it to its owner's machine, mode 0600)")
-    _say("known to the servers once they have reloaded, twice: the first time makes the account,")
-    _say("the second one connects it with the run's:")
+    say_plainly(f"credentials: {credentials} (secret; move it to its owner's machine, mode 0600)")
+    say_plainly("the servers know it after two reloads: the first creates the account, the second")
+    say_plainly("connects it to the run:")
     _tell_reload(folder, times=2)
 
 
 def _tell_reload(folder: Path, *, times: int) -> None:
-    _say(f"  copy {folder / 'accounts.conf'} beside each server's configuration, then there:")
+    accounts = folder / "accounts.conf"
+    say_plainly(f"  copy {accounts} next to each server's configuration, then run there:")
     command = f"nats-server --signal reload={folder.absolute() / 'nats-server.pid'}"
-    _say("  " + " && sleep 1 && ".join([command] * times))
-
-
-def _say(text: str) -> None:
-    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+    say_plainly("  " + " && sleep 1 && ".join([command] * times))

@@ -158,7 +158,7 @@ def _credentials_path(folder: Path, name: str) -> Path:
 def _check_name(name: str, what: str) -> None:
     if not valid_name(name):
         raise ConfigError(
-            f"{name!r} cannot name a {what}",
+            f"{name!r} is not a valid name of a {what}",
             hint="up to 40 lower-case letters, digits and hyphens, a letter or digit first",
         )
 

@@ -55,8 +55,8 @@ def reload_command(folder: Path, given: str | None) -> list[str]:
     if not pid_file.exists():
         raise ConfigError(
             f"no nats-server runs from {folder}: there is no {pid_file.name} in it",
-            hint="give --reload with a command that copies accounts.conf to every server and "
-            "has it reload",
+            hint="pass --reload with a command that copies accounts.conf to every server and "
+            "reloads it",
         )
     return ["nats-server", "--signal", f"reload={pid_file}"]
 

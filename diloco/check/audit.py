@@ -41,6 +41,25 @@ class Breach(NamedTuple):
 
 
 @dataclass
+class Objects:
+    """What became of a run's objects.
+
+    Attributes:
+        needed: how many recovery and learners need; `needed_bytes` of them.
+        collected: how many that the tape names are gone, and may be.
+        orphans: objects below the run's prefix that nothing on the tape names, in bytes.
+        remade: versions that were merged again, and gave their digests.
+    """
+
+    breaches: list[Breach] = field(default_factory=list)
+    needed: int = 0
+    needed_bytes: int = 0
+    collected: int = 0
+    orphans: dict[str, int] = field(default_factory=dict)
+    remade: int = 0
+
+
+@dataclass
 class Account:
     """The updates of a run since each fragment's oldest record; tokens beside their counts."""
 

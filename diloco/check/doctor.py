@@ -15,10 +15,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from diloco.check import remake, symptoms
-from diloco.check.audit import Account, Audit, audit
+from diloco.check.audit import Account, Audit, Objects, audit
 from diloco.check.history import History, read_history
 from diloco.check.symptoms import Finding
 from diloco.cli.opening import OpenRun, open_run, run_config
+from diloco.cli.screen import SEVERITY_STYLES
 from diloco.common import names, wire
 from diloco.common.config import Config, differences
 from diloco.common.errors import (
@@ -35,7 +36,6 @@ from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
 from diloco.look.observe import read_heartbeats, read_leases
 
-COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 ORDER = ("error", "warning", "note", "ok")
 # A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
 LOOKS = 3
@@ -159,7 +159,7 @@ def _probe_store(config: Config) -> list[Finding]:
         return [_failed("store", error, symptoms.STORE_AWAY)]
     except DilocoError as error:
         return [_failed("store", error, symptoms.PERMISSIONS)]
-    return [Finding(severity="ok", about="store", sentence=f"{config.store.url} takes objects")]
+    return [Finding(severity="ok", about="store", sentence=f"{config.store.url} accepts objects")]
 
 
 def _round_trip(store: ObjectStore, name: str) -> None:
@@ -193,7 +193,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
     live_s = context.settings.quorum.live_s
     return [
-        Finding(severity="ok", about="bus", sentence="NATS answers, and takes messages"),
+        Finding(severity="ok", about="bus", sentence="NATS answers and accepts messages"),
         symptoms.clock("this machine's clock", ahead_s, live_s),
         *symptoms.room(filled),
     ]
@@ -213,7 +213,7 @@ def _compare(run: OpenRun) -> list[Finding]:
     ]
     if not found:
         found.append(
-            Finding(severity="ok", about="specification", sentence="the file is that of the run")
+            Finding(severity="ok", about="specification", sentence="the file matches the run")
         )
     return found + _try_task(run.config, run.specification.layout)
 
@@ -266,7 +266,7 @@ async def _examine_run(
 
 async def _look(
     context: RunContext, *, deep: bool, progress: remake.Progress | None
-) -> tuple[History, Audit, remake.Objects]:
+) -> tuple[History, Audit, Objects]:
     """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
     for look in range(1, LOOKS + 1):
         history = await read_history(context)
@@ -294,7 +294,7 @@ def show(report: Report, console: Console) -> None:
             lines.append(f"[dim]{escape(finding.advice)}[/]")
         if finding.runbook:
             lines.append(f"[dim]{finding.runbook}[/]")
-        colour = COLOURS[finding.severity]
+        colour = SEVERITY_STYLES[finding.severity]
         table.add_row(f"[{colour}]{finding.severity}[/]", escape(finding.about), "\n".join(lines))
     console.print(table)
     counts = {

@@ -8,37 +8,19 @@ needs; remaking then begins at the oldest version whose view and outer state are
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 
-from diloco.aggregator.fragment import FragmentArrays
-from diloco.check.audit import Breach
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.shard_reader import read_input
+from diloco.check.audit import Breach, Objects
 from diloco.check.history import History
 from diloco.common import names, shards, wire
+from diloco.common.codec import Encoded
 from diloco.common.errors import IntegrityError, ObjectMissingError
-from diloco.common.quantize import Encoded
 from diloco.common.tape import get_object
 
 # Called with how many of how many records are done.
 Progress = Callable[[int, int], None]
-
-
-@dataclass
-class Objects:
-    """What became of a run's objects.
-
-    Attributes:
-        needed: how many recovery and learners need; `needed_bytes` of them.
-        collected: how many that the tape names are gone, and may be.
-        orphans: objects below the run's prefix that nothing on the tape names, in bytes.
-        remade: versions that were merged again, and gave their digests.
-    """
-
-    breaches: list[Breach] = field(default_factory=list)
-    needed: int = 0
-    needed_bytes: int = 0
-    collected: int = 0
-    orphans: dict[str, int] = field(default_factory=dict)
-    remade: int = 0
 
 
 def needed_now(history: History) -> Iterator[tuple[int, wire.ObjectRef | wire.Shard]]:
@@ -181,7 +163,9 @@ class Remaker:
     def _merge_again(self, seq: int, record: wire.Record) -> None:
         assert self.arrays is not None
         try:
-            delta = self.arrays.merge_again(record, self._history.store)
+            delta = self.arrays.merge_again(
+                record, partial(read_input, self._history.store, self.arrays.grid)
+            )
         except IntegrityError as error:
             collected = isinstance(error.__cause__, ObjectMissingError) and seq <= self._covered
             if not collected:
@@ -233,7 +217,7 @@ class Remaker:
             except ObjectMissingError:
                 continue
             if not same:
-                raise IntegrityError(f"object {ref.name!r} is not what merging again gives")
+                raise IntegrityError(f"object {ref.name!r} is not what recomputing it gives")
 
     def _hold(self, record: wire.Record, what: str, said: object, found: object) -> None:
         if said != found:

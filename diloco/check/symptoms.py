@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from diloco.aggregator.tape_watch import NEARLY_FULL, share
-from diloco.check.audit import Audit, Breach
+from diloco.check.audit import Audit, Breach, Objects
 from diloco.check.history import History
-from diloco.check.remake import Objects
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.config import RunSettings
@@ -85,7 +84,7 @@ def configuration(settings: RunSettings) -> Iterator[Finding]:
         )
     if not found:
         yield Finding(
-            severity="ok", about="configuration", sentence="in no region known to train badly"
+            severity="ok", about="configuration", sentence="no setting is known to train badly"
         )
 
 
@@ -138,7 +137,7 @@ def learners(history: History, views: dict[str, LearnerView], now_s: float) -> I
         state = "has left" if left else "took part to the end" if stop_seq else _pace(view)
         yield Finding(severity="ok", about=f"learner {name}", sentence=state)
     if not history.joins and not stop_seq:
-        yield Finding(severity="note", about="learners", sentence="nobody has joined yet")
+        yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
 
 
 def _pace(view: LearnerView | None) -> str:
@@ -156,8 +155,8 @@ def silence(name: str, view: LearnerView | None, now_s: float, live_s: float) ->
     yield Finding(
         severity="warning",
         about=f"learner {name}",
-        sentence=f"has not been heard of {since}, and has not left",
-        advice="look whether its process runs and reaches NATS; start it again if not",
+        sentence=f"silent {since}, and has not left the run",
+        advice="check whether its process runs and reaches NATS; start it again if not",
         runbook=LAGGING_LEARNER,
     )
 
@@ -239,9 +238,9 @@ def standing_still(fragment: int, updates: int, waited_s: float) -> Finding:
     return Finding(
         severity="error",
         about=f"fragment {fragment}",
-        sentence=f"stands still: {updates} updates wait, and no record has come "
+        sentence=f"stalled: {updates} updates wait, and there has been no record "
         f"for {waited_s:,.0f} s",
-        advice="look whether an aggregator runs, and in its log for this fragment",
+        advice="check whether an aggregator runs, and in its log for this fragment",
         runbook=FRAGMENT_STOPPED,
     )
 
@@ -289,7 +288,7 @@ def tape(history: History, found: Audit) -> Iterator[Finding]:
         yield Finding(
             severity="note",
             about="tape",
-            sentence=f"{len(history.garbage)} messages are none of this run's protocol, most on "
+            sentence=f"{len(history.garbage)} messages do not follow this run's protocol, most on "
             f"{subjects.most_common(1)[0][0]!r}: they were passed over",
         )
 
@@ -306,7 +305,7 @@ def room(filled: Filled) -> Iterator[Finding]:
     yield Finding(
         severity="warning",
         about="tape",
-        sentence=f"it is nearly full: {sizes}; full, it takes no message of anybody",
+        sentence=f"nearly full: {sizes}; a full tape accepts no message",
         advice="find out who fills it, and let garbage collection or a larger limit make room",
         runbook=TAPE_FULL,
     )
@@ -331,8 +330,8 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
             severity="note",
             about="store",
             sentence=f"{len(found.orphans):,} objects ({_bytes(sum(found.orphans.values()))}) "
-            "are named by nothing on the tape: uploads under way, or left by crashes",
-            advice="garbage collection takes them in time",
+            "are not referenced by the tape: uploads in progress, or left by crashes",
+            advice="garbage collection removes them later",
             runbook=ORPHANED_OBJECTS,
         )
 
@@ -349,7 +348,7 @@ def _breaches(breaches: Sequence[Breach], about: str, runbook: str) -> Iterator[
             severity="error",
             about=f"{about}: {rule}",
             sentence=f"{first.where}: {first.what}{more}",
-            advice="stop nothing and delete nothing before the cause is known",
+            advice="stop and delete nothing until the cause is known",
             runbook=runbook,
         )
 

@@ -13,10 +13,11 @@ import asyncio
 import urllib.parse
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco.aggregator.context import Context
 from diloco.common import bus_nats, log, names, wire
 from diloco.common.bus import Bus, MemoryBus, StreamLimits
 from diloco.common.config import (
@@ -105,7 +106,7 @@ def run_config(target: str | Path) -> Config:
     if not path.exists() and names.valid_name(str(target)):
         if (place.store_url or store_url()) is None:
             raise ConfigError(
-                f"there is no file or folder {str(target)!r}; if it is a run's name, say where",
+                f"there is no file or folder {str(target)!r}; for a run's name, say where it is",
                 hint="diloco --bus nats://HOST:4222 --store STORE ..., or set DILOCO_BUS_URL and "
                 "DILOCO_STORE_URL",
             )
@@ -160,7 +161,7 @@ async def open_run(
             if not reads:
                 raise ConfigError(
                     f"{str(target)!r} is a tape file; this command needs the run on a server",
-                    hint="put it on a server first: diloco tape import FILE",
+                    hint="import it first: diloco tape import FILE",
                 )
             bus, specification = await _play(stack, path, config)
         else:
@@ -190,6 +191,12 @@ async def open_run(
             logger=log.get(run=config.run.name),
         )
         yield OpenRun(config=config, specification=specification, context=context)
+
+
+def operator_context(opened: OpenRun) -> Context:
+    """What the aggregator's functions need, in the operator's name."""
+    parts = {field.name: getattr(opened.context, field.name) for field in fields(RunContext)}
+    return Context(**parts, name="operator")
 
 
 async def _play(

@@ -7,11 +7,11 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from diloco.cli.units import human_bytes
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError
 from diloco.learner.daemon import check_name
 from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
-from diloco.local.screen import human_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -129,7 +129,8 @@ class Fleet:
         log = process.log_path.open("ab")
         self._files.append(log)
         process.running = subprocess.Popen(  # noqa: S603 - our own command
-            [sys.executable, "-m", "diloco", *process.arguments, *place],
+            # -P: no file of the current folder goes before a library's, as for `diloco` itself.
+            [sys.executable, "-P", "-m", "diloco", *process.arguments, *place],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -29,7 +29,7 @@ class Reaper:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "diloco.local.reaper"],
+            [sys.executable, "-P", "-m", "diloco.local.reaper"],
             stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,

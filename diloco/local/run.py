@@ -22,40 +22,21 @@ from rich.console import Console
 from rich.live import Live
 
 from diloco.cli.opening import open_run
-from diloco.cli.settings import local_document
-from diloco.common import log
 from diloco.common.config import Config, make_config
 from diloco.common.errors import ConfigError
 from diloco.common.guard_rails import warnings
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
 from diloco.local import screen
+from diloco.local.document import local_document
 from diloco.local.fleet import Fleet
 from diloco.local.hardware import Hardware, count_learners
+from diloco.local.options import LocalOptions
 from diloco.look.observe import Observer
 
 REFRESH_S = 0.5
 LINE_S = 10.0
 STOP_S = 15.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalOptions:
-    """The options of `diloco local`, as given."""
-
-    learners: int | None
-    aggregators: int
-    steps: int | None
-    run_dir: Path | None
-    config: Path | None
-    task: str | None
-    corpus: str | None
-    mesh: str | None
-    hosts: str | None
-    speed: str | None
-    kill: list[str] | None
-    settings: list[str]
-    json: bool
 
 
 @dataclass
@@ -71,7 +52,6 @@ def run_local(options: LocalOptions) -> int:
     Raises:
         DilocoError: wrong options, or a daemon that cannot work.
     """
-    log.configure("error")
     name = datetime.now().astimezone().strftime("local-%Y%m%d-%H%M%S")
     run_dir = (options.run_dir or Path("runs") / name).absolute()
     if run_dir.exists() and any(run_dir.iterdir()):

@@ -10,15 +10,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco.cli.screen import STATE_STYLES
+from diloco.cli.units import human_bytes
 from diloco.local.fleet import Daemon
 from diloco.local.hardware import Hardware
 from diloco.look.observe import Observed
 
-# A learner that was not heard of for so long is shown as silent.
+# A learner without a heartbeat for this time is shown as starting.
 SILENT_S = 5.0
 WIDTH = 100
 BARS = "▁▂▃▄▅▆▇█"
-STYLES = {"training": "green", "flushing": "cyan", "done": "dim", "starting": "yellow"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +35,6 @@ class Frame:
     losses: list[float]
     note: str
     elapsed_s: float
-
-
-def human_bytes(count: float) -> str:
-    """1234567 as '1.2 MB'."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def sparkline(values: list[float], width: int = 48) -> str:
@@ -123,7 +115,7 @@ def _learners(frame: Frame) -> RenderableType:
     for name, hardware in frame.learners.items():
         first = [name, *([hardware.words()] if any(words) else [])]
         state = state_of(frame, name)
-        styled = Text(state, style=STYLES.get(state, "bold red"))
+        styled = Text(state, style=STATE_STYLES.get(state, "bold red"))
         seen = frame.observed.learners.get(name)
         restarts = frame.daemons[name].restarts if name in frame.daemons else 0
         if seen is None:

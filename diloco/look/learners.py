@@ -10,10 +10,9 @@ from rich.text import Text
 
 from diloco.aggregator.quarantine import quarantine
 from diloco.check.history import History, read_history
-from diloco.cli.opening import open_run
+from diloco.cli.opening import open_run, operator_context
+from diloco.cli.units import age
 from diloco.common.errors import ConfigError, RunMismatchError
-from diloco.look.status_screen import age
-from diloco.operate.change import operator_context
 
 REASONS = 3
 STYLES = {"live": "green", "quarantined": "bold red", "silent": "yellow", "left": "dim"}

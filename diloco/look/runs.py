@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.cli.opening import CONNECT_S, find_config
+from diloco.cli.units import human_bytes
 from diloco.common import bus_nats, names, wire
 from diloco.common.bus import Bus
 from diloco.common.config import BusSection, load_config, parse_settings
 from diloco.common.errors import RunMissingError, WireError
 from diloco.common.tape import load_specification
-from diloco.local.screen import human_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,14 @@ from rich.text import Text
 
 from diloco.check.symptoms import Finding
 from diloco.cli.opening import open_run
+from diloco.cli.screen import SEVERITY_STYLES, STATE_STYLES
+from diloco.cli.units import age, human_bytes
 from diloco.common.service import cancel
-from diloco.local.screen import STYLES, human_bytes
 from diloco.look.status import FragmentStatus, LearnerStatus, Status, Watch
 
 REFRESH_S = 1.0
 # So many fragments have a line each; of more, those that were longest without a version.
 LINES = 16
-COLOURS = {"note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
 def show_status(target: str, *, once: bool, json: bool) -> None:
@@ -103,10 +103,11 @@ def _learners(learners: tuple[LearnerStatus, ...]) -> Table:
     table = _table(
         "learner", "state", "heard", "step", "loss", "tokens/s", "stall", "stale", "rej.", "up"
     )  # fmt: skip
+    styles = STATE_STYLES | {"left": "dim"}
     for one in learners:
         table.add_row(
             one.name,
-            Text(one.state, style=STYLES.get(one.state, "dim" if one.state == "left" else "red")),
+            Text(one.state, style=styles.get(one.state, "red")),
             "never" if one.heard_s is None else age(one.heard_s),
             f"{one.local_step:,}",
             "-" if one.loss is None else f"{one.loss:.3f}",
@@ -144,7 +145,7 @@ def _fragments(fragments: tuple[FragmentStatus, ...]) -> Table:
 def _alerts(alerts: tuple[Finding, ...]) -> Table:
     grid = Table.grid(padding=(0, 2))
     for found in alerts:
-        colour = COLOURS.get(found.severity, "")
+        colour = SEVERITY_STYLES.get(found.severity, "")
         where = f" [dim]{found.runbook}[/]" if found.runbook else ""
         grid.add_row(
             Text(found.severity, style=colour),
@@ -152,11 +153,3 @@ def _alerts(alerts: tuple[Finding, ...]) -> Table:
             f"{escape(found.sentence)}{where}",
         )
     return grid
-
-
-def age(seconds: float) -> str:
-    """Seconds as '3 s', '5 min' or '2 h'."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -5,10 +5,10 @@ import json as json_module
 from rich.console import Console
 
 from diloco.cli.opening import open_run
+from diloco.cli.units import human_count
 from diloco.common import wire
 from diloco.model.scores import Scorer
 from diloco.model.scores import keep as keep_score
-from diloco.report.style import human_count
 
 
 async def run_evaluate(

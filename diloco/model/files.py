@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 import tomli_w
 
-from diloco.aggregator.merge import Vector
+from diloco.aggregator.arrays.merge import Vector
 from diloco.common import wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError
@@ -31,7 +31,7 @@ def check_target(folder: Path, form: str = "safetensors") -> None:
     if form not in FORMATS:
         raise ConfigError(f"--format {form!r}: expected {' or '.join(FORMATS)}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{str(folder)!r} is there already", hint="give a new folder")
+        raise ConfigError(f"{str(folder)!r} already exists", hint="give a new folder")
 
 
 async def write_model(

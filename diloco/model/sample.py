@@ -26,8 +26,8 @@ async def run_sample(
         task = await asyncio.to_thread(run_task, settings)
         if task.sample is None:
             raise TaskError(
-                f"the task {settings.task.build} writes no text: it has no sample",
-                hint="docs/tasks.md says how to give it one",
+                f"the task {settings.task.build} cannot generate text: it has no sample function",
+                hint="see docs/tasks.md, Samples",
             )
         params, _ = await load_params(run.context, task)
     sys.stdout.write(prompt)

@@ -243,5 +243,5 @@ async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record
     async with contextlib.aclosing(reading):  # type: ignore[type-var]
         message = await anext(reading)
     if message.seq != seq:
-        raise ObjectMissingError(f"record {seq} of fragment {fragment} is not on the tape any more")
+        raise ObjectMissingError(f"record {seq} of fragment {fragment} is no longer on the tape")
     return await read_record(context, message.payload)

@@ -51,7 +51,7 @@ class GlobalModel:
             self._replica = Replica(sync, layout, self._trained, views)
         else:
             for fragment, view in enumerate(views):
-                self._replica.restore(fragment, self._replica.place_view(fragment, view))
+                self._replica.roll_back(fragment, self._replica.place_view(fragment, view))
         return tree.join(self._replica.trained, self._constants)
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
 from diloco.aggregator.context import Context
-from diloco.cli.opening import OpenRun, find_config, open_run
+from diloco.cli.opening import find_config, open_run, operator_context
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common import bus_nats, log, names, wire
 from diloco.common.config import (
@@ -22,16 +22,10 @@ from diloco.common.layout import parse_layout
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
 from diloco.common.tape import Recorded, RunContext, last_record
-from diloco.operate.create import make_streams
+from diloco.operate.streams import make_streams
 
 AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def operator_context(opened: OpenRun) -> Context:
-    """What the aggregator's functions need, in the operator's name."""
-    parts = {f.name: getattr(opened.context, f.name) for f in dataclasses.fields(RunContext)}
-    return Context(**parts, name="operator")
 
 
 async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -109,7 +103,7 @@ async def find_targets(
             raise ConfigError(
                 f"checkpoint {to} is of epoch {file.specification.epoch}, the run is in epoch "
                 f"{context.epoch}",
-                hint="only a new server can begin from it: diloco resume",
+                hint="only a new server can resume from it: diloco resume",
             )
         return await rollback.find_versions(
             context, {record.fragment: record.version for record in file.records}
@@ -140,7 +134,7 @@ def _time(text: str, now_s: float, option: str) -> float:
         at = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(
-            f"{option} {text!r} is no version, no checkpoint and no time",
+            f"{option} {text!r} is not a version, a checkpoint or a time",
             hint="for example 120, 12,12,11,11, 0000-000000001234, 2h or 2026-01-31T12:00:00Z",
         ) from error
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()

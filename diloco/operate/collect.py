@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from diloco.aggregator import garbage
 from diloco.aggregator.collector import (
     check_epoch,
     delete,
     read_on,
-    read_pins,
+    read_retained,
     trim_tape,
 )
-from diloco.aggregator.garbage import Fleet, Garbage, Ledger, Trim
-from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.core import garbage
+from diloco.aggregator.core.garbage import Fleet, Garbage, Ledger, Trim
+from diloco.aggregator.core.state import UpdateId
 from diloco.check.history import read_stream
 from diloco.cli.opening import open_run
 from diloco.common import names, wire
@@ -90,7 +90,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
     messages = await read_stream(context.bus, context.tape, names.tape_subjects(context.run))
     heard = _hear(messages)
     lives = _lives(heard, stored.learners)
-    pins = await read_pins(context, section.keep_checkpoints, context.logger)
+    retained = await read_retained(context, section.keep_checkpoints, context.logger)
     found, answered = Found(), []
     for fragment in range(len(context.layout.fragments)):
         ledger = Ledger(context.run, fragment, context.epoch)
@@ -100,7 +100,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
             ledger,
             stored.objects[fragment],
             fleet=Fleet(lives, pending),
-            pinned=pins.of(fragment),
+            pinned=retained.of(fragment),
             replay_s=section.replay_s,
         )
         answered.append(plan.answered_seq if plan else 0)
@@ -109,7 +109,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
             found.trims += plan.trims
     await check_epoch(context)
     found.trims += garbage.plan_run(context.run, answered, lives)
-    found.objects += [Garbage("checkpoint", *info) for info in pins.stale]
+    found.objects += [Garbage("checkpoint", *info) for info in retained.stale]
     found.messages = sum(_count(heard.sequences[trim.subject], trim) for trim in found.trims)
     return found
 

@@ -10,17 +10,18 @@ import numpy as np
 from diloco.aggregator.context import Context
 from diloco.aggregator.genesis import commit_version_zero
 from diloco.common import bus_nats, log, names, shards, wire
-from diloco.common.bus import Bus, StreamLimits
+from diloco.common.bus import Bus
+from diloco.common.codec import canonical
 from diloco.common.config import BusSection, Config, RunSettings, check_same_run, parse_settings
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
 from diloco.common.layout import Layout, layout_bytes
-from diloco.common.quantize import canonical
 from diloco.common.service import Runtime
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
 from diloco.learner import tree
 from diloco.learner.delta import vector_of
 from diloco.learner.task import Params, run_task
+from diloco.operate.streams import make_streams
 
 
 def create(config: Config, source: Path | None) -> Layout:
@@ -133,29 +134,8 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
         if await runtime.call(store.list, prefix):
             raise RunMismatchError(
                 f"the store holds objects of a run {run!r}, but this bus has no tape of it",
-                hint="go on with it: diloco resume; or choose another run name or store",
+                hint="resume it: diloco resume; or choose another run name or store",
             )
-
-
-def tape_limits(streams: BusSection) -> StreamLimits:
-    """What the tape's stream keeps: everything."""
-    return StreamLimits(
-        duplicate_window_s=streams.duplicate_window_s,
-        replicas=streams.replicas,
-        max_bytes=streams.tape_max_bytes,
-        keep_old=streams.tape_max_bytes > 0,
-    )
-
-
-async def make_streams(bus: Bus, run: str, streams: BusSection) -> None:
-    """Make the streams of a run; those that are there stay."""
-    tape = tape_limits(streams)
-    small = tape._replace(max_bytes=0, keep_old=False)
-    ops = small._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)
-    leases = small._replace(last_only=True)
-    await bus.create_stream(names.tape_stream(run), names.tape_subjects(run), tape)
-    await bus.create_stream(names.ops_stream(run), names.ops_subjects(run), ops)
-    await bus.create_stream(names.leases_stream(run), names.leases_subjects(run), leases)
 
 
 async def _store_constants(

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from diloco.common.errors import ConfigError
+from diloco.figures import style
 from diloco.plan.forecast import Bandwidth, Plan
-from diloco.report import style
 
 # Utilization for which the right panel shows the links; it is one of `plan.UTILIZATIONS`.
 SHOWN = 0.95
@@ -42,7 +42,7 @@ def draw(plans: list[Plan], asked: Plan, path: Path) -> None:
             figure.savefig(path, dpi=150)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"cannot write the picture {str(path)!r}: {error}",
+                f"cannot write the figure {str(path)!r}: {error}",
                 hint="give a file that ends in .png in a folder that exists",
             ) from error
 

@@ -123,7 +123,7 @@ class Plan:
         cores: of all aggregators, busy for half of the time; `memory_bytes` at least.
         aggregator_gbit: what their links must carry, each way, for a version of every fragment in
             H steps; snapshots included.
-        close_s: from a round's close to its record.
+        close_s: from a round's close to its record, once its updates are read.
         interval_s: time between two versions of a fragment; `participants` updates in one.
         late_share: of updates that missed the round for which they were sent.
         kept: share of the trained tokens that learners which died did not take with them.
@@ -172,10 +172,11 @@ def make_plan(
     interval_s = settings.sync.interval_steps * fastest_s
     cores = plan_traffic.cores(sized, len(fleet.islands), interval_s)
     in_lockstep = sized.fragments if settings.sync.mode == "lockstep" else 1
-    close_s = _close_s(fleet, sized, cores)
-    fetch_s = _fetch_s(fleet, sized, interval_s)
+    aggregator = _aggregator(fleet, sized, cores, interval_s, in_lockstep)
+    close_s = aggregator.make_s + aggregator.store_s + aggregator.message_s
+    reads_s = len(fleet.islands) * aggregator.read_s + aggregator.message_s
     travels_s = [_travels_s(settings, island, sized) for island in fleet.islands]
-    cycle_s = max(up_s + down_s for up_s, down_s in travels_s) + in_lockstep * (close_s + fetch_s)
+    cycle_s = max(up_s + down_s for up_s, down_s in travels_s) + close_s + reads_s
     rounds_s = max(interval_s, cycle_s) * _rounds(len(fleet.islands), updates)
     traces = _learners(fleet, _horizon_s(fleet, rounds_s), rng)
     workers = [
@@ -191,8 +192,7 @@ def make_plan(
     rounds = plan_rounds.simulate(
         settings,
         workers,
-        close_s=in_lockstep * close_s,
-        fetch_s=in_lockstep * fetch_s,
+        aggregator=aggregator,
         horizon_s=rounds_s,
         rng=rng,
     )
@@ -203,12 +203,14 @@ def make_plan(
         chips=fleet.chips,
         sizes=sized,
         systems=tuple(_until(system, tokens) for system in systems),
-        bandwidth=_bandwidth(fleet, parameters, sized, interval_s, fetch_s + close_s),
+        bandwidth=_bandwidth(
+            fleet, parameters, sized, interval_s, (reads_s + close_s) / in_lockstep
+        ),
         daily=_daily(sized, rounds, len(fleet.islands)),
         cores=cores,
         memory_bytes=sized.resident_bytes,
         aggregator_gbit=_aggregator_gbit(fleet, sized, interval_s),
-        close_s=close_s,
+        close_s=close_s / in_lockstep,
         interval_s=rounds.interval_s,
         participants=rounds.participants,
         staleness=rounds.mean_staleness,
@@ -289,13 +291,25 @@ def _travels_s(settings: RunSettings, island: Island, sized: Sizes) -> tuple[flo
     return turns * (up_s + message_s), turns * (down_s + message_s)
 
 
-def _fetch_s(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
-    """For the aggregator to read the update of one fragment from each learner.
+def _aggregator(
+    fleet: Fleet, sized: Sizes, cores: int, interval_s: float, in_lockstep: int
+) -> plan_rounds.Aggregator:
+    """What one fragment's rounds have of the aggregator; in lockstep one stands for all in turn.
 
-    When all fragments together take longer than an interval, each waits for all others.
+    Fragments are read in turn, since their offsets are spread over the interval. When all
+    together take longer than that, each has only its share of the link.
     """
-    all_s = 8 * sized.update_bytes * len(fleet.islands) / (fleet.aggregator_gbit * 1e9)
-    return (all_s if all_s > interval_s else all_s / sized.fragments) + MESSAGE_S
+    share = sized.largest / sized.elements
+    link_s = 8 / (fleet.aggregator_gbit * 1e9)
+    read_s = link_s * sized.update_bytes / sized.fragments
+    if read_s * sized.fragments * len(fleet.islands) > interval_s:
+        read_s *= sized.fragments
+    return plan_rounds.Aggregator(
+        read_s=in_lockstep * read_s,
+        make_s=in_lockstep * sized.largest * plan_traffic.VERSION_CORE_S / cores,
+        store_s=in_lockstep * link_s * sized.delta_bytes * share,
+        message_s=in_lockstep * MESSAGE_S,
+    )
 
 
 def _aggregator_gbit(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
@@ -303,14 +317,6 @@ def _aggregator_gbit(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
     read = len(fleet.islands) * sized.update_bytes
     written = sized.delta_bytes + sized.snapshot_bytes / sized.snapshot_every
     return 8 * max(read, written) / interval_s / 1e9
-
-
-def _close_s(fleet: Fleet, sized: Sizes, cores: int) -> float:
-    """From a round's close to its record: outer step, delta, and storing it."""
-    share = sized.largest / sized.elements
-    bits = 8 * sized.delta_bytes * share
-    step_s = sized.largest * plan_traffic.VERSION_CORE_S / cores
-    return step_s + bits / (fleet.aggregator_gbit * 1e9) + MESSAGE_S
 
 
 def _decoupled(fleet: Fleet, traces: list[Trace], rounds: Rounds, settings: RunSettings) -> System:

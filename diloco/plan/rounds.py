@@ -1,13 +1,14 @@
 """The rounds of one fragment in virtual time, decided by the programs that run in production.
 
-The aggregator's side is `aggregator/machine.py` with its policy, the learner's `learner/sync.py`;
-what is simulated is everything between them: steps, links, the merge, and learners that come and
-go. All fragments of a run have the same rounds at other offsets, so one stands for all.
+The aggregator's side is `aggregator/core/`, the learner's `learner/sync.py`; what is simulated is
+everything between them: steps, links, the merge, and learners that come and go. All fragments of a
+run have the same rounds at other offsets, so one stands for all.
 Pure: randomness comes in as a generator, times are seconds since the beginning.
 """
 
 import heapq
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from diloco.aggregator import machine
-from diloco.aggregator.policy import FragmentRules, fragment_rules
+from diloco.aggregator.core import events, machine, memory, rounds
+from diloco.aggregator.core.effects import AskCut, Commit, Fetch, OpenRound
+from diloco.aggregator.core.policy import FragmentRules, fragment_rules
+from diloco.aggregator.core.state import State
 from diloco.common import names, slices, wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, make_layout
@@ -51,6 +54,23 @@ class Worker:
     upload_s: float
     download_s: float
     trace: Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aggregator:
+    """What its work takes; times in seconds.
+
+    Attributes:
+        read_s: of its link and its cores, to read and verify one update.
+        make_s: from a round's close to the version: outer step and delta. It does nothing else.
+        store_s: from the version to its record; it reads on meanwhile.
+        message_s: a message, or the answer to a question.
+    """
+
+    read_s: float
+    make_s: float
+    store_s: float
+    message_s: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,8 +133,7 @@ def simulate(
     settings: RunSettings,
     workers: list[Worker],
     *,
-    close_s: float,
-    fetch_s: float,
+    aggregator: Aggregator,
     horizon_s: float,
     rng: np.random.Generator,
 ) -> Rounds:
@@ -123,12 +142,11 @@ def simulate(
     Args:
         settings: of the run.
         workers: its learners, all there at the beginning.
-        close_s: from a round's close to its record.
-        fetch_s: from an update's announcement to its verification.
+        aggregator: how fast it reads, merges and stores.
         horizon_s: no longer than the workers' traces.
         rng: of the uploads' times.
     """
-    line = _Line(settings, workers, close_s, fetch_s, horizon_s, rng)
+    line = _Line(settings, workers, aggregator, horizon_s, rng)
     line.run()
     return line.result()
 
@@ -186,21 +204,23 @@ class _Line:
         self,
         settings: RunSettings,
         workers: list[Worker],
-        close_s: float,
-        fetch_s: float,
+        aggregator: Aggregator,
         horizon_s: float,
         rng: np.random.Generator,
     ) -> None:
         self._rules = planned_rules(settings)
         self._sync = sync.sync_rules(settings.sync)
-        self._close_s, self._fetch_s, self._horizon_s = close_s, fetch_s, horizon_s
+        self._aggregator, self._horizon_s = aggregator, horizon_s
+        self._read_until_s = 0.0
+        self._last_update = 0
         self._rng = rng
         self._now_s = 0.0
         self._order = count()
         self._heap: list[_Event] = []
         self._stream = count(1)
         self._timer_s = NEVER_S
-        self._state = machine.State(
+        self._held: deque[events.Event] = deque()
+        self._state = State(
             version=0, record_seq=0, view_digest=_digest(0), seen_seq=0,
             members={}, marks={}, pending={},
         )  # fmt: skip
@@ -264,7 +284,7 @@ class _Line:
         learner.fed_steps, learner.fed_tokens = learner.work.at(self._now_s)
         learner.unannounced_tokens = 0
         learner.waiting = False
-        self._decide(machine.Joined(self._now_s, learner.incarnation, learner.name))
+        self._decide(events.Joined(self._now_s, learner.incarnation, learner.name))
         self._plan_boundary(learner)
 
     def _die(self, learner: _Learner) -> None:
@@ -282,7 +302,7 @@ class _Line:
             self._sent += unsent + learner.unannounced_tokens
 
     def _heard(self, learner: _Learner, live: bool) -> None:
-        self._decide(machine.Liveness(self._now_s, learner.name, learner.incarnation, live))
+        self._decide(events.Liveness(self._now_s, learner.name, learner.incarnation, live))
 
     # The learner's side
 
@@ -333,7 +353,8 @@ class _Line:
         learner.unannounced_tokens = 0
         self._sent += manifest.tokens
         self._tell(learner, sync.Published(self._now_s, 0, manifest.seq))
-        self._decide(machine.Announced(self._now_s, next(self._stream), manifest))
+        self._last_update = next(self._stream)
+        self._decide(events.Announced(self._now_s, self._last_update, manifest))
 
     def _hear(self, learner: _Learner, incarnation: int, event: sync.Event) -> None:
         """A message: it takes effect at the next step boundary."""
@@ -348,17 +369,24 @@ class _Line:
 
     # The aggregator's side
 
-    def _decide(self, event: machine.Event) -> None:
+    def _decide(self, event: events.Event) -> None:
+        if self._state.phase == "closing" and not isinstance(event, events.Made):
+            # As a fragment's owner does: its machine is told nothing before the version is made.
+            self._held.append(event)
+            return
         self._state, effects = machine.step(self._rules, self._state, event)
         for effect in effects:
-            if isinstance(effect, machine.Fetch):
-                self._at(self._now_s + self._fetch_s, self._fetched, effect)
-            elif isinstance(effect, machine.OpenRound):
+            if isinstance(effect, Fetch):
+                self._fetch(effect)
+            elif isinstance(effect, AskCut):
+                asked_s = self._now_s + self._aggregator.message_s
+                self._at(asked_s, self._tell_cut, self._last_update)
+            elif isinstance(effect, OpenRound):
                 for learner in self._learners.values():
                     self._hear(learner, learner.incarnation, sync.RoundOpened(0, effect.version))
-            elif isinstance(effect, machine.Commit):
-                self._at(self._now_s + self._close_s, self._committed, effect)
-        due_s = machine.deadline(self._rules, self._state)
+            elif isinstance(effect, Commit):
+                self._close(effect)
+        due_s = rounds.deadline(self._rules, self._state)
         if due_s is not None and due_s != self._timer_s:
             self._timer_s = due_s
             self._at(max(due_s, self._now_s), self._timer, due_s)
@@ -366,14 +394,36 @@ class _Line:
     def _timer(self, due_s: float) -> None:
         if due_s == self._timer_s:
             self._timer_s = NEVER_S
-            self._decide(machine.Timer(self._now_s))
+            if self._state.phase != "closing":
+                self._decide(events.Timer(self._now_s))
 
-    def _fetched(self, fetch: machine.Fetch) -> None:
+    def _tell_cut(self, stream_seq: int) -> None:
+        self._decide(events.CutKnown(self._now_s, stream_seq))
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """Updates are read one after another: the aggregator's link is one for all of them."""
+        self._read_until_s = max(self._read_until_s, self._now_s) + self._aggregator.read_s
+        self._at(self._read_until_s + self._aggregator.message_s, self._fetched, fetch)
+
+    def _close(self, commit: Commit) -> None:
+        made_s = self._now_s
+        if commit.what == "version":
+            made_s += self._aggregator.make_s
+            self._at(made_s, self._made, commit.state.version + 1)
+        stored_s = made_s + self._aggregator.store_s + self._aggregator.message_s
+        self._at(stored_s, self._committed, commit)
+
+    def _made(self, version: int) -> None:
+        self._decide(events.Made(self._now_s, _digest(version)))
+        while self._held and self._state.phase != "closing":
+            self._decide(self._held.popleft())
+
+    def _fetched(self, fetch: Fetch) -> None:
         # Every update has the same norm per step: none is clipped.
         norm = float(fetch.manifest.steps)
-        self._decide(machine.Fetched(self._now_s, fetch.update, norm))
+        self._decide(events.Fetched(self._now_s, fetch.update, norm))
 
-    def _committed(self, commit: machine.Commit) -> None:
+    def _committed(self, commit: Commit) -> None:
         closed = commit.state
         if closed.admitted:
             self._rounds.committed_s.append(self._now_s)
@@ -382,13 +432,17 @@ class _Line:
         self._sent -= sum(refused.manifest.tokens for refused in closed.rejected)
         record_seq = next(self._stream)
         version = closed.version + bool(closed.admitted)
-        self._decide(machine.Committed(self._now_s, record_seq, _digest(version)))
+        # What the record says, not what was decided since.
+        marks = memory.after_record(closed).marks
+        clock = closed.global_step
+        if closed.admitted:
+            clock = rounds.global_step_after(self._rules, closed)
+        self._decide(events.Committed(self._now_s, record_seq))
         for learner in self._learners.values():
-            mark = self._state.marks.get((learner.name, learner.incarnation))
+            mark = marks.get((learner.name, learner.incarnation))
             ready = sync.Ready(
-                0, record_seq, version, _digest(version), self._state.global_step,
-                mark.seq if mark else 0,
-            )  # fmt: skip
+                0, record_seq, version, _digest(version), clock, mark.seq if mark else 0
+            )
             arrives_s = self._now_s + learner.worker.download_s
             self._at(arrives_s, self._hear, learner, learner.incarnation, ready)
 

@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.aggregator.outer import make_outer
+from diloco.aggregator.arrays.outer import make_outer
+from diloco.common.codec import encoded_bytes
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
-from diloco.common.quantize import encoded_bytes
 from diloco.common.shards import shard_bytes, shard_ranges
 
 # Core-seconds for each element of each update: its norm and its addition, 2 cores x 133.9 ms for 8

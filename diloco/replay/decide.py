@@ -1,12 +1,13 @@
-"""Every decision of a run once more: `aggregator/decisions.py` over a run's history."""
+"""Every decision of a run once more: `aggregator/core/decisions.py` over a run's history."""
 
 from collections.abc import Iterator
 
-from diloco.aggregator import machine
-from diloco.aggregator.decisions import Decision, Heard, decide_again
-from diloco.aggregator.driver import decode_event
-from diloco.aggregator.fragment import make_input, step_size
-from diloco.aggregator.policy import FragmentRules, fragment_rules
+from diloco.aggregator.arrays.fragment import make_input, step_size
+from diloco.aggregator.core import events, rounds
+from diloco.aggregator.core.decisions import Decision, Heard, decide_again
+from diloco.aggregator.core.effects import Commit
+from diloco.aggregator.core.policy import FragmentRules, fragment_rules
+from diloco.aggregator.tape_events import decode_event
 from diloco.check.history import Chain, History
 from diloco.common import wire
 from diloco.common.bus import Message
@@ -69,7 +70,7 @@ def _heard(history: History, fragment: int, message: Message) -> Heard | None:
     if kind == "settings":
         if (settings := history.changes.get(message.seq)) is None:
             return None
-        changed = machine.Changed(message.time_s, message.seq)
+        changed = events.Changed(message.time_s, message.seq)
         return Heard(message.seq, changed, rules_of(history, settings, fragment))
     try:
         event = decode_event(message, fragment)
@@ -78,7 +79,7 @@ def _heard(history: History, fragment: int, message: Message) -> Heard | None:
     return None if event is None else Heard(message.seq, event)
 
 
-def _beside(history: History, commit: machine.Commit, record: wire.Record) -> dict[str, object]:
+def _beside(history: History, commit: Commit, record: wire.Record) -> dict[str, object]:
     """What a record says of its inputs and its outer step, as far as the machine decides it."""
     if commit.what != "version":
         return {"inputs": ()}
@@ -88,6 +89,6 @@ def _beside(history: History, commit: machine.Commit, record: wire.Record) -> di
         make_input(admitted, given.get(admitted.stream_seq, b"")) for admitted in state.admitted
     )
     settings = _settings_at(history, state.settings_seq)
-    part = machine.share(state) if settings.outer.participation else 1.0
+    part = rounds.share(state) if settings.outer.participation else 1.0
     learning_rate, momentum = step_size(settings, part)
     return {"inputs": inputs, "learning_rate": learning_rate, "momentum": momentum}

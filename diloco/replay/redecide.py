@@ -12,10 +12,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from diloco.aggregator import machine
-from diloco.aggregator.decisions import Heard
-from diloco.aggregator.machine import Commit, Fetch, State, UpdateId
-from diloco.aggregator.policy import FragmentRules
+from diloco.aggregator.core import events, machine, memory, rounds
+from diloco.aggregator.core.decisions import Heard
+from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import State, UpdateId, awaiting
 from diloco.common import wire
 
 
@@ -35,6 +36,12 @@ class Made(NamedTuple):
     at_s: float
     commit: Commit
     settings_seq: int
+
+
+class Stored(NamedTuple):
+    """The record under way stands."""
+
+    record_seq: int
 
 
 def redecide(
@@ -69,7 +76,7 @@ class _Rerun:
         (first_seq, first), *later = chain
         records = [record for _, record in later]
         began_s = first.closed_at_s
-        self.state: State = machine.resume(first, first_seq, began_s)._replace(
+        self.state: State = memory.resume(first, first_seq, began_s)._replace(
             view_digest=_digest(first.version)
         )
         self._rules_at = rules_at
@@ -82,7 +89,7 @@ class _Rerun:
         self._stood = [(began_s, first.version)]
         self._seen = _seen(records)
         self._fetch_s, self._commit_s = _quickest_fetch(records, tape), _usual_commit(records)
-        self._held: dict[str, list[machine.Announced]] = {}
+        self._held: dict[str, list[events.Announced]] = {}
         self._coming: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
         for heard in tape:
@@ -94,7 +101,7 @@ class _Rerun:
             for told in record.observations:
                 if told.what in ("live", "dead"):
                     about = (told.learner, told.incarnation, told.what == "live")
-                    self._expect(told.at_s, machine.Liveness(told.at_s, *about))
+                    self._expect(told.at_s, events.Liveness(told.at_s, *about))
 
     def run(self) -> list[Made]:
         """Everything up to the last event, and the timers after it."""
@@ -104,7 +111,7 @@ class _Rerun:
             if due_s is not None and due_s <= at_s:
                 self._now_s = max(self._now_s, due_s)
                 before = self.state
-                self._step(machine.Timer(self._now_s))
+                self._step(events.Timer(self._now_s))
                 if self.state is before and not self._coming:
                     break
                 if self.state is before:
@@ -114,7 +121,7 @@ class _Rerun:
         return self._made
 
     def _due_s(self) -> float | None:
-        return machine.deadline(self._rules, self.state)
+        return rounds.deadline(self._rules, self.state)
 
     def _expect(self, at_s: float, event: Any) -> None:
         heapq.heappush(self._coming, (at_s, next(self._order), event))
@@ -124,31 +131,36 @@ class _Rerun:
         self._now_s = max(self._now_s, at_s)
         if isinstance(event, wire.Record):
             self._roll_back(event)
-        elif isinstance(event, machine.Announced):
+        elif isinstance(event, Stored):
+            self._stored(event)
+        elif isinstance(event, events.Announced):
             self._announce(event)
-        elif isinstance(event, machine.Changed):
+        elif isinstance(event, events.Changed):
             self._rules = self._rules_at(event.stream_seq)
             self._step(event)
-        elif isinstance(event, machine.Fetched | machine.Failed):
+        elif isinstance(event, events.Fetched | events.Failed):
             self._step(event._replace(at_s=self._now_s))
         else:
             self._step(event)
 
     def _roll_back(self, record: wire.Record) -> None:
-        """As an operator did; what the open round had merged is lost with it."""
+        """As an operator did; what the round had merged is read again, and judged anew."""
         version = self.state.version + 1
         self._stood.append((self._now_s, version))
-        self.state = self.state._replace(
+        again = awaiting(self.state)._replace(
             version=version,
             floor=version,
             view_digest=_digest(version),
             global_step=record.global_step,
             phase="idle",
-            admitted=(),
+            cut=None,
+            storing=None,
             rejected=(),
         )
+        self.state, effects = rounds.go_on(self._rules, again, self._now_s)
+        self._perform(effects)
 
-    def _announce(self, event: machine.Announced) -> None:
+    def _announce(self, event: events.Announced) -> None:
         manifest = event.manifest
         if self._is_waiting(manifest):
             self._held.setdefault(manifest.learner, []).append(event)
@@ -174,11 +186,17 @@ class _Rerun:
             return version
         return max(known for stood_s, known in self._stood if stood_s <= at_s)
 
-    def _step(self, event: machine.Event) -> None:
+    def _step(self, event: events.Event) -> None:
         self.state, effects = machine.step(self._rules, self.state, event)
+        self._perform(effects)
+
+    def _perform(self, effects: tuple[Effect, ...]) -> None:
         for effect in effects:
             if isinstance(effect, Fetch):
                 self._fetch(effect)
+            elif isinstance(effect, AskCut):
+                # Who was announced by now, the machine was told of: the tape is taken in order.
+                self._step(events.CutKnown(self._now_s, self.state.seen_seq))
             elif isinstance(effect, Commit):
                 self._commit(effect)
 
@@ -188,21 +206,25 @@ class _Rerun:
             return  # Nobody ever read its shards.
         at_s = self._now_s + self._fetch_s
         if seen.norm is None:
-            self._expect(at_s, machine.Failed(at_s, fetch.update, "missing", "as it was"))
+            self._expect(at_s, events.Failed(at_s, fetch.update, "missing", "as it was"))
         else:
-            self._expect(at_s, machine.Fetched(at_s, fetch.update, seen.norm))
+            self._expect(at_s, events.Fetched(at_s, fetch.update, seen.norm))
 
     def _commit(self, commit: Commit) -> None:
-        version = self.state.version
+        self._expect(max(self._now_s, commit.at_s) + self._commit_s, Stored(self.state.record_seq))
         if commit.what == "version":
-            version += 1
-            self._made.append(Made(commit.at_s, commit, self.state.settings_seq))
+            version = commit.state.version + 1
+            self._made.append(Made(commit.at_s, commit, commit.state.settings_seq))
             self._stood.append((commit.at_s, version))
-        self._now_s = max(self._now_s, commit.at_s) + self._commit_s
-        self._step(machine.Committed(self._now_s, self.state.record_seq, _digest(version)))
+            self._step(events.Made(max(self._now_s, commit.at_s), _digest(version)))
+
+    def _stored(self, stored: Stored) -> None:
+        if self.state.storing is None:
+            return  # A rollback came before it.
+        self._step(events.Committed(self._now_s, stored.record_seq))
         held, self._held = self._held, {}
-        for events in held.values():
-            for event in events:
+        for announced in held.values():
+            for event in announced:
                 self._expect(self._now_s, event)
 
 
@@ -223,7 +245,7 @@ def _quickest_fetch(records: Iterable[wire.Record], tape: Iterable[Heard]) -> fl
     took_s = [
         seen[update].at_s - event.stored_at_s
         for event in (heard.event for heard in tape)
-        if isinstance(event, machine.Announced)
+        if isinstance(event, events.Announced)
         for update in [
             UpdateId(event.manifest.learner, event.manifest.incarnation, event.manifest.seq)
         ]

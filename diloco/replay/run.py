@@ -1,10 +1,9 @@
-"""The commands over a run's past: `diloco replay`, `diloco tape`, `diloco export`."""
+"""`diloco replay`: a run's past, verified, decided again, or as it might have been."""
 
 import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,24 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from diloco.aggregator.decisions import Decision
-from diloco.aggregator.merge import Vector
+from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.core.decisions import Decision
 from diloco.check import remake
-from diloco.check.history import Chain, History, messages_of, read_history
-from diloco.cli.opening import open_run, placed_bus
+from diloco.check.history import Chain, History, read_history
+from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
-from diloco.common import bus_nats, names, wire
-from diloco.common.config import load_config
-from diloco.common.errors import ConfigError, ObjectMissingError
-from diloco.common.tape import Recorded, RunContext
-from diloco.common.tape_file import is_tape_file, read_tape_file, tape_file_run, write_tape_file
-from diloco.common.views import load_version, load_view
+from diloco.common import wire
+from diloco.common.errors import ConfigError
+from diloco.common.tape import RunContext
 from diloco.model import files as model_file
 from diloco.operate.change import find_targets
-from diloco.operate.create import make_streams, tape_limits
 from diloco.replay import verify, whatif
 from diloco.replay.decide import decide
+from diloco.replay.options import Options
 from diloco.replay.verify import Difference, Verified
 
 # Decisions that differ are shown in full up to so many.
 SHOWN = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `diloco replay`, as given."""
-
-    decide: bool = False
-    settings: tuple[str, ...] = ()
-    fragments: str | None = None
-    first: int | None = None
-    until: str | None = None
-    export: Path | None = None
-    resume: Path | None = None
-    plot: Path | None = None
-    points: int = 8
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
@@ -68,11 +49,11 @@ def _check(options: Options) -> None:
         ConfigError: they do.
     """
     if options.decide and (options.settings or options.export or options.resume):
-        raise ConfigError("--decide goes with --fragments, --from and --until only")
+        raise ConfigError("--decide can be combined with --fragments, --from and --until only")
     if options.settings and (options.resume or options.fragments):
-        raise ConfigError("--set makes a whole model: it goes without --resume and --fragments")
+        raise ConfigError("--set needs all fragments and excludes --resume and --fragments")
     if options.export and options.fragments:
-        raise ConfigError("--export writes a whole model: it goes without --fragments")
+        raise ConfigError("--export needs all fragments and excludes --fragments")
     if options.export:
         model_file.check_target(options.export)
 
@@ -97,7 +78,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         _tell_verified(history, chosen, found, console)
         if options.export is not None and not found.differences:
             await _export_views(context, options.export, found.views, chosen)
-            console.print(f"the model of then is in {options.export}")
+            console.print(f"the model at that point is in {options.export}")
         return 1 if found.differences or history.unreadable else 0
 
 
@@ -207,8 +188,8 @@ async def _export_views(
 ) -> None:
     if missing := [fragment for fragment in chosen if fragment not in views]:
         raise ConfigError(
-            f"fragment {missing[0]} could not be made again up to there",
-            hint="what it needs was collected as garbage; diloco export reads stored views",
+            f"fragment {missing[0]} could not be recomputed up to that version",
+            hint="its inputs were garbage-collected; diloco export reads stored views",
         )
     records = {fragment: chain[-1][1] for fragment, chain in chosen.items()}
     await model_file.write_model(folder, "safetensors", context, views, records)
@@ -293,7 +274,7 @@ async def _what_if(
     console.print(whatif.table(plan, result))
     path = options.plot or Path(f"what-if-{history.run}.png")
     await asyncio.to_thread(whatif.draw, plan, result, path)
-    console.print(f"the picture is {path}", soft_wrap=True)
+    console.print(f"the figure is {path}", soft_wrap=True)
     if options.export is not None:
         records = {fragment: chain[-1][1] for fragment, chain in chosen.items()}
         await model_file.write_model(
@@ -301,110 +282,3 @@ async def _what_if(
         )
         console.print(f"the model that would have been is in {options.export}", soft_wrap=True)
     return 0
-
-
-# Export
-
-
-def run_export(target: str, folder: Path, form: str, version: str | None) -> None:
-    """Write a run's global model, as it is or as it was.
-
-    Raises:
-        DilocoError: it cannot be written, or is not there any more.
-    """
-    model_file.check_target(folder, form)
-    console = Console()
-    with console.status("reading the model ..."):
-        records = asyncio.run(_export(target, folder, form, version))
-    versions = ",".join(str(records[fragment].version) for fragment in sorted(records))
-    console.print(f"versions {versions} are in {folder}", soft_wrap=True, highlight=False)
-
-
-async def _export(
-    target: str, folder: Path, form: str, version: str | None
-) -> dict[int, wire.Record]:
-    async with open_run(target, name="export", reads=True) as opened:
-        context = opened.context
-        views: dict[int, Vector] = {}
-        records: dict[int, wire.Record] = {}
-        at: dict[int, Recorded] = {}
-        if version is not None:
-            at = await find_targets(context, version, option="--version")
-        for fragment in range(len(context.layout.fragments)):
-            if fragment in at:
-                records[fragment] = at[fragment].record
-                views[fragment] = await _view_of(context, at[fragment].record)
-            else:
-                loaded = await load_view(context, fragment)
-                records[fragment], views[fragment] = loaded.record, loaded.view
-        await model_file.write_model(folder, form, context, views, records)
-        return records
-
-
-async def _view_of(context: RunContext, record: wire.Record) -> Vector:
-    try:
-        return await load_version(context, record)
-    except ObjectMissingError as error:
-        raise ConfigError(
-            f"version {record.version} of fragment {record.fragment} is not there any more: "
-            f"{error.message}",
-            hint="garbage collection keeps what gc.replay_s says; choose a later version",
-        ) from error
-
-
-# The tape
-
-
-def run_tape_export(target: str, path: Path) -> None:
-    """Write a run's stream into a file.
-
-    Raises:
-        DilocoError: there is no such run, or the file is there.
-    """
-    console = Console()
-    if path.exists():
-        raise ConfigError(f"{str(path)!r} exists already", hint="give another name")
-    with console.status("reading the tape ..."):
-        count = asyncio.run(_tape_export(target, path))
-    size = path.stat().st_size
-    console.print(f"{count} messages, {size} bytes, are in {path}", soft_wrap=True, highlight=False)
-
-
-async def _tape_export(target: str, path: Path) -> int:
-    async with open_run(target, name="export", reads=True) as opened:
-        context = opened.context
-        subjects = names.tape_subjects(context.run)
-        messages = messages_of(context.bus, context.tape, subjects)
-        return await write_tape_file(path, context.run, messages)
-
-
-def run_tape_import(path: Path, config: Path | None) -> None:
-    """Make a stream of an exported file.
-
-    Raises:
-        DilocoError: the file is no tape, or the server has the run already.
-    """
-    if not is_tape_file(path):
-        raise ConfigError(f"{str(path)!r} is no file of diloco tape export")
-    console = Console()
-    run = tape_file_run(path)
-    with console.status("writing the tape ..."):
-        url, count = asyncio.run(_tape_import(path, run, config))
-    console.print(f"run [bold]{run}[/]: {count} messages are on {url}", soft_wrap=True)
-
-
-async def _tape_import(path: Path, run: str, config: Path | None) -> tuple[str, int]:
-    section = placed_bus() if config is None else load_config(config).bus
-    bus = await bus_nats.connect(
-        section.url, name="import", credentials=section.credentials, tls_ca=section.tls_ca
-    )
-    try:
-        stream, subjects = names.tape_stream(run), names.tape_subjects(run)
-        # All of it is read once before anything is made of it.
-        for _ in read_tape_file(path):
-            pass
-        count = await bus.restore(stream, subjects, tape_limits(section), read_tape_file(path))
-        await make_streams(bus, run, section)
-    finally:
-        await bus.close()
-    return section.url, count

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco.aggregator.merge import Vector
+from diloco.aggregator.arrays.merge import Vector
+from diloco.check.audit import Objects
 from diloco.check.history import Chain, History
-from diloco.check.remake import Objects, Progress, Remaker
+from diloco.check.remake import Progress, Remaker
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError
 from diloco.common.store import ObjectStore, check_size
@@ -76,8 +77,8 @@ class Memory:
             }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{str(path)!r} does not say how far a replay came: {error}",
-                hint="give the file that an earlier diloco replay --resume has written",
+                f"{str(path)!r} is not a progress file of diloco replay: {error}",
+                hint="give a file written by an earlier diloco replay --resume",
             ) from error
         if of != self._of:
             raise ConfigError(f"{str(path)!r} is about {of}, not {self._of}")
@@ -127,7 +128,7 @@ def chains(
             if not begins:
                 raise ConfigError(
                     f"fragment {fragment}: no view is stored of version {first} or before",
-                    hint="begin later: garbage collection keeps what gc.replay_s says",
+                    hint="start later; gc.replay_s sets how much garbage collection keeps",
                 )
             chain = chain[begins[-1] :]
         found[fragment] = chain

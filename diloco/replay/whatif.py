@@ -10,16 +10,18 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from diloco.aggregator import machine, policy
-from diloco.aggregator.fragment import FragmentArrays, make_grid, read_payload
-from diloco.aggregator.machine import Admitted
-from diloco.aggregator.merge import Vector
-from diloco.aggregator.outer import make_outer
+from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
+from diloco.aggregator.arrays.merge import Vector
+from diloco.aggregator.arrays.outer import make_outer
+from diloco.aggregator.core import policy, rounds
+from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.check.history import Chain, History
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
@@ -50,7 +52,7 @@ class Round(NamedTuple):
 
 
 @dataclass
-class Plan:
+class MergePlan:
     """What is to be merged, beside what was.
 
     Attributes:
@@ -86,7 +88,9 @@ class Result:
     views: dict[int, Vector] = field(default_factory=dict)
 
 
-def make_plan(history: History, chosen: Mapping[int, Chain], assignments: Sequence[str]) -> Plan:
+def make_plan(
+    history: History, chosen: Mapping[int, Chain], assignments: Sequence[str]
+) -> MergePlan:
     """What would have been merged.
 
     Raises:
@@ -109,7 +113,7 @@ def make_plan(history: History, chosen: Mapping[int, Chain], assignments: Sequen
         make = _redecided if deciding else _recorded
         rounds += make(history, fragment, chain, change)
     last = max((chain[-1] for chain in chains.values()), key=lambda at: at[0])[1]
-    return Plan(
+    return MergePlan(
         changed=changed,
         settings=change(_settings_at(history, last.policy.settings_seq)),
         chains=chains,
@@ -128,7 +132,7 @@ def _check_sections(changed: Sequence[str]) -> None:
                 hint=f"what if takes settings of {', '.join(SECTIONS)}",
             )
     if not changed:
-        raise ConfigError("these are the settings that the run has", hint="give others with --set")
+        raise ConfigError("the run has these settings already", hint="give others with --set")
 
 
 def _sentences(
@@ -196,24 +200,54 @@ def _recorded(history: History, fragment: int, chain: Chain, change: Change) -> 
             found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
         if record.what != "version":
             continue
-        admitted = tuple(_admitted(taken, settings) for taken in record.inputs)
+        admitted = tuple(_admitted(record, taken, settings) for taken in record.inputs)
         part = record.learning_rate / before.outer.learning_rate
         found.append(Round(record.closed_at_s, fragment, admitted, part, settings))
     return found
 
 
-def _admitted(taken: wire.Input, settings: RunSettings) -> Admitted:
-    """A recorded input as the machine admitted it; of its manifest what merging needs."""
-    manifest = wire.Manifest.model_construct(
-        **{name: getattr(taken, name) for name in wire.Input.model_fields.keys() & MERGED}
-    )
+def _admitted(record: wire.Record, taken: wire.Input, settings: RunSettings) -> Admitted:
+    """A recorded input as the machine admitted it, with the discount of other settings."""
     discount = policy.discount(settings.staleness, taken.staleness)
     return Admitted(
-        manifest, taken.stream_seq, taken.weight, taken.staleness, discount, taken.clip, taken.norm
+        _manifest(record, taken),
+        taken.stream_seq,
+        taken.weight,
+        taken.staleness,
+        discount,
+        taken.clip,
+        taken.norm,
     )
 
 
-MERGED = {"learner", "incarnation", "seq", "codec", "shards", "tokens", "steps", "loss", "final"}
+def _manifest(record: wire.Record, taken: wire.Input) -> wire.Manifest:
+    """The manifest of a recorded input; the tape may have it no more.
+
+    What no record keeps of it, and no merge reads, is 0.
+    """
+    return wire.Manifest(
+        run=record.run,
+        learner=taken.learner,
+        epoch=record.epoch,
+        incarnation=taken.incarnation,
+        seq=taken.seq,
+        fragment=record.fragment,
+        base_version=max(0, record.version - 1 - taken.staleness),
+        base_digest="0" * 32,
+        layout=record.layout,
+        codec=taken.codec,  # type: ignore[arg-type]
+        shards=taken.shards,
+        tokens=taken.tokens,
+        steps=taken.steps,
+        position=0,
+        local_step=0,
+        loss=taken.loss,
+        step_time_s=0.0,
+        encode_s=0.0,
+        upload_s=0.0,
+        attempt=0,
+        final=taken.final,
+    )
 
 
 def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[Round]:
@@ -229,7 +263,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
             break  # Beyond --until.
         settings = change(_settings_at(history, made.settings_seq))
         state = made.commit.state
-        part = machine.share(state) if settings.outer.participation else 1.0
+        part = rounds.share(state) if settings.outer.participation else 1.0
         found.append(Round(made.at_s, fragment, state.admitted, part, settings))
     for _, record in chain[1:]:
         if record.what == "restore":
@@ -245,7 +279,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
 class _Models:
     """Both models' arrays, moved along one time line."""
 
-    def __init__(self, history: History, plan: Plan) -> None:
+    def __init__(self, history: History, plan: MergePlan) -> None:
         self._history = history
         self.was: dict[int, FragmentArrays] = {}
         self.would: dict[int, FragmentArrays] = {}
@@ -281,7 +315,8 @@ class _Models:
     def follow(self, record: wire.Record) -> None:
         """What was: the next record of its fragment."""
         if record.what == "version":
-            self.was[record.fragment].merge_again(record, self._history.store)
+            arrays = self.was[record.fragment]
+            arrays.merge_again(record, partial(read_input, self._history.store, arrays.grid))
         elif record.what == "restore":
             self.was[record.fragment] = self._load(record)
         self._keep(record.fragment, record)
@@ -296,7 +331,6 @@ class _Models:
         arrays.settings = made.settings
         if not made.admitted:
             return
-        arrays.open_round()
         for admitted in made.admitted:
             manifest = admitted.manifest
             arrays.merge(read_payload(self._history.store, manifest, arrays.grid), admitted)
@@ -329,7 +363,7 @@ def _copy(arrays: FragmentArrays) -> FragmentArrays:
 
 
 async def play(
-    context: RunContext, history: History, plan: Plan, points: int, progress: Progress
+    context: RunContext, history: History, plan: MergePlan, points: int, progress: Progress
 ) -> Result:
     """Merge both, and evaluate them at the beginning and `points` times on the way to the end.
 
@@ -375,7 +409,7 @@ async def play(
 # Telling
 
 
-def table(plan: Plan, result: Result) -> Table:
+def table(plan: MergePlan, result: Result) -> Table:
     """Both models side by side."""
     title = "; ".join(plan.changed)
     rows = Table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
@@ -405,7 +439,7 @@ def _staleness(found: Sequence[int]) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def draw(plan: Plan, result: Result, path: Path) -> None:
+def draw(plan: MergePlan, result: Result, path: Path) -> None:
     """Both models' held-out loss over the run's clock, as a picture.
 
     Raises:
@@ -426,4 +460,4 @@ def draw(plan: Plan, result: Result, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error

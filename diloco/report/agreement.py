@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.fragment import cut_alike, read_parts
-from diloco.aggregator.merge import make_grid
+from diloco.aggregator.arrays.merge import make_grid
+from diloco.aggregator.shard_reader import cut_alike, read_parts
 from diloco.common import wire
+from diloco.common.codec import decode_numpy, encoded_bytes
 from diloco.common.config import SyncSection
 from diloco.common.errors import ObjectMissingError, WireError
 from diloco.common.layout import Layout
-from diloco.common.quantize import decode_numpy, encoded_bytes
 from diloco.common.store import ObjectStore
 
 Matrix = npt.NDArray[np.float64]

@@ -15,8 +15,9 @@ from rich.progress import Progress
 from diloco.cli.opening import open_run
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.tape import RunContext
+from diloco.figures import style
 from diloco.model.scores import record_at, scores_of
-from diloco.report import figures_rounds, figures_run, style
+from diloco.report import figures_rounds, figures_run
 from diloco.report.agreement import Pairs, pair_cosines
 from diloco.report.chronicle import Chronicle, read_chronicle
 from diloco.report.figures_run import Shown

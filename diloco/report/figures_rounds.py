@@ -7,7 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diloco.report import style
+from diloco.cli import units
+from diloco.figures import style
 from diloco.report.chronicle import Column
 from diloco.report.figures_run import POINTS, Shown
 
@@ -59,7 +60,7 @@ def traffic(shown: Shown) -> Figure | None:
     read = rounds["down_bytes"] * rounds["live"]
     down, _ = np.histogram(rounds["stored_s"], edges, weights=read)
     figure, (axes,) = style.panels(1, 2.9)
-    unit = style.byte_unit(max(float((up / seconds).max()), float((down / seconds).max())))
+    unit = units.byte_unit(max(float((up / seconds).max()), float((down / seconds).max())))
     looks = (
         (up, style.BLUE, "-", "up: all learners' updates"),
         (down, style.VERMILLION, "--", "down: versions, read by every live learner"),

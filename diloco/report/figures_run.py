@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from diloco.cli import units
 from diloco.common import wire
-from diloco.report import style
+from diloco.figures import style
 from diloco.report.agreement import Pairs
 from diloco.report.chronicle import Chronicle, Column
 from diloco.report.lanes import STATES, Lane
@@ -39,9 +40,9 @@ class Shown:
         return max(self.chronicle.ends_s - self.begin_s, 1e-3)
 
     @property
-    def unit(self) -> style.Unit:
+    def unit(self) -> units.Unit:
         """Of time axes."""
-        return style.time_unit(self.span_s)
+        return units.time_unit(self.span_s)
 
     def since(self, times_s: Column) -> Column:
         """Times on a time axis."""
@@ -63,7 +64,7 @@ class Shown:
 
 
 def tokens_at(chronicle: Chronicle, times_s: Column) -> Column:
-    """Tokens merged by then, on the mean over fragments."""
+    """Tokens merged by then, on average over fragments."""
     stored_s, tokens = chronicle.inputs["time_s"], chronicle.inputs["tokens"]
     summed = np.concatenate([[0.0], np.cumsum(tokens)]) / max(chronicle.fragments, 1)
     trimmed = max(chronicle.tokens_merged() - summed[-1], 0.0)
@@ -84,7 +85,7 @@ def loss(shown: Shown) -> Figure | None:
     if chronicle.trimmed:
         places_s[scored_s < shown.begin_s] = np.nan
     tokens = tokens_at(chronicle, times_s)
-    unit = style.count_unit(float(tokens.max()))
+    unit = units.count_unit(float(tokens.max()))
     places = [
         (left, tokens / unit.scale, np.asarray([s.tokens for s in shown.scores]) / unit.scale),
         (right, shown.since(times_s), shown.since(places_s)),
@@ -200,7 +201,7 @@ def throughput(shown: Shown) -> Figure | None:
         (_rate(chronicle.inputs["time_s"], chronicle.inputs["tokens"], edges), "merged"),
     ]
     rates = [(rate / chronicle.fragments, label) for rate, label in rates]
-    unit = style.count_unit(max(float(rate.max()) for rate, _ in rates))
+    unit = units.count_unit(max(float(rate.max()) for rate, _ in rates))
     looks = ((style.BLUE, "-"), (style.VERMILLION, "--"))
     for (rate, label), (colour, dash) in zip(rates, looks, strict=True):
         style.steps(axes, shown.since(edges), rate / unit.scale, colour, dash, label)

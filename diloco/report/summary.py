@@ -4,10 +4,10 @@ from datetime import UTC, datetime
 
 import numpy as np
 
+from diloco.cli.units import byte_unit, human_count, human_time
 from diloco.report.chronicle import Chronicle
 from diloco.report.figures_run import Shown, goodput, spent
 from diloco.report.page import Fact, Table
-from diloco.report.style import byte_unit, human_count, human_time
 
 # Rows of a table that can grow with the run.
 ROWS = 100
@@ -64,7 +64,7 @@ def facts(shown: Shown) -> list[Fact]:
         Fact("goodput", f"{goodput(times):.0%}", "of the learners' time is in the model"),
         Fact("learners", f"{len(chronicle.learners)}", _lives(shown)),
         Fact("updates merged", f"{merged:,}",
-             f"staleness {stale.mean():.2f} on the mean" if stale.size else ""),
+             f"staleness {stale.mean():.2f} on average" if stale.size else ""),
         Fact("updates rejected", f"{rejected:,}", _reasons(chronicle)),
     ]  # fmt: skip
 

@@ -37,23 +37,23 @@ def make_schedule(
 
     Several may overlap, but never two on one victim. `disk` tells whether the disk can be filled.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     kinds = [kind for kind in KINDS if disk or kind != "full disk"]
     weights = [KINDS[kind][0] for kind in kinds]
-    first = chance.sample(kinds, len(kinds))
+    first = rng.sample(kinds, len(kinds))
     # All kinds must fit in, and there is more to see with several at once.
     pause_s = min(2.5, 0.4 * seconds / len(kinds))
     busy_until_s: Counter[str] = Counter()
     faults = []
     at_s = 0.0
     while True:
-        at_s += chance.uniform(0.3, 1.7) * pause_s
+        at_s += rng.uniform(0.3, 1.7) * pause_s
         must = bool(first)
-        kind = first.pop() if must else chance.choices(kinds, weights)[0]
+        kind = first.pop() if must else rng.choices(kinds, weights)[0]
         possible = victims(kind, learners, aggregators)
         free = [name for name in possible if busy_until_s[name] <= at_s]
-        victim = chance.choice(free or possible)
-        lasts_s = chance.uniform(*KINDS[kind][1:])
+        victim = rng.choice(free or possible)
+        lasts_s = rng.uniform(*KINDS[kind][1:])
         if must:
             at_s = max(at_s, busy_until_s[victim])
             lasts_s = min(lasts_s, seconds - at_s)

@@ -571,7 +571,7 @@ def test_a_subject_to_publish_on_is_plain(play: Play, subject: str) -> None:
     async def scenario(client: Connect, t: str) -> None:
         bus = await client()
         for call in (bus.publish(subject, b""), bus.broadcast(subject, b""), bus.last(t, subject)):
-            with pytest.raises(BusError, match="is no subject"):
+            with pytest.raises(BusError, match="is not a subject"):
                 await call
 
     play(scenario)

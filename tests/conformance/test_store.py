@@ -225,7 +225,7 @@ def test_a_bad_name_is_refused(store: ObjectStore, name: str) -> None:
         lambda: store.get_range(name, 0, 1),
         lambda: store.delete(name),
     ):
-        with pytest.raises(StoreError, match="is no object name"):
+        with pytest.raises(StoreError, match="is not an object name"):
             call()
 
 
@@ -413,7 +413,7 @@ def test_open_store_takes_file_urls_and_paths(
     [
         ("gs://", "no bucket"),
         ("gs:///x", "no bucket"),
-        ("gs://b/x/../y", "no object name"),
+        ("gs://b/x/../y", "not an object name"),
         ("s3://b", "'s3'"),
         ("", "empty"),
         ("file://x/y", "absolute"),

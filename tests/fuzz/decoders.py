@@ -21,18 +21,19 @@ import tomli_w
 from hypothesis import strategies as st
 from messages import BODIES, EXAMPLES, fields_of, json_like, messages
 
-from diloco.aggregator import policy
-from diloco.aggregator.driver import decode_event
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.core import policy
+from diloco.aggregator.tape_events import decode_event
 from diloco.common import names, shards, wire
 from diloco.common import tape_file as tape_files
 from diloco.common.bus import Message
+from diloco.common.codec import CODECS, Encoded, code_dtype
 from diloco.common.config import RunSettings, load_config, parse_settings
 from diloco.common.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.errors import IntegrityError, WireError
 from diloco.common.guard_rails import warnings
 from diloco.common.layout import Tensor, layout_bytes, make_layout, parse_layout
-from diloco.common.quantize import CODECS, Encoded, code_dtype, encode
+from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
 from diloco.common.tape import parse_changed
 from diloco.learner import checkpoint

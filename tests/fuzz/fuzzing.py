@@ -41,20 +41,20 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def damage(data: bytes, chance: random.Random, examples: tuple[bytes, ...]) -> bytes:
+def damage(data: bytes, rng: random.Random, examples: tuple[bytes, ...]) -> bytes:
     """One to four changes: of values if it is MessagePack, of bits and bytes, of its length."""
-    kind = chance.randrange(3)
+    kind = rng.randrange(3)
     if kind == 0 and (fields := _fields(data)) is not None:
-        for _ in range(chance.choice((1, 1, 2, 4))):
-            _change(fields, chance)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            _change(fields, rng)
         return bytes(msgpack.packb(fields))
     found = bytearray(data)
-    for _ in range(chance.choice((1, 1, 2, 4))):
+    for _ in range(rng.choice((1, 1, 2, 4))):
         if kind == 1 and found:
-            at = chance.randrange(len(found))
-            found[at] = chance.choice((found[at] ^ 1 << chance.randrange(8), chance.randrange(256)))
+            at = rng.randrange(len(found))
+            found[at] = rng.choice((found[at] ^ 1 << rng.randrange(8), rng.randrange(256)))
         else:
-            _cut(found, chance, examples)
+            _cut(found, rng, examples)
     return bytes(found)
 
 
@@ -66,49 +66,49 @@ def _fields(data: bytes) -> dict[Any, Any] | None:
     return fields if isinstance(fields, dict) and fields else None
 
 
-def _change(fields: Any, chance: random.Random) -> None:
+def _change(fields: Any, rng: random.Random) -> None:
     """Another value somewhere in it, a key too few or too many, an item once more."""
     places = [fields]
-    while chance.random() < 0.7:
+    while rng.random() < 0.7:
         inner = places[-1].values() if isinstance(places[-1], dict) else places[-1]
         deeper = [item for item in inner if isinstance(item, dict | list) and item]
         if not deeper:
             break
-        places.append(chance.choice(deeper))
+        places.append(rng.choice(deeper))
     place = places[-1]
-    key = chance.choice(list(place)) if isinstance(place, dict) else chance.randrange(len(place))
-    match chance.randrange(8):
+    key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
+    match rng.randrange(8):
         case 0 if len(place) > 1:
             del place[key]
         case 1 if isinstance(place, dict):
-            place[chance.choice(("", "extra", "kind", "a" * 300))] = _value(chance)
+            place[rng.choice(("", "extra", "kind", "a" * 300))] = _value(rng)
         case 2 if isinstance(place, list) and len(place) < 20:
-            place.extend(place * chance.choice((1, 5, 300)))
+            place.extend(place * rng.choice((1, 5, 300)))
         case _:
-            place[key] = _value(chance)
+            place[key] = _value(rng)
 
 
-def _value(chance: random.Random) -> Any:
-    return copy.deepcopy(chance.choice(VALUES))
+def _value(rng: random.Random) -> Any:
+    return copy.deepcopy(rng.choice(VALUES))
 
 
-def _cut(found: bytearray, chance: random.Random, examples: tuple[bytes, ...]) -> None:
-    at = chance.randrange(len(found) + 1)
-    upto = min(len(found), at + chance.choice((1, 2, 8, 64)))
-    match chance.randrange(5):
+def _cut(found: bytearray, rng: random.Random, examples: tuple[bytes, ...]) -> None:
+    at = rng.randrange(len(found) + 1)
+    upto = min(len(found), at + rng.choice((1, 2, 8, 64)))
+    match rng.randrange(5):
         case 0:
             del found[at:upto]
         case 1:
-            found[at:at] = found[at:upto] * chance.choice((1, 2, 300))
+            found[at:at] = found[at:upto] * rng.choice((1, 2, 300))
         case 2:
-            found[at:at] = chance.choice(TOKENS)
+            found[at:at] = rng.choice(TOKENS)
         case 3:
-            token = chance.choice(TOKENS)
-            found[at:upto] = token * (chance.choice((1, 1, 400)) if len(token) < 9 else 1)
+            token = rng.choice(TOKENS)
+            found[at:upto] = token * (rng.choice((1, 1, 400)) if len(token) < 9 else 1)
         case _:
-            other = chance.choice(examples)
-            start = chance.randrange(len(other))
-            found[at:upto] = other[start : start + chance.choice((1, 4, 32))]
+            other = rng.choice(examples)
+            start = rng.randrange(len(other))
+            found[at:upto] = other[start : start + rng.choice((1, 4, 32))]
 
 
 def check(decoder: Decoder, data: bytes) -> str:
@@ -165,10 +165,10 @@ def fuzz(decoder: Decoder, cases: int, first_seed: int) -> Counter[str]:
     )
     @given(decoder.draws, st.integers(0, (1 << 64) - 1))
     def feed(data: bytes, damages: int) -> None:
-        chance = random.Random(damages)
+        rng = random.Random(damages)
         ends[check(decoder, data)] += 1
         for _ in range(BATCH - 1):
-            ends[check(decoder, damage(data, chance, decoder.examples))] += 1
+            ends[check(decoder, damage(data, rng, decoder.examples))] += 1
 
     feed()
     return ends

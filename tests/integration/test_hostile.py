@@ -16,7 +16,7 @@ from audit import read_tape
 from harness import ENDLESS, World
 from mallory import TOKENS_PER_STEP, Mallory
 
-from diloco.aggregator.policy import NORM_LEAST
+from diloco.aggregator.core.policy import NORM_LEAST
 from diloco.check.history import Sent, read_stream
 from diloco.common import names, shards, slices, wire
 from diloco.common.bus import Bus

@@ -119,17 +119,17 @@ def test_an_aggregator_dies_many_times(new_world):
     check_aggregator_deaths(new_world(run=ENDLESS, task=SLOWER), random.Random(seed), 15)
 
 
-def check_aggregator_deaths(world: World, chance: random.Random, deaths: int) -> None:
+def check_aggregator_deaths(world: World, rng: random.Random, deaths: int) -> None:
     learners = [world.learner(f"learner-{index}") for index in range(2)]
     aggregator = world.aggregator()
     recoveries = []
     for death in range(deaths):
         eventually(lambda a=aggregator: a.events("committed"), f"commits after death {death}")
-        time.sleep(chance.uniform(0.0, 1.0))
+        time.sleep(rng.uniform(0.0, 1.0))
         if death % 3 == 1:  # two at once: one of them is fenced off
             successor = world.aggregator()
             eventually(lambda s=successor: s.events("started"), "a second aggregator starts")
-            time.sleep(chance.uniform(0.0, 1.0))
+            time.sleep(rng.uniform(0.0, 1.0))
             aggregator.kill()
         elif death % 3 == 2:
             aggregator.terminate()

@@ -15,8 +15,8 @@ from diloco.common.bus import Message
 from diloco.common.bus_nats import NatsBus
 from diloco.common.service import Runtime
 from diloco.common.store import DirectoryStore, open_store
-from diloco.learner.adopt import Adopter
-from diloco.learner.publish import Context
+from diloco.learner.adopt import load as load_newest
+from diloco.learner.context import Context
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 # The tape keeps every life's messages, to be looked at afterwards.
@@ -158,8 +158,7 @@ def test_who_returns_after_many_versions_catches_up_in_one_pass(new_world):
             settings=world.config.settings(), layout=layout, epoch=epoch, bus=counting,
             store=store, runtime=Runtime(), logger=log.get(), learner="b",
         )  # fmt: skip
-        adopter = Adopter(context, lambda *_: None)
-        loaded = [await adopter.load(fragment.index) for fragment in layout.fragments]
+        loaded = [await load_newest(context, each.index) for each in layout.fragments]
         return [item.record.version for item in loaded], store.read, counting.asked
 
     versions, read, asked = world.ask(load)

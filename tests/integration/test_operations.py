@@ -86,7 +86,7 @@ def test_a_rollback_goes_on_from_earlier_contents(new_world):
     until_versions(world, [5, 5, 5])
     with pytest.raises(ConfigError, match="version 1000"):
         ask(operate.plan_rollback(target, "1000"))
-    with pytest.raises(ConfigError, match="no version, no checkpoint and no time"):
+    with pytest.raises(ConfigError, match="not a version, a checkpoint or a time"):
         ask(operate.plan_rollback(target, "yesterday"))
 
     moves = ask(operate.plan_rollback(target, "2,3,2"))

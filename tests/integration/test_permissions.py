@@ -25,7 +25,7 @@ from diloco.common.config import BusSection
 from diloco.common.credentials import SHARED_API, load_credentials
 from diloco.common.errors import BusError, BusUnavailableError, ConfigError
 from diloco.common.nats_server import NatsServer, free_port
-from diloco.operate.create import make_streams
+from diloco.operate.streams import make_streams
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 RUN = "fenced"

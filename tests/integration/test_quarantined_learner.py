@@ -93,7 +93,8 @@ def test_a_broken_learner_is_shut_out_until_an_operator_releases_it(new_world):
     assert "is quarantined" in told(world)
     assert "released" in told(world, "--release", "broken")
     assert answer(world, send(world, mallory, "broken", seq=3)) == "merged"
-    assert looked_at(world, "broken")["state"] == "live"
+    # "live", or "silent" where the machine is so busy that its last word is some seconds old.
+    assert looked_at(world, "broken")["state"] in ("live", "silent")
     nobody = world.start("nobody", "learners", str(world.config_path), "--release", "nobody")
     assert nobody.wait() == 1
     assert "no learner 'nobody'" in nobody.log()

@@ -73,8 +73,10 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
             "no connection to NATS at 127.0.0.1:",
             "check the address",
         ),
-        learner("url", bad_url): ("'localhost:1' is no NATS URL", "nats://host:4222"),
-        learner("name", world.config_path, "Learner_0"): ("'Learner_0' cannot name a learner",),
+        learner("url", bad_url): ("'localhost:1' is not a NATS URL", "nats://host:4222"),
+        learner("name", world.config_path, "Learner_0"): (
+            "'Learner_0' is not a valid learner name",
+        ),
     }
     for process, parts in expected.items():
         refused(process, *parts)
@@ -105,7 +107,9 @@ def test_creating_again(new_world):
     world.aggregator(), world.learner("learner-0")
     assert [process.wait() for process in world.processes[-2:]] == [0, 0]
     moved = read_tape(world)
-    refused(create("moved"), f"run '{world.name}' exists", "not at the beginning")
+    refused(
+        create("moved"), f"run '{world.name}' exists", "does not begin as this configuration says"
+    )
     assert read_tape(world).messages == moved.messages
     moved.check()
 

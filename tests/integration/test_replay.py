@@ -21,7 +21,9 @@ from diloco.common.store import open_store
 from diloco.common.tape_file import read_tape_file, write_tape_file
 from diloco.operate import change as operate
 from diloco.replay import run as replay
-from diloco.replay.run import Options
+from diloco.replay.export import run_export
+from diloco.replay.options import Options
+from diloco.replay.tape import run_tape_export, run_tape_import
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def eventful(tmp_path_factory):
             world.end()
     # Most is asked of the file: no server need be started for it.
     world.tape_file = folder / "run.tape"
-    replay.run_tape_export(str(folder), world.tape_file)
+    run_tape_export(str(folder), world.tape_file)
     return world
 
 
@@ -119,18 +121,18 @@ def test_a_tape_in_a_file_is_the_same_tape(eventful, tmp_path, own_nats_server):
     one, other = eventful.tape_file, tmp_path / "other.tape"
     use_place(Place(own_nats_server.url, str(eventful.store)))
     with pytest.raises(ConfigError, match="exists already"):
-        replay.run_tape_export(str(eventful.folder), one)
+        run_tape_export(str(eventful.folder), one)
     # From the file alone, beside the store.
     for decide in (False, True):
         assert run_replay(one, decide=decide)[0] == 0
     # On another server, where the run is known by its name.
-    replay.run_tape_import(one, None)
+    run_tape_import(one, None)
     with pytest.raises(BusError, match="exists already"):
-        replay.run_tape_import(one, None)
+        run_tape_import(one, None)
     for decide in (False, True):
         status, text = run_replay(eventful.name, decide=decide)
         assert (status, "0 could not" in text or not decide) == (0, True)
-    replay.run_tape_export(eventful.name, other)
+    run_tape_export(eventful.name, other)
     assert one.read_bytes() == other.read_bytes()
     with pytest.raises(ConfigError, match="needs the run on a server"):
         ask(operate.mark(str(one)))
@@ -139,17 +141,17 @@ def test_a_tape_in_a_file_is_the_same_tape(eventful, tmp_path, own_nats_server):
 def test_the_model_as_it_was(eventful, tmp_path):
     remade, stored = tmp_path / "remade", tmp_path / "stored"
     assert run_replay(eventful.tape_file, until="5", export=remade)[0] == 0
-    replay.run_export(str(eventful.tape_file), stored, "safetensors", "5")
+    run_export(str(eventful.tape_file), stored, "safetensors", "5")
     one, other = load_file(remade / "model.safetensors"), load_file(stored / "model.safetensors")
     assert one.keys() == other.keys() == {"first", "bias", "second"}
     assert all(np.array_equal(one[name], other[name]) for name in one)
     assert (remade / "about.json").read_text() == (stored / "about.json").read_text()
 
-    replay.run_export(str(eventful.tape_file), tmp_path / "newest", "orbax", None)
-    with pytest.raises(ConfigError, match="is there already"):
-        replay.run_export(str(eventful.tape_file), stored, "safetensors", None)
+    run_export(str(eventful.tape_file), tmp_path / "newest", "orbax", None)
+    with pytest.raises(ConfigError, match="already exists"):
+        run_export(str(eventful.tape_file), stored, "safetensors", None)
     with pytest.raises(ConfigError, match="no record of version 1000"):
-        replay.run_export(str(eventful.tape_file), tmp_path / "future", "safetensors", "1000")
+        run_export(str(eventful.tape_file), tmp_path / "future", "safetensors", "1000")
 
 
 def test_what_was_verified_is_not_verified_again(eventful, tmp_path):
@@ -162,7 +164,7 @@ def test_what_was_verified_is_not_verified_again(eventful, tmp_path):
     assert "of 1 fragments" in later
     assert records_of(later) < records_of(first[1]) / 3
     memory.write_text("{}")
-    with pytest.raises(ConfigError, match="does not say how far"):
+    with pytest.raises(ConfigError, match="is not a progress file"):
         run_replay(eventful.tape_file, resume=memory)
 
 
@@ -249,7 +251,7 @@ def test_what_if(eventful, tmp_path):
     assert (tmp_path / "if.png").read_bytes().startswith(b"\x89PNG")
     assert "learning_rate = 0.4" in (tmp_path / "model" / "settings.toml").read_text()
     # What was is evaluated beside it: the numbers of the newest version are the run's own.
-    replay.run_export(str(eventful.tape_file), tmp_path / "newest", "safetensors", None)
+    run_export(str(eventful.tape_file), tmp_path / "newest", "safetensors", None)
     newest = load_file(tmp_path / "newest" / "model.safetensors")
     other = load_file(tmp_path / "model" / "model.safetensors")
     assert newest.keys() == other.keys()
@@ -258,5 +260,5 @@ def test_what_if(eventful, tmp_path):
     asked["settings"] = ("quorum.min_learners=1", "bounds.norm_refuse=50")
     status, text = run_replay(eventful.tape_file, **asked)
     assert (status, "an estimate" in text) == (0, True)
-    with pytest.raises(ConfigError, match="goes without --resume"):
+    with pytest.raises(ConfigError, match="excludes --resume"):
         run_replay(eventful.tape_file, **asked, resume=tmp_path / "memory")

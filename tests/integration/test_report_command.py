@@ -117,7 +117,7 @@ def away(paths: list[Path]) -> Iterator[None]:
 def test_a_task_that_writes_no_text(ended_run: World) -> None:
     done = diloco("sample", str(ended_run.folder), cwd=ended_run.folder)
     assert done.returncode == 1
-    assert "tiny_task:build writes no text" in done.stderr
+    assert "tiny_task:build cannot generate text" in done.stderr
     assert "Traceback" not in done.stderr
 
 

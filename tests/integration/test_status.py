@@ -27,6 +27,24 @@ def diloco(world: World, *arguments: str) -> str:
     return done.stdout
 
 
+LOADED = """
+import json, sys
+from diloco.__main__ import app
+app(sys.argv[1:], standalone_mode=False)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def loaded_by(world: World, command: list[str]) -> list[str]:
+    """The modules that a command loads."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *command], cwd=world.folder, env=environment(),
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def status_of(world: World) -> Status:
     async def look() -> Status:
         async with open_run(world.config_path) as opened:
@@ -74,6 +92,12 @@ def test_a_run_is_shown_as_it_goes_on(new_world) -> None:
     assert {one["name"] for one in document["learners"]} == {"a", "b"}
     # Where there is no terminal it is shown once.
     assert "under way" in diloco(world, "status", world.config_path.name)
+    for command in (
+        ["status", "run.toml", "--json"],
+        ["runs", world.url],
+        ["learners", "run.toml"],
+    ):
+        assert "jax" not in loaded_by(world, command)
 
 
 @pytest.mark.slow

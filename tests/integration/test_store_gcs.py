@@ -243,7 +243,7 @@ def test_an_upload_goes_on_after_the_server_came_back(tmp_path: Path) -> None:
 
 def test_a_session_that_is_gone_is_a_passing_fault(server: GcsServer, store: GcsStore) -> None:
     server.fail("status", method="PUT", status=410, reason="gone")
-    with pytest.raises(StoreUnavailableError, match="must begin again"):
+    with pytest.raises(StoreUnavailableError, match="must restart"):
         store.put("o", LARGE)
     store.put("o", LARGE)
 

@@ -6,7 +6,7 @@ Each test names its section of PAPER.md.
 import numpy as np
 import pytest
 
-from diloco.aggregator.merge import (
+from diloco.aggregator.arrays.merge import (
     Accumulator,
     Contribution,
     Grid,
@@ -15,7 +15,7 @@ from diloco.aggregator.merge import (
     make_grid,
     segment_norms,
 )
-from diloco.aggregator.outer import Gradient, make_outer
+from diloco.aggregator.arrays.outer import Gradient, make_outer
 from diloco.common.layout import Tensor, TensorHint, make_layout
 from diloco.common.quantize import encode
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from diloco.aggregator import policy
-from diloco.aggregator.policy import fragment_rules
+from diloco.aggregator.core import policy
+from diloco.aggregator.core.policy import fragment_rules
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, make_layout, offset_steps
 from diloco.learner import sync

@@ -1,11 +1,17 @@
 """A fragment's machine on a bench: a tape in a list, joins, manifests and records made for it.
 
 Shared by the scenario scripts and the property tests. The lab does what the driver does around
-`aggregator/machine.py`, less the arrays: it keeps the tape, makes records of what is committed, and
+`aggregator/core/machine.py`, less the arrays: it keeps the tape, makes records of what is committed, and
 can crash: `resume` from the last record and meet the tape again from its position.
 """
 
-from diloco.aggregator import machine, policy
+from records import make_record
+
+from diloco.aggregator.arrays.fragment import make_input as merged_input
+from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core.decisions import decide
+from diloco.aggregator.core.effects import AskCut, Commit, Effect
+from diloco.aggregator.core.state import State
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import make_config
 from diloco.common.layout import Tensor, make_layout
@@ -13,7 +19,6 @@ from diloco.common.layout import Tensor, make_layout
 BLOCK = 16
 LAYOUT = make_layout([Tensor(name="w", shape=(32, 64), dtype="float32")], fragments=1, block=BLOCK)
 CODEC = "int4"
-REF = wire.ObjectRef(name="o", size_bytes=1, crc32c=0)
 # One fragment; H = 24; two shards an update.
 BASIS = {
     "sync": {"fragments": 1, "interval_steps": 24, "block": BLOCK, "shard_elements": 1024},
@@ -74,87 +79,19 @@ def make_manifest(rules, learner, incarnation, seq, base=0, **changes) -> wire.M
     return wire.decode(wire.Manifest, wire.encode(wire.Manifest(**(fields | changes))))
 
 
-def record_of(rules, commit: machine.Commit, base_digest: str) -> wire.Record:
+def record_of(rules, commit: Commit, base_digest: str) -> wire.Record:
     """The record that the driver would make of a commit, as far as the machine's part goes."""
-    state = commit.state
-    version = state.version + (commit.what == "version")
-    return wire.Record(
-        what=commit.what,
+    decided = decide(rules, commit)
+    return make_record(
+        **decided._asdict(),
         run=rules.run,
         epoch=rules.epoch,
         fragment=rules.fragment,
-        version=version,
-        restored_version=None,
-        base_seq=state.record_seq,
         base_digest=base_digest,
         layout=rules.layout,
-        global_step=machine.global_step_after(rules, state)
-        if commit.what == "version"
-        else state.global_step,
-        inputs=tuple(_input(taken) for taken in state.admitted),
-        rejected=tuple(_rejected(refused) for refused in state.rejected),
-        reason=commit.reason,
-        factors=b"",
-        learning_rate=1.0,
-        momentum=0.0,
-        delta=None,
-        snapshot=REF,
-        snapshot_version=0,
-        deltas=(),
-        outer=REF,
-        outer_version=0,
-        outer_seq=0,
-        view_digest=digest_of(version),
-        outer_digest=digest_of(version),
-        position=machine.position(state),
-        totals=wire.Totals(
-            updates_merged=0, updates_rejected=0, tokens_merged=0, tokens_rejected=0, steps_merged=0
-        ),
-        observations=state.observations,
-        policy=machine.policy_after(state),
-        final=commit.final,
-        opened_at_s=state.opened_at_s,
-        quorum_at_s=state.quorum_at_s,
-        closed_at_s=commit.at_s,
-        merged_at_s=commit.at_s,
-        aggregator="lab",
-        attempt_id="0",
-    )
-
-
-def _input(taken: machine.Admitted) -> wire.Input:
-    sent = taken.manifest
-    return wire.Input(
-        learner=sent.learner,
-        incarnation=sent.incarnation,
-        seq=sent.seq,
-        stream_seq=taken.stream_seq,
-        codec=sent.codec,
-        shards=sent.shards,
-        weight=taken.weight,
-        staleness=taken.staleness,
-        discount=taken.discount,
-        clip=taken.clip,
-        norm=taken.norm,
-        tokens=sent.tokens,
-        steps=sent.steps,
-        loss=sent.loss,
-        final=sent.final,
-        coefficients=b"",
-    )
-
-
-def _rejected(refused: machine.Refused) -> wire.Rejected:
-    sent = refused.manifest
-    return wire.Rejected(
-        learner=sent.learner,
-        incarnation=sent.incarnation,
-        seq=sent.seq,
-        stream_seq=refused.stream_seq,
-        tokens=sent.tokens,
-        steps=sent.steps,
-        reason=refused.reason,
-        detail=refused.detail,
+        inputs=tuple(merged_input(taken, b"") for taken in commit.state.admitted),
+        view_digest=digest_of(decided.version),
+        outer_digest=digest_of(decided.version),
     )
 
 
@@ -163,13 +100,14 @@ class Lab:
 
     def __init__(self, rules: policy.FragmentRules) -> None:
         self.rules = rules
-        self.tape: list[machine.Event] = []
+        self.tape: list[events.Event] = []
         self.stream_seq = 0
         self.records: list[wire.Record] = []
         self.record_seqs: list[int] = []
-        self.open_commit: machine.Commit | None = None
+        self.open_commit: Commit | None = None
         self.unheard = False
-        genesis = machine.State(
+        self.cut_asked = False
+        genesis = State(
             version=0,
             record_seq=0,
             view_digest=digest_of(0),
@@ -178,29 +116,42 @@ class Lab:
             marks={},
             pending={},
         )
-        self._store(machine.Commit("verdict", "created", False, 0.0, genesis))
-        self.state = machine.resume(self.records[-1], self.stream_seq, 0.0)
+        self._store(Commit("verdict", "created", False, 0.0, genesis))
+        self.state = memory.resume(self.records[-1], self.stream_seq, 0.0)
 
-    def step(self, event: machine.Event) -> tuple[machine.Effect, ...]:
+    def step(self, event: events.Event) -> tuple[Effect, ...]:
         """Give the machine an event; note the commit it asks for."""
-        if isinstance(event, machine.Committed):
+        if isinstance(event, events.Committed):
             self.unheard = False
+        if isinstance(event, events.CutKnown):
+            self.cut_asked = False
         self.state, effects = machine.step(self.rules, self.state, event)
         for effect in effects:
-            if isinstance(effect, machine.Commit):
+            if isinstance(effect, AskCut):
+                assert not self.cut_asked, "asked twice"
+                self.cut_asked = True
+            if isinstance(effect, Commit):
                 assert not self.open_commit, "a second commit while one is open"
                 assert not self.unheard, "a commit before the last one is known to be done"
                 self.open_commit = effect
+                if effect.what == "version":
+                    made = events.Made(effect.at_s, digest_of(effect.state.version + 1))
+                    effects += self.step(made)
         return effects
 
-    def put(self, make, *args) -> machine.Event:
+    def last_update(self) -> int:
+        """What the stream's leader has for the last update; 0 for none."""
+        found = [event.stream_seq for event in self.tape if isinstance(event, events.Announced)]
+        return max(found, default=0)
+
+    def put(self, make, *args) -> events.Event:
         """Store a message on the tape: `make(at_s, stream_seq, ...)` is its event."""
         self.stream_seq += 1
         at_s, *rest = args
         self.tape.append(make(at_s, self.stream_seq, *rest))
         return self.tape[-1]
 
-    def commit(self, at_s: float) -> tuple[machine.Effect, ...]:
+    def commit(self, at_s: float) -> tuple[Effect, ...]:
         """The record that is open reaches the tape, and the machine hears of it."""
         self.store_record()
         return self.hear_of_record(at_s)
@@ -232,24 +183,22 @@ class Lab:
         self.records.append(wire.decode(wire.Record, wire.encode(restore)))
         self.record_seqs.append(self.stream_seq)
 
-    def hear_of_record(self, at_s: float) -> tuple[machine.Effect, ...]:
+    def hear_of_record(self, at_s: float) -> tuple[Effect, ...]:
         """The machine hears that its record is on the tape."""
-        return self.step(
-            machine.Committed(at_s, self.record_seqs[-1], self.records[-1].view_digest)
-        )
+        return self.step(events.Committed(at_s, self.record_seqs[-1]))
 
-    def crash(self, at_s: float) -> list[machine.Event]:
+    def crash(self, at_s: float) -> list[events.Event]:
         """Lose the machine; resume from the newest record. Gives what is to be read again."""
-        self.open_commit, self.unheard = None, False
+        self.open_commit, self.unheard, self.cut_asked = None, False, False
         newest = self.records[-1]
-        self.state = machine.resume(newest, self.record_seqs[-1], at_s)
+        self.state = memory.resume(newest, self.record_seqs[-1], at_s)
         return [event for event in self.tape if event.stream_seq >= newest.position]
 
     def deadline(self) -> float | None:
         """When the machine wants a timer."""
-        return machine.deadline(self.rules, self.state)
+        return rounds.deadline(self.rules, self.state)
 
-    def _store(self, commit: machine.Commit) -> None:
+    def _store(self, commit: Commit) -> None:
         self.stream_seq += 1
         record = record_of(self.rules, commit, digest_of(commit.state.version))
         # Through the wire, so that whatever the machine remembers survives it.

@@ -10,11 +10,12 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+from records import make_input, make_record, make_ref
 
-from diloco.aggregator import garbage
-from diloco.aggregator.garbage import Fleet, Ledger
-from diloco.aggregator.machine import UpdateId
-from diloco.common import names, wire
+from diloco.aggregator.core import garbage, memory
+from diloco.aggregator.core.garbage import Fleet, Ledger
+from diloco.aggregator.core.state import UpdateId
+from diloco.common import names, slices, wire
 
 RUN, FRAGMENT, EPOCH = "lab", 3, 1
 LEARNERS = ("a", "b", "c")
@@ -33,8 +34,16 @@ def shards_of(update: UpdateId, epoch: int = EPOCH) -> list[str]:
     ]
 
 
-def ref(name: str) -> wire.ObjectRef:
-    return wire.ObjectRef.model_construct(name=name, size_bytes=1, crc32c=0)
+def make_shard(name: str) -> wire.Shard:
+    return wire.Shard(name=name, size_bytes=1, crc32c=0, slices=slices.of_range(0, 1, 1))
+
+
+def with_marks(marks: dict[tuple[str, int], int]) -> wire.PolicyState:
+    kept = tuple(
+        wire.Mark(learner=who, incarnation=life, seq=seq, stream_seq=1)
+        for (who, life), seq in marks.items()
+    )
+    return wire.PolicyState(**(dict(memory.beginning()) | {"marks": kept}))
 
 
 @dataclass
@@ -61,7 +70,7 @@ class Life:
 class History:
     """One fragment's tape and store, and what is true of them."""
 
-    chance: random.Random
+    rng: random.Random
     every: int  # versions between snapshots
     replay_s: float
     keep: int
@@ -83,11 +92,11 @@ class History:
     deleted: int = 0
 
     def __post_init__(self) -> None:
-        first = self.chance.randrange(30) if self.resumed else 0
+        first = self.rng.randrange(30) if self.resumed else 0
         if self.resumed:
             # What the tape before this one has left.
             for version in range(first + 20):
-                self.put(object_of(version, self.chance.choice(["delta", "view", "outer"]), 77))
+                self.put(object_of(version, self.rng.choice(["delta", "view", "outer"]), 77))
             for seq in range(4):
                 for name in shards_of(UpdateId("a", 9, seq), EPOCH - 1):
                     self.put(name)
@@ -100,26 +109,26 @@ class History:
         return self.tape[-1]
 
     def put(self, name: str) -> None:
-        self.store[name] = self.store.get(name, self.chance.randrange(1, 100))
+        self.store[name] = self.store.get(name, self.rng.randrange(1, 100))
 
     def next_seq(self) -> int:
-        self.seq += self.chance.randrange(1, 4)
+        self.seq += self.rng.randrange(1, 4)
         return self.seq
 
     def commit(self, what, version, inputs, refused, restored_version=None) -> None:
         before = self.tape[-1].record if self.tape else None
-        digest = self.chance.randrange(1 << 60)
+        digest = self.rng.randrange(1 << 60)
         made = what != "verdict"
         whole = made and (before is None or what == "restore" or version % self.every == 0)
         delta = None
         if what == "version" and before is not None:
-            delta = ref(object_of(version, "delta", digest))
+            delta = make_ref(object_of(version, "delta", digest))
             self.put(delta.name)
         fields = {"snapshot": None, "outer": None, "snapshot_version": version, "deltas": ()}
         self.snapshots += whole
         if whole:
             for field_name, kind in (("snapshot", "view"), ("outer", "outer")):
-                fields[field_name] = ref(object_of(version, kind, digest))
+                fields[field_name] = make_ref(object_of(version, kind, digest))
                 self.put(fields[field_name].name)
         else:
             fields = {
@@ -129,7 +138,7 @@ class History:
                 "deltas": before.deltas + ((delta,) if delta else ()),
             }
         body = None
-        if self.chance.random() < 0.2:
+        if self.rng.random() < 0.2:
             body = object_of(version + (what == "verdict"), "record", digest)
             self.put(body)
         for update in (*inputs, *refused):
@@ -139,16 +148,16 @@ class History:
             if life.flying == update:
                 life.flying = None
         seq = self.next_seq()
-        record = wire.Record.model_construct(
+        record = make_record(
             what=what,
             version=version,
             restored_version=restored_version,
             inputs=tuple(
-                wire.Input.model_construct(
+                make_input(
                     learner=u.learner,
                     incarnation=u.incarnation,
                     seq=u.seq,
-                    shards=tuple(wire.Shard.model_construct(name=name) for name in shards_of(u)),
+                    shards=tuple(make_shard(name) for name in shards_of(u)),
                 )
                 for u in inputs
             ),
@@ -156,12 +165,7 @@ class History:
             **fields,
             outer_version=fields["snapshot_version"],
             position=min(self.pending.values(), default=seq),
-            policy=wire.PolicyState.model_construct(
-                marks=tuple(
-                    wire.Mark.model_construct(learner=who, incarnation=life, seq=mark)
-                    for (who, life), mark in self.newest_marks().items()
-                )
-            ),
+            policy=with_marks(self.newest_marks()),
         )
         self.tape.append(Stored(record, seq, self.now_s, body))
 
@@ -174,13 +178,13 @@ class History:
         return kept
 
     def join(self) -> None:
-        self.lives[self.chance.choice(LEARNERS)] = Life(self.next_seq())
+        self.lives[self.rng.choice(LEARNERS)] = Life(self.next_seq())
 
     def upload(self) -> None:
         idle = [name for name, life in self.lives.items() if life.flying is None]
         if not idle:
             return
-        life = self.lives[name := self.chance.choice(idle)]
+        life = self.lives[name := self.rng.choice(idle)]
         life.seq += 1
         life.flying, life.announced = UpdateId(name, life.incarnation, life.seq), False
         for shard in shards_of(life.flying):
@@ -188,15 +192,15 @@ class History:
 
     def announce(self) -> None:
         for life in self.lives.values():
-            if life.flying and not life.announced and self.chance.random() < 0.6:
+            if life.flying and not life.announced and self.rng.random() < 0.6:
                 life.announced = True
                 seq = self.next_seq()
                 self.manifests[seq] = life.flying
                 self.pending[life.flying] = seq
 
     def version(self) -> None:
-        taken = [update for update in self.pending if self.chance.random() < self.haste]
-        cut = self.chance.randrange(len(taken) + 1)
+        taken = [update for update in self.pending if self.rng.random() < self.haste]
+        cut = self.rng.randrange(len(taken) + 1)
         inputs, refused = taken[cut:], taken[:cut]
         if inputs:
             self.commit("version", self.newest.record.version + 1, inputs, refused)
@@ -205,15 +209,15 @@ class History:
 
     def restore(self) -> None:
         version = self.newest.record.version
-        target = self.chance.choice([at.record.version for at in self.tape])
+        target = self.rng.choice([at.record.version for at in self.tape])
         self.commit("restore", version + 1, (), (), restored_version=target)
 
     def lose_race(self) -> None:
         """Somebody stores what never gets a record, for a version that is next or has been."""
-        version = self.newest.record.version + self.chance.randrange(-3, 2)
+        version = self.newest.record.version + self.rng.randrange(-3, 2)
         for what in ("delta", "view", "outer", "record"):
-            if version >= 0 and self.chance.random() < 0.5:
-                self.put(object_of(version, what, self.chance.randrange(1 << 60)))
+            if version >= 0 and self.rng.random() < 0.5:
+                self.put(object_of(version, what, self.rng.randrange(1 << 60)))
 
     def stray(self) -> None:
         """What is not ours to judge."""
@@ -228,19 +232,19 @@ class History:
         version = self.checkpoints[name] = self.newest.record.version
         for what in ("view", "outer"):
             self.put(object_of(version, what, 5))
-        if self.chance.random() < 0.8:
+        if self.rng.random() < 0.8:
             self.whole.add(name)
 
     def pass_time(self) -> None:
-        self.now_s += self.chance.expovariate(1 / 20)
+        self.now_s += self.rng.expovariate(1 / 20)
 
     def play(self) -> None:
         weighed = {
-            self.join: self.chance.choice([0.1, 1.0]),
+            self.join: self.rng.choice([0.1, 1.0]),
             self.upload: 6,
             self.announce: 5,
             self.version: 6,
-            self.restore: self.chance.choice([0, 0.3]),
+            self.restore: self.rng.choice([0, 0.3]),
             self.lose_race: 0.7,
             self.stray: 0.2,
             self.checkpoint: 0.4,
@@ -248,7 +252,7 @@ class History:
             self.collect: 1,
         }
         for _ in range(EVENTS):
-            (event,) = self.chance.choices([*weighed], [*weighed.values()])
+            (event,) = self.rng.choices([*weighed], [*weighed.values()])
             event()
         self.collect()
 
@@ -262,7 +266,7 @@ class History:
         kept = garbage.pinned_checkpoints(self.checkpoints, self.whole, self.keep)
         return {self.checkpoints[name] for name in kept}
 
-    def plan(self, ledger: Ledger) -> garbage.Plan:
+    def plan(self, ledger: Ledger) -> garbage.GarbagePlan:
         for at in self.tape:
             ledger.take(at.record, at.seq, at.at_s, at.body)
         plan = garbage.plan(
@@ -276,7 +280,7 @@ class History:
         return plan
 
     def collect(self) -> None:
-        anew = self.chance.random() < 0.3
+        anew = self.rng.random() < 0.3
         ledger = Ledger(RUN, FRAGMENT, EPOCH) if anew else self.ledger
         before = dict(self.store)
         plan = self.plan(ledger)
@@ -452,14 +456,14 @@ def is_stray(name: str) -> bool:
 
 
 def history(seed: int) -> History:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     return History(
-        chance=chance,
-        every=chance.choice([1, 2, 3, 8]),
-        replay_s=chance.choice([0.0, 0.0, 50.0, 300.0, 1e9]),
-        keep=chance.choice([1, 2, 3]),
-        resumed=chance.random() < 0.3,
-        haste=chance.choice([0.2, 0.6]),
+        rng=rng,
+        every=rng.choice([1, 2, 3, 8]),
+        replay_s=rng.choice([0.0, 0.0, 50.0, 300.0, 1e9]),
+        keep=rng.choice([1, 2, 3]),
+        resumed=rng.random() < 0.3,
+        haste=rng.choice([0.2, 0.6]),
     )
 
 

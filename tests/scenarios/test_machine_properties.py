@@ -12,7 +12,9 @@ from collections import Counter
 import pytest
 from machinelab import Lab, digest_of, lab_rules, make_manifest
 
-from diloco.aggregator import machine
+from diloco.aggregator.core import events, rounds
+from diloco.aggregator.core.effects import Fetch, Ignored
+from diloco.aggregator.core.state import UpdateId
 from diloco.common import wire
 
 LEARNERS = ("a", "b", "c")
@@ -33,8 +35,8 @@ class History:
     """One fragment's machine, its tape, and a ledger of every update on the tape."""
 
     def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        pick = self.chance.choice
+        self.rng = random.Random(seed)
+        pick = self.rng.choice
         self.lab = Lab(
             lab_rules(
                 **{
@@ -51,17 +53,18 @@ class History:
         self.now_s = 1000.0
         self.lives: dict[str, list[int]] = {name: [] for name in LEARNERS}
         self.sent: dict[tuple[str, int], int] = {}
-        self.updates: dict[machine.UpdateId, int] = {}
-        self.fetching: list[machine.UpdateId] = []
-        self.unread: list[machine.Event] = []
+        self.updates: dict[UpdateId, int] = {}
+        self.fetching: list[UpdateId] = []
+        self.unread: list[events.Event] = []
         self.checked = 0
-        self.fates: Counter[machine.UpdateId] = Counter()
+        self.fates: Counter[UpdateId] = Counter()
         # How often each thing happens; some histories have many crashes, some have none.
         self.odds = {
             self.announce: 30,
             self.fetched: pick([10, 30]),
             self.commit: pick([10, 60]),
             self.timer: 15,
+            self.answer_cut: pick([5, 20]),
             self.wait: 10,
             self.read_again: 10,
             self.announce_again: 5,
@@ -74,9 +77,9 @@ class History:
 
     def play(self) -> None:
         """Everything in random order; then let it come to an end."""
-        for name in LEARNERS[: self.chance.randint(1, 3)]:
+        for name in LEARNERS[: self.rng.randint(1, 3)]:
             self.join(name)
-        for action in self.chance.choices(list(self.odds), self.odds.values(), k=EVENTS):
+        for action in self.rng.choices(list(self.odds), self.odds.values(), k=EVENTS):
             action()
             self.check_state()
         self.come_to_an_end()
@@ -84,15 +87,15 @@ class History:
     # What the outside does
 
     def join(self, name: str = "") -> None:
-        name = name or self.chance.choice(LEARNERS)
+        name = name or self.rng.choice(LEARNERS)
         if len(self.lives[name]) < LIVES:
-            event = self.lab.put(machine.Joined, self.now_s, name)
+            event = self.lab.put(events.Joined, self.now_s, name)
             self.lives[name].append(event.stream_seq)
             self.read(event)
 
     def announce(self) -> None:
         """An honest or spoilt update, one in flight at a time, on a version the learner may know."""
-        pick, name = self.chance.choice, self.chance.choice(LEARNERS)
+        pick, name = self.rng.choice, self.rng.choice(LEARNERS)
         if not self.lives[name]:
             return
         # Mostly this life's, but the one before may still have had something on its way.
@@ -111,7 +114,7 @@ class History:
             seq,
             pick([newest, newest, max(0, newest - 1), max(0, newest - 2)]),
             step_time_s=pick([0.0, 0.5, 2.0, 2.0, wire.GREATEST_S]),
-            final=self.chance.random() < 0.05,
+            final=self.rng.random() < 0.05,
             **SPOILT.get(spoil, {}),
         )
         self.put_update(sent)
@@ -119,53 +122,59 @@ class History:
     def announce_again(self) -> None:
         if not self.updates:
             return
-        update = self.chance.choice(list(self.updates))
+        update = self.rng.choice(list(self.updates))
         sent = next(
             event.manifest
             for event in self.lab.tape
-            if isinstance(event, machine.Announced) and update == name_of(event.manifest)
+            if isinstance(event, events.Announced) and update == name_of(event.manifest)
         )
         self.put_update(sent.model_copy(update={"attempt": sent.attempt + 1}))
 
     def leave_or_finish(self) -> None:
-        name = self.chance.choice(LEARNERS)
+        name = self.rng.choice(LEARNERS)
         if self.lives[name]:
-            verb = self.chance.choice([machine.Departed, machine.Finished])
+            verb = self.rng.choice([events.Departed, events.Finished])
             self.read(self.lab.put(verb, self.now_s, name, self.lives[name][-1]))
 
     def stop(self) -> None:
-        if not any(isinstance(event, machine.Stopped) for event in self.lab.tape):
-            self.read(self.lab.put(machine.Stopped, self.now_s))
+        if not any(isinstance(event, events.Stopped) for event in self.lab.tape):
+            self.read(self.lab.put(events.Stopped, self.now_s))
 
     def hear(self) -> None:
-        name = self.chance.choice(LEARNERS)
+        name = self.rng.choice(LEARNERS)
         if self.lives[name]:
-            live = self.chance.random() < 0.5
-            self.step(machine.Liveness(self.now_s, name, self.lives[name][-1], live))
+            live = self.rng.random() < 0.5
+            self.step(events.Liveness(self.now_s, name, self.lives[name][-1], live))
 
     def fetched(self, odds_of_failure: float = 0.1) -> None:
         if not self.fetching:
             return
-        update = self.fetching.pop(self.chance.randrange(len(self.fetching)))
-        if self.chance.random() < odds_of_failure:
-            self.step(machine.Failed(self.now_s, update, "crc32c", "wrong bytes"))
+        update = self.fetching.pop(self.rng.randrange(len(self.fetching)))
+        if self.rng.random() < odds_of_failure:
+            self.step(events.Failed(self.now_s, update, "crc32c", "wrong bytes"))
         else:
-            norm = self.chance.choice([0.0, 1.0, 1.0, 1.0, 1e9])
-            self.step(machine.Fetched(self.now_s, update, norm))
+            norm = self.rng.choice([0.0, 1.0, 1.0, 1.0, 1e9])
+            self.step(events.Fetched(self.now_s, update, norm))
 
     def wait(self) -> None:
-        self.now_s += self.chance.choice([0.1, 1.0, 10.0, 100.0])
+        self.now_s += self.rng.choice([0.1, 1.0, 10.0, 100.0])
 
     def timer(self) -> None:
         """A timer at the deadline makes progress: else the driver would spin."""
         due_s = self.lab.deadline()
         if due_s is None:
-            self.step(machine.Timer(self.now_s))
+            self.step(events.Timer(self.now_s))
             return
-        self.now_s = max(self.now_s, due_s)
-        effects = self.step(machine.Timer(self.now_s))
+        self.now_s, phase = max(self.now_s, due_s), self.lab.state.phase
+        effects = self.step(events.Timer(self.now_s))
         after_s = self.lab.deadline()
-        assert effects or after_s is None or after_s > due_s
+        begins_anew = phase == "cut" and self.lab.state.phase != "cut"
+        assert effects or after_s is None or after_s > due_s or begins_anew
+
+    def answer_cut(self) -> None:
+        """The driver answers once it has read what the leader has."""
+        if self.lab.cut_asked and not self.unread:
+            self.step(events.CutKnown(self.now_s, self.lab.last_update()))
 
     # What the driver does
 
@@ -179,20 +188,20 @@ class History:
 
     def crash(self) -> None:
         """Die with or without the open record on the tape; read it again from its position."""
-        if self.lab.open_commit and self.chance.random() < 0.5:
+        if self.lab.open_commit and self.rng.random() < 0.5:
             self.lab.store_record()
             self.check_records()
         self.fetching = []
-        self.unread = self.lab.crash(self.now_s - self.chance.choice([0.0, 0.0, 500.0]))
+        self.unread = self.lab.crash(self.now_s - self.rng.choice([0.0, 0.0, 500.0]))
 
     def read_again(self, count: int = 0) -> None:
-        for _ in range(min(len(self.unread), count or self.chance.randint(1, 9))):
+        for _ in range(min(len(self.unread), count or self.rng.randint(1, 9))):
             self.step(self.unread.pop(0))
 
     # Helpers
 
     def put_update(self, sent):
-        event = self.lab.put(machine.Announced, self.now_s, sent)
+        event = self.lab.put(events.Announced, self.now_s, sent)
         self.updates.setdefault(name_of(sent), event.stream_seq)
         self.read(event)
 
@@ -210,9 +219,9 @@ class History:
 
     def note(self, effects):
         for effect in effects:
-            if isinstance(effect, machine.Fetch):
+            if isinstance(effect, Fetch):
                 self.fetching.append(effect.update)
-            assert not isinstance(effect, machine.Ignored), "honest learners are never ignored"
+            assert not isinstance(effect, Ignored), "honest learners are never ignored"
 
     def in_flight(self, name, life):
         return any(update[:2] == (name, life) and not self.fates[update] for update in self.updates)
@@ -227,7 +236,7 @@ class History:
             assert record.view_digest == digest_of(record.version)
             assert record.position >= before.position
             for fate in (*record.inputs, *record.rejected):
-                update = machine.UpdateId(fate.learner, fate.incarnation, fate.seq)
+                update = UpdateId(fate.learner, fate.incarnation, fate.seq)
                 assert update in self.updates
                 self.fates[update] += 1
                 assert self.fates[update] == 1, f"{update} is resolved twice"
@@ -241,19 +250,29 @@ class History:
     def check_state(self) -> None:
         due_s, state = self.lab.deadline(), self.lab.state
         assert due_s is None or math.isfinite(due_s)
-        # An idle machine with something to do has asked for shards, or for a timer.
-        if state.pending and state.phase == "idle" and not state.final and not self.unread:
+        assert state.phase != "closing", "a version is made at once"
+        # A machine with something to do has asked for shards, for a timer, or for the cut.
+        if state.pending and not state.final and not self.unread:
             asked = any(pending.fetching for pending in state.pending.values())
-            beyond = not machine.has_next(self.lab.rules, state)
-            assert asked or beyond or due_s is not None
+            beyond = not rounds.has_next(self.lab.rules, state)
+            waits = self.lab.cut_asked or state.storing is not None
+            assert asked or beyond or waits or due_s is not None
 
     def come_to_an_end(self) -> None:
         """Stop, read all, answer every fetch, commit: then nothing is unresolved."""
         self.stop()
         self.read_again(len(self.unread))
         lab = self.lab
-        while lab.open_commit or lab.unheard or self.fetching or lab.deadline() is not None:
-            if lab.open_commit or lab.unheard:
+        while (
+            lab.open_commit
+            or lab.unheard
+            or lab.cut_asked
+            or self.fetching
+            or lab.deadline() is not None
+        ):
+            if lab.cut_asked:
+                self.answer_cut()
+            elif lab.open_commit or lab.unheard:
                 self.commit()
             elif self.fetching:
                 self.fetched(odds_of_failure=0)
@@ -266,7 +285,7 @@ class History:
 
 
 def name_of(manifest):
-    return machine.UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
+    return UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -1,6 +1,6 @@
 """The scripts in machine/: what the aggregator's core does, event by event.
 
-    rules quorum.min_learners=4 ...      before anything else
+    rules quorum.min_learners=4 ...      before anything else; `cut=asked`: the leader answers late
     AT join NAME                         AT is in seconds
     AT update NAME SEQ [key=value ...]   NAME@3 speaks for incarnation 3; `again` repeats a manifest
     AT fetched NAME SEQ [norm=1]         AT failed NAME SEQ [REASON]
@@ -12,6 +12,7 @@
     AT rollback VERSION                  an operator's record: the next version is that one again
     AT settings section.key=value ...    changed settings
     AT stored                            the open record is on the tape, but nobody hears of it
+    AT cut                               the leader's last update is known, if it was not at once
 
 `=` shows phase, version and the deadline whenever one of them has changed.
 """
@@ -24,7 +25,19 @@ import pytest
 from machinelab import BLOCK, Lab, lab_rules, make_manifest
 from scripts import check, files, split
 
-from diloco.aggregator import machine
+from diloco.aggregator.core import events, memory
+from diloco.aggregator.core.effects import (
+    AskCut,
+    Commit,
+    Discard,
+    Effect,
+    Fetch,
+    Ignored,
+    Merge,
+    OpenRound,
+    Quarantine,
+)
+from diloco.aggregator.core.state import UpdateId
 from diloco.common import slices
 
 FIELDS = {"step": "step_time_s"}
@@ -38,11 +51,13 @@ class Player:
         self.settings: dict = {}
         self.lives: dict[str, int] = {}
         self.shown = ""
-        self.unread: list[machine.Event] = []
+        self.unread: list[events.Event] = []
+        self.answers_late = False
 
     def perform(self, line: str) -> Iterator[str]:
         words, values = split(line)
         if words[0] == "rules":
+            self.answers_late = values.pop("cut", "") == "asked"
             self.settings = {key: _value(value) for key, value in values.items()}
             self.lab = Lab(lab_rules(**self.settings))
             return
@@ -59,10 +74,7 @@ class Player:
                 effects = lab.commit(at_s)
             case "rounds", who, first, last:
                 for seq in range(int(first), int(last) + 1):
-                    base = {"base": lab.state.version}
-                    lab.step(self._event(at_s, "update", [who, str(seq)], base))
-                    lab.step(self._event(at_s, "fetched", [who, str(seq)], values))
-                    lab.commit(at_s)
+                    self._play_round(at_s, who, str(seq), values)
                 return
             case ["stored"]:
                 lab.store_record()
@@ -73,7 +85,7 @@ class Player:
             case ["settings"]:
                 changed = {key: _value(value) for key, value in values.items()}
                 lab.rules = lab_rules(**self.settings | changed)
-                effects = lab.step(lab.put(machine.Changed, at_s))
+                effects = lab.step(lab.put(events.Changed, at_s))
             case ["crash"]:
                 self.unread = lab.crash(at_s)
                 return
@@ -85,13 +97,29 @@ class Player:
                 return
             case _:
                 effects = lab.step(self._event(at_s, verb, rest, values))
-        yield from (self._show(effect) for effect in effects)
+        yield from [self._show(effect) for effect in effects]
+        yield from [self._show(effect) for effect in self._answer(at_s)]
 
-    def _event(self, at_s: float, verb: str, rest: list[str], values: dict) -> machine.Event:
+    def _answer(self, at_s: float) -> tuple[Effect, ...]:
+        """The leader's answer, if it was asked and answers at once."""
+        if not self.lab.cut_asked or self.answers_late:
+            return ()
+        return self.lab.step(events.CutKnown(at_s, self.lab.last_update()))
+
+    def _play_round(self, at_s: float, who: str, seq: str, values: dict) -> None:
+        lab = self.lab
+        lab.step(self._event(at_s, "update", [who, seq], {"base": lab.state.version}))
+        lab.step(self._event(at_s, "fetched", [who, seq], values))
+        while not lab.open_commit:
+            lab.step(events.Timer(max(at_s, lab.deadline() or 0.0)))
+            self._answer(at_s)
+        lab.commit(at_s)
+
+    def _event(self, at_s: float, verb: str, rest: list[str], values: dict) -> events.Event:
         lab = self.lab
         match verb, *rest:
             case "join", name:
-                event = lab.put(machine.Joined, at_s, name)
+                event = lab.put(events.Joined, at_s, name)
                 self.lives[name] = event.stream_seq
                 return event
             case "update", who, seq:
@@ -99,31 +127,32 @@ class Player:
                 changes = {FIELDS.get(k, k): _value(v) for k, v in values.items()}
                 honest = make_manifest(lab.rules, name, life, int(seq)).shards
                 sent = make_manifest(lab.rules, name, life, int(seq), **_spoilt(honest, changes))
-                return lab.put(machine.Announced, at_s, sent)
+                return lab.put(events.Announced, at_s, sent)
             case "again", who, seq:
-                update = machine.UpdateId(*self._who(who), int(seq))
-                manifests = [e.manifest for e in lab.tape if isinstance(e, machine.Announced)]
+                update = UpdateId(*self._who(who), int(seq))
+                manifests = [e.manifest for e in lab.tape if isinstance(e, events.Announced)]
                 sent = next(m for m in manifests if (m.learner, m.incarnation, m.seq) == update)
                 again = sent.model_copy(update={"attempt": sent.attempt + 1})
-                return lab.put(machine.Announced, at_s, again)
+                return lab.put(events.Announced, at_s, again)
             case "fetched", who, seq:
-                update = machine.UpdateId(*self._who(who), int(seq))
-                return machine.Fetched(at_s, update, float(values.get("norm", 1)))
+                update = UpdateId(*self._who(who), int(seq))
+                return events.Fetched(at_s, update, float(values.get("norm", 1)))
             case "failed", who, seq, *reason:
-                update = machine.UpdateId(*self._who(who), int(seq))
-                return machine.Failed(at_s, update, *(reason or ["crc32c"]), "wrong bytes")
+                update = UpdateId(*self._who(who), int(seq))
+                return events.Failed(at_s, update, *(reason or ["crc32c"]), "wrong bytes")
             case ("live" | "dead") as how, who:
-                return machine.Liveness(at_s, *self._who(who), how == "live")
+                return events.Liveness(at_s, *self._who(who), how == "live")
             case "leave", who:
-                return lab.put(machine.Departed, at_s, *self._who(who))
+                return lab.put(events.Departed, at_s, *self._who(who))
             case "finished", who:
-                return lab.put(machine.Finished, at_s, *self._who(who))
+                return lab.put(events.Finished, at_s, *self._who(who))
             case ("quarantine" | "release") as how, name:
-                return lab.put(machine.Quarantined, at_s, name, how == "quarantine")
+                return lab.put(events.Quarantined, at_s, name, how == "quarantine")
             case ["stop"]:
-                return lab.put(machine.Stopped, at_s)
-            case ["timer"]:
-                return machine.Timer(at_s)
+                return lab.put(events.Stopped, at_s)
+            case ["timer" | "cut" as what]:
+                late = events.CutKnown(at_s, lab.last_update())
+                return events.Timer(at_s) if what == "timer" else late
         raise AssertionError(f"no such event: {verb} {rest}")
 
     def _who(self, who: str) -> tuple[str, int]:
@@ -135,41 +164,45 @@ class Player:
         life = "" if current else f"@{manifest.incarnation}"
         return f"{manifest.learner}{life}/{manifest.seq}"
 
-    def _told(self, event: machine.Event) -> str:
+    def _told(self, event: events.Event) -> str:
         match event:
-            case machine.Announced(_, stream_seq, manifest):
+            case events.Announced(_, stream_seq, manifest):
                 return f"{stream_seq}: update {self._name(manifest)}"
             case _:
                 learner = getattr(event, "learner", "")
                 return f"{event.stream_seq}: {type(event).__name__.lower()} {learner}".rstrip()
 
-    def _show(self, effect: machine.Effect) -> str:
+    def _show(self, effect: Effect) -> str:
         match effect:
-            case machine.Fetch(_, manifest):
+            case Fetch(_, manifest):
                 return f"fetch {self._name(manifest)}"
-            case machine.OpenRound(version):
+            case AskCut():
+                return f"cut at {self.lab.last_update()}"
+            case Discard():
+                return "discard the sum"
+            case OpenRound(version):
                 return f"open the round of version {version}"
-            case machine.Merge(taken):
+            case Merge(taken):
                 extra = ""
                 if taken.staleness:
                     extra += f", {taken.staleness} stale x {taken.discount:.3g}"
                 if taken.clip != 1:
                     extra += f", clipped x {taken.clip:.3g}"
                 return f"merge {self._name(taken.manifest)}, weight {taken.weight:g}{extra}"
-            case machine.Commit(what, reason, final, _, state):
+            case Commit(what, reason, final, _, state):
                 parts = [f"merged {' '.join(self._name(t.manifest) for t in state.admitted)}"]
                 parts = parts if state.admitted else []
                 parts += [
                     f"rejected {self._name(r.manifest)} ({r.reason}: {r.detail})"
                     for r in state.rejected
                 ]
-                parts.append(f"position {machine.position(state)}")
+                parts.append(f"position {memory.position(state)}")
                 version = f" {state.version + 1}" if what == "version" else ""
                 last = ", the last record" if final else ""
                 return f"commit {what}{version}, {reason}{last}: {', '.join(parts)}"
-            case machine.Ignored(manifest, reason):
+            case Ignored(manifest, reason):
                 return f"ignore {self._name(manifest)}: {reason}"
-            case machine.ShutOut(learner, reason):
+            case Quarantine(learner, reason):
                 return f"shut out {learner}: {reason}"
 
     def _status(self) -> Iterator[str]:

@@ -67,7 +67,7 @@ class Player:
             case ("record" | "restore") as what, fragment, version:
                 self.versions[int(fragment)] = int(version)
                 ready = self._ready(int(fragment), values)
-                event = ready._replace(restored=what == "restore")
+                event = ready._replace(rolled_back=what == "restore")
             case "verdict", fragment:
                 event = self._ready(int(fragment), values)
             case "round", fragment, version:
@@ -123,7 +123,7 @@ def show(effect: sync.Effect) -> str:
             )
         case sync.Adopt(ready, resolved):
             own = ", own update resolved" if resolved else ""
-            how = "restore" if ready.restored else "adopt"
+            how = "restore" if ready.rolled_back else "adopt"
             return (
                 f"{how} {ready.fragment} version {ready.version} of record {ready.record_seq}{own}"
             )

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from simrun import KINDS, Outcome, Plan, simulate_alone
+from simrun import KINDS, Outcome, Trial, simulate_alone
 from simshrink import commit, explain, shrink
 
 REPORT_S = 10.0
@@ -21,7 +21,7 @@ def main() -> int:
     """The exit code."""
     arguments = _parse()
     plans = [
-        Plan(
+        Trial(
             seed=seed,
             minutes=arguments.minutes,
             learners=arguments.learners,
@@ -55,7 +55,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _simulate_all(plans: list[Plan], jobs: int) -> Iterator[Outcome]:
+def _simulate_all(plans: list[Trial], jobs: int) -> Iterator[Outcome]:
     if jobs == 1 or len(plans) == 1:
         yield from map(simulate_alone, plans)
         return

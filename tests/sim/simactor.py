@@ -41,6 +41,8 @@ class Faults:
             sending it again stores it twice.
         redelivered: a reader gets a message again that it had.
         lost_broadcast: nobody hears it.
+        stale_read: a learner's `last` is answered by a replica that is up to `stale_messages`
+            behind; others ask the stream's leader.
         store_refused, store_lost_answer: as for requests, of the store.
         store_slow: a call takes `slow_s`.
         late_object: `get` of others misses an object for `visible_s` after `put` returned.
@@ -55,6 +57,8 @@ class Faults:
     duplicate: float = 0.0
     redelivered: float = 0.0
     lost_broadcast: float = 0.0
+    stale_read: float = 0.0
+    stale_messages: int = 20
     store_refused: float = 0.0
     store_lost_answer: float = 0.0
     store_slow: float = 0.0
@@ -97,6 +101,7 @@ class Actor:
         world: in which it lives.
         faults: of its operations.
         offset_s, drift: of its clock, against the world's.
+        reads_replicas: it may read from a replica of a stream that is behind, as learners do.
     """
 
     def __init__(
@@ -107,10 +112,12 @@ class Actor:
         *,
         offset_s: float = 0.0,
         drift: float = 0.0,
+        reads_replicas: bool = False,
     ) -> None:
         self.name = name
         self.world = world
         self.faults = faults
+        self.reads_replicas = reads_replicas
         self.offset_s = offset_s
         self.drift = drift
         self.operations = 0
@@ -128,7 +135,7 @@ class Actor:
         self.bus = ActorBus(self)
         self.store = ActorStore(self)
         self.logger = ActorLog(self)
-        self.runtime = Runtime(clock=self.clock, offload=self._offload, chance=self.chance)
+        self.runtime = Runtime(clock=self.clock, offload=self._offload, rng=self.chance)
 
     def clock(self) -> float:
         """Seconds since the epoch as this machine has them."""

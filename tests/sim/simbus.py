@@ -132,6 +132,13 @@ class SimBroker(MemoryBroker):
                     pattern.subjects.append(subject)
         return pattern
 
+    def last_behind(self, stream: str, subject: str, behind: int) -> Message | None:
+        """The last message of a subject, as a replica knows it that misses the newest messages."""
+        found = self.stream(stream)
+        seqs = self._seqs[stream].get(subject, [])
+        known = bisect.bisect_right(seqs, found.last_seq - behind)
+        return found.log[seqs[known - 1]] if known else None
+
     def open_reader(self, stream: str, subjects: list[str], start_seq: int) -> Reader:
         """A reader that has all that is stored from `start_seq` on, and gets what comes."""
         check_patterns(subjects)
@@ -225,6 +232,10 @@ class ActorBus:
 
     async def last(self, stream: str, subject: str) -> Message | None:
         await self._ask()
+        actor = self.actor
+        if actor.reads_replicas and actor.hit(actor.faults.stale_read, "stale_read"):
+            behind = actor.chance.randint(1, actor.faults.stale_messages)
+            return self._broker.last_behind(stream, subject, behind)
         return await MemoryBus(self._broker).last(stream, subject)
 
     async def last_sequence(self, stream: str) -> int:

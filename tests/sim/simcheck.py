@@ -7,13 +7,15 @@ The first thing that does not hold ends the simulation as a `Violation`.
 import bisect
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from simgarbage import GarbageChecker
 from simtensors import TOKENS, Covers
 
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.shard_reader import read_input
 from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import DilocoError
@@ -198,6 +200,11 @@ class Checkers:
         world = self._world
         for entry in manifest.shards:
             if entry.name not in world.store:
+                if update.incarnation < self.joined.get(update.learner, 0):
+                    # It comes late, of a life that another has followed: it will be rejected, and
+                    # garbage collection waits for no such message.
+                    learner = int(manifest.learner.rsplit("-", 1)[1])
+                    return Covers(learner, manifest.position, manifest.position)
                 raise Violation("objects", str(update), f"no {entry.name}")
         covers = world.tensors.covers(world.store, manifest, world.layout.block)
         if (
@@ -352,7 +359,7 @@ class Checkers:
                 view=store.get(record.snapshot.name), outer_state=store.get(record.outer.name),
             )  # fmt: skip
         else:
-            chain.arrays.merge_again(record, store)
+            chain.arrays.merge_again(record, partial(read_input, store, chain.arrays.grid))
         found = (shards.digest(chain.arrays.view), chain.arrays.outer_digest())
         recorded = (record.view_digest, record.outer_digest)
         self._hold(found == recorded, "digests", about, f"version {record.version}")

@@ -85,6 +85,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.append(handle)
         return handle
 
+    # There is one thread only.
+    call_soon_threadsafe = call_soon
+
     def call_later(self, delay, callback, *args, context=None):
         return self.call_at(self.now_s + delay, callback, *args, context=context)
 

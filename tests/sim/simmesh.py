@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from diloco.common.quantize import Encoded
+from diloco.common.codec import Encoded
 from diloco.learner import sync
-from diloco.learner.publish import Context, Stored, Tensors, Uploader
+from diloco.learner.context import Context, Tensors
+from diloco.learner.publish import Stored, Uploader
 
 
 class _Host:

@@ -37,6 +37,7 @@ OPERATIONS = {
     "duplicate": 0.2,
     "redelivered": 0.2,
     "lost_broadcast": 1.0,
+    "stale_read": 0.5,
     "store_refused": 0.2,
     "store_lost_answer": 0.2,
     "store_slow": 0.1,
@@ -64,7 +65,7 @@ PATIENCE_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Trial:
     """What is simulated.
 
     Attributes:
@@ -96,7 +97,7 @@ class Plan:
 class Outcome:
     """What became of a simulation."""
 
-    plan: Plan
+    plan: Trial
     violation: Violation | None = None
     injected: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
@@ -106,7 +107,7 @@ class Outcome:
     world: World | None = None
 
 
-def settings(plan: Plan) -> dict[str, Any]:
+def settings(plan: Trial) -> dict[str, Any]:
     """The settings of a plan's run."""
     chance = plan.chance("settings")
     interval = max(plan.fragments, chance.choice([4, 8, 12]))
@@ -140,7 +141,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     }
 
 
-def faults(plan: Plan) -> Faults:
+def faults(plan: Trial) -> Faults:
     """How often single operations go wrong."""
     rates = {
         kind: plan.intensity * greatest * plan.chance(kind).random() ** 2
@@ -154,13 +155,14 @@ def faults(plan: Plan) -> Faults:
         late_s=chance.choice([1.0, 5.0]),
         slow_s=chance.choice([1.0, 5.0]),
         visible_s=chance.choice([0.2, 3.0]),
+        stale_messages=chance.choice([2, 20, 200]),
     )
 
 
 class Scenario:
     """The processes of a plan's run, and who troubles them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Trial) -> None:
         self.plan = plan
         # Some updates have two shards, so that an upload can be half done.
         elements = 2048 if plan.chance("shards").random() < 0.3 else 32
@@ -401,7 +403,7 @@ def _without_collector() -> Iterator[None]:
         gc.collect()
 
 
-def simulate(plan: Plan) -> Outcome:
+def simulate(plan: Trial) -> Outcome:
     """Simulate one run; what it breaks is in the outcome."""
     began_s = time.process_time()
     scenario = Scenario(plan)
@@ -421,6 +423,6 @@ def simulate(plan: Plan) -> Outcome:
     return outcome
 
 
-def simulate_alone(plan: Plan) -> Outcome:
+def simulate_alone(plan: Trial) -> Outcome:
     """As `simulate`, without the world: what one process can tell another."""
     return replace(simulate(plan), world=None)

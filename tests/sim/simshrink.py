@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from simrun import Outcome, Plan, simulate
+from simrun import Outcome, Trial, simulate
 from simworld import World
 
 from diloco.common import names, wire
@@ -33,7 +33,7 @@ def shrink(outcome: Outcome) -> Outcome:
     return simulate(replace(best.plan, traced=True))
 
 
-def _smaller(outcome: Outcome) -> Iterator[Plan]:
+def _smaller(outcome: Outcome) -> Iterator[Trial]:
     """Plans a step smaller, those that leave out most first."""
     plan = outcome.plan
     present = tuple(kind for kind in plan.kinds if plan.has(kind))

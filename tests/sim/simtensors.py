@@ -23,11 +23,11 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-from diloco.aggregator import merge, outer
-from diloco.aggregator.merge import Contribution, Grid
+from diloco.aggregator.arrays import merge, outer
+from diloco.aggregator.arrays.merge import Contribution, Grid
 from diloco.common import shards, slices, wire
+from diloco.common.codec import Encoded, decode_numpy
 from diloco.common.layout import Layout
-from diloco.common.quantize import Encoded, decode_numpy
 from diloco.common.store import ObjectStore
 from diloco.learner.replica import Delta, Replica, View
 
@@ -107,7 +107,7 @@ class LightReplica:
         if resolved:
             self._starts[fragment] = self._in_flight.pop(fragment)
 
-    def restore(self, fragment: int, view: View) -> None:
+    def roll_back(self, fragment: int, view: View) -> None:
         self.views[fragment] = view.values
         self._in_flight.pop(fragment, None)
         self._starts[fragment] = self.position
@@ -168,7 +168,7 @@ def _light_close_round(
 
 
 class _LightMerge:
-    """Stands for the module `diloco.aggregator.merge` in `diloco.aggregator.fragment`."""
+    """Stands for the module `diloco.aggregator.arrays.merge` in `diloco.aggregator.arrays.fragment`."""
 
     Accumulator = _LightSum
     segment_norms = staticmethod(_light_norms)
@@ -178,7 +178,7 @@ class _LightMerge:
 
 
 class _LightOuter:
-    """Stands for the module `diloco.aggregator.outer` in `diloco.aggregator.fragment`."""
+    """Stands for the module `diloco.aggregator.arrays.outer` in `diloco.aggregator.arrays.fragment`."""
 
     close_round = staticmethod(_light_close_round)
     make_outer = staticmethod(outer.make_outer)
@@ -198,8 +198,8 @@ def _unchecked(_codec: str, _codes: np.ndarray) -> None:
 def light() -> Iterator[None]:
     """Within this, fragments are merged as digests, and equal bytes are decoded once."""
     with (
-        mock.patch("diloco.aggregator.fragment.merge", _LightMerge),
-        mock.patch("diloco.aggregator.fragment.outer", _LightOuter),
+        mock.patch("diloco.aggregator.arrays.fragment.merge", _LightMerge),
+        mock.patch("diloco.aggregator.arrays.fragment.outer", _LightOuter),
         mock.patch("diloco.operate.create._flatten", _light_flatten),
         mock.patch("diloco.common.shards._check_codes", new=_unchecked),
         decoded_once(),

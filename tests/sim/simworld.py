@@ -33,12 +33,18 @@ from diloco.common.config import BusSection, GcSection, RunSettings
 from diloco.common.layout import Layout, Tensor, make_layout
 from diloco.common.service import cancel
 from diloco.learner import sync
-from diloco.learner.adopt import Adopter, Fetcher, start_at
-from diloco.learner.director import HOLD_S, Director
-from diloco.learner.publish import Arrived, Publisher, Uploader
-from diloco.learner.publish import Context as LearnerContext
+from diloco.learner.adopt import Adopter, load
+from diloco.learner.boundary import NOTHING, Arrived, Decoded
+from diloco.learner.context import Context as LearnerContext
+from diloco.learner.fetch import Fetcher, start_at
+from diloco.learner.peers import Alone
+from diloco.learner.planner import HOLD_S, Planner
+from diloco.learner.position import position_after_join
+from diloco.learner.publish import Publisher, Uploader, join
+from diloco.learner.recovery import NoCheckpoints
 from diloco.learner.train import Meter, Trainer
-from diloco.operate.create import create_run, make_streams
+from diloco.operate.create import create_run
+from diloco.operate.streams import make_streams
 
 EPOCH_S = 1_000_000.0
 # Events kept for the trace of a failure.
@@ -271,29 +277,18 @@ async def ended(actor: Actor) -> None:
 class SimBackground:
     """`diloco.learner.background.Background` within the virtual loop."""
 
-    def __init__(self, actor: Actor, context: LearnerContext) -> None:
+    def __init__(self, actor: Actor) -> None:
         self.actor = actor
         self.arrived: list[Arrived] = []
-        self.publisher = Publisher(context, self._post)
-        self.adopter = Adopter(context, self._post)
 
-    def _post(self, event: sync.Event, payload: object = None) -> None:
+    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
         self.arrived.append(Arrived(event, payload))
 
     def events(self, _wait_s: float = 0.0) -> list[Arrived]:
         arrived, self.arrived = self.arrived, []
         return arrived
 
-    def send(self, outgoing) -> None:
-        self._spawn(self.publisher.send(outgoing))
-
-    def republish(self, again) -> None:
-        self._spawn(self.publisher.republish(again))
-
-    def finished(self, position, fragments) -> None:
-        self._spawn(self.publisher.leave(position, fragments))
-
-    def _spawn(self, coroutine) -> None:
+    def spawn(self, coroutine) -> None:
         self.actor.spawn(coroutine).add_done_callback(self._ended)
 
     def _ended(self, task) -> None:
@@ -309,7 +304,7 @@ class SimTrainer(Trainer):
     def _perform(self, effect: sync.Effect) -> None:
         super()._perform(effect)
         if isinstance(effect, sync.Adopt):
-            world, ready = self.outbox.actor.world, effect.ready
+            world, ready = self.boundaries.inbox.actor.world, effect.ready
             view = world.tensors.view(self.replica, ready.fragment)
             world.checkers.on_adopted(self.meter.learner, ready.fragment, view, ready.view_digest)
 
@@ -351,7 +346,8 @@ class SimLearner:
         """One life, to its end; True if it ended on purpose. `begin` may change the actor."""
         world = self.world
         self.leave_asked = False
-        self.actor = actor = Actor(self.name, world, **{"faults": world.faults, **self.life})
+        life = {"faults": world.faults, "reads_replicas": True, **self.life}
+        self.actor = actor = Actor(self.name, world, **life)
         if begin is not None:
             begin(actor)
         context = LearnerContext(
@@ -364,42 +360,47 @@ class SimLearner:
             logger=actor.logger,
             learner=self.name,
         )
-        actor.spawn(self._live(actor, SimBackground(actor, context), context))
+        actor.spawn(self._live(actor, SimBackground(actor), context))
         await ended(actor)
         self.actor = None
         return not actor.dead
 
     async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
-        """As `diloco.learner.daemon` does it."""
-        world, tensors = self.world, self.world.tensors
+        """As `diloco.learner.lead` does it."""
+        world, tensors, peers = self.world, self.world.tensors, Alone()
         fragments = range(len(world.layout.fragments))
-        loaded = [await background.adopter.load(fragment) for fragment in fragments]
+        loaded = [await load(context, fragment) for fragment in fragments]
         views = [item.view for item in loaded]
+        starts = tuple(start_at(item) for item in loaded)
         replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
-        background.publisher.uploader = self._uploader(actor, context, replica)
-        background.adopter.fetcher = Fetcher(context, replica)
+        meter = Meter(self.name, context.traffic)
+        life = await join(context, "sim")
+        uploader = self._uploader(actor, context, replica)
+        publisher = Publisher(context, background.post, uploader, peers, life)
+        adopter = Adopter(
+            context, background.post, Fetcher(context, replica), peers, starts, life.incarnation
+        )
+        background.spawn(adopter.follow())
+        background.spawn(
+            publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_s)
+        )
+        position = await position_after_join(context)
+        tensors.begin(replica, position)
         rules = sync.sync_rules(world.settings.sync)
-        trainer = SimTrainer(
-            task=None, replica=replica, inner_step=None, feed=None,
-            outbox=background, meter=Meter(self.name, context.traffic), clock=actor.clock,
-        )  # fmt: skip
-        trainer.plans = Director(
-            rules=rules, state=sync.begin(rules, tuple(start_at(item) for item in loaded)),
-            inbox=background, tokens_per_step=TOKENS, leave_s=LEAVE_S, clock=actor.clock,
+        planner = Planner(
+            rules=rules, state=sync.begin(rules, starts),
+            inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,
             asked_to_leave=lambda: self.leave_asked,
         )  # fmt: skip
-        meter = trainer.meter
-        incarnation = await background.publisher.join("sim")
-        background.adopter.incarnation = incarnation
-        trainer.position = await background.adopter.position()
-        tensors.begin(replica, trainer.position)
-        background._spawn(background.adopter.follow())
-        background._spawn(
-            background.publisher.beat(lambda: meter.heartbeat(incarnation), self.heartbeat_s)
-        )
+        trainer = SimTrainer(
+            replica=replica, inner_step=None, optimizer_state=None, batches=iter(()),
+            position=position, tokens_per_step=TOKENS, boundaries=planner,
+            outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
+            saver=NoCheckpoints(), clock=actor.clock,
+        )  # fmt: skip
         await self._train(actor, trainer)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(background.publisher.leave(trainer.position), LEAVE_S)
+            await asyncio.wait_for(publisher.leave(trainer.position), LEAVE_S)
 
     def _uploader(self, actor: Actor, context: LearnerContext, replica: Any) -> Any:
         """Of as many hosts as this life has."""

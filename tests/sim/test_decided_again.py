@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from simrun import Plan, simulate
+from simrun import Trial, simulate
 
 from diloco.check.history import History, sort_all
 from diloco.common import names, wire
@@ -34,7 +34,7 @@ def history_of(world) -> History:
 def test_every_decision_of_every_seed(first):
     outcomes: Counter[str] = Counter()
     for seed in range(first, first + SEEDS):
-        outcome = simulate(Plan(seed=seed))
+        outcome = simulate(Trial(seed=seed))
         assert outcome.violation is None
         history = history_of(outcome.world)
         for fragment, chain in history.records.items():

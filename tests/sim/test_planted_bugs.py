@@ -3,12 +3,13 @@
 from unittest import mock
 
 import pytest
-from simrun import KINDS, Plan, simulate
+from simrun import KINDS, Trial, simulate
 from simshrink import commit, explain, shrink
 
-from diloco.aggregator import garbage, machine
+from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.context import Context
-from diloco.aggregator.fragment import FragmentArrays
+from diloco.aggregator.core import garbage
+from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import slices
 
 SEEDS = 500
@@ -16,7 +17,7 @@ SEEDS = 500
 
 def position_before_the_commit():
     """Records say that all is resolved that was seen, also what waits."""
-    return mock.patch("diloco.aggregator.machine.position", lambda state: state.seen_seq + 1)
+    return mock.patch("diloco.aggregator.core.memory.position", lambda state: state.seen_seq + 1)
 
 
 def no_fence():
@@ -38,9 +39,9 @@ def merged_again_out_of_order():
     """Recovery merges the inputs of a version in another order than its record says."""
 
     class Reversed(FragmentArrays):
-        def merge_again(self, record, store):
+        def merge_again(self, record, read):
             backwards = record.model_copy(update={"inputs": record.inputs[::-1]})
-            super().merge_again(backwards, store)
+            super().merge_again(backwards, read)
 
     return mock.patch("diloco.aggregator.recovery.FragmentArrays", Reversed)
 
@@ -48,10 +49,10 @@ def merged_again_out_of_order():
 def redelivery_merged_again():
     """The machine looks for an update among those that wait, and forgets those it has resolved."""
 
-    def is_known(state: machine.State, update: machine.UpdateId) -> bool:
+    def is_known(state: State, update: UpdateId) -> bool:
         return update in state.pending
 
-    return mock.patch("diloco.aggregator.machine._is_known", is_known)
+    return mock.patch("diloco.aggregator.core.memory.is_known", is_known)
 
 
 def garbage_one_version_early():
@@ -62,7 +63,7 @@ def garbage_one_version_early():
         index = floor(entries, replay_s)
         return None if index is None else min(index + 1, len(entries) - 1)
 
-    return mock.patch("diloco.aggregator.garbage._floor", early)
+    return mock.patch("diloco.aggregator.core.garbage._floor", early)
 
 
 def blocks_where_they_come():
@@ -90,7 +91,7 @@ BUGS = {
 def test_a_planted_bug_is_found(plant, record_property):
     with plant():
         for seed in range(SEEDS):
-            violation = simulate(Plan(seed=seed)).violation
+            violation = simulate(Trial(seed=seed)).violation
             if violation is not None:
                 break
         else:
@@ -102,7 +103,7 @@ def test_a_planted_bug_is_found(plant, record_property):
 
 def test_a_failure_is_shown_by_seed_commit_and_minimal_trace():
     with no_fence():
-        failed = simulate(Plan(seed=0))
+        failed = simulate(Trial(seed=0))
         smallest = shrink(failed)
         text = explain(smallest)
     assert smallest.violation.rule == failed.violation.rule

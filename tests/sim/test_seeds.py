@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from simrun import KINDS, Plan, simulate
+from simrun import KINDS, Trial, simulate
 from simshrink import explain, shrink
 
 SEEDS = 60
@@ -14,7 +14,7 @@ def test_no_seed_breaks_an_invariant():
     fates: Counter[str] = Counter()
     injected: Counter[str] = Counter()
     for seed in range(SEEDS):
-        outcome = simulate(Plan(seed=seed))
+        outcome = simulate(Trial(seed=seed))
         if outcome.violation is not None:
             pytest.fail(explain(shrink(outcome)))
         fates.update(outcome.fates)
@@ -28,14 +28,14 @@ def test_no_seed_breaks_an_invariant():
 
 def test_nor_with_the_production_arithmetic():
     for seed in range(SEEDS, SEEDS + 3):
-        outcome = simulate(Plan(seed=seed, minutes=1.0, dense=True))
+        outcome = simulate(Trial(seed=seed, minutes=1.0, dense=True))
         assert outcome.violation is None
         assert outcome.fates["merged"] > 20
 
 
 def test_a_seed_repeats_itself():
     def story(seed):
-        outcome = simulate(Plan(seed=seed))
+        outcome = simulate(Trial(seed=seed))
         return outcome.world.digests(), outcome.fates, outcome.injected, outcome.simulated_s
 
     assert story(7) == story(7)

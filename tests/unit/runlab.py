@@ -65,7 +65,7 @@ class Lab:
             runtime=Runtime(),
             logger=log.get(),
         )
-        self.chance = np.random.default_rng(0)
+        self.rng = np.random.default_rng(0)
         self.lives: dict[str, int] = {}
         self.scattered: set[str] = set()
         self.sent: dict[tuple[str, int, int], int] = {}
@@ -101,7 +101,7 @@ class Lab:
         """Store the next update; what `announce` takes."""
         life = (learner, self.lives[learner], fragment)
         seq = self.sent[life] = self.sent.get(life, 0) + 1
-        vector = self.chance.normal(size=self.context.layout.fragments[fragment].size)
+        vector = self.rng.normal(size=self.context.layout.fragments[fragment].size)
         rows = (vector / 100).astype(np.float32).reshape(-1, BLOCK)
         entries = tuple(
             self._shard(names.shard(RUN, learner, fragment, 0, life[1], seq, index), rows, blocks)
@@ -116,10 +116,10 @@ class Lab:
         )  # fmt: skip
 
     def _blocks(self, learner: str, count: int) -> list[np.ndarray]:
-        """The blocks of each shard of an update: all of them, or two halves drawn by chance."""
+        """The blocks of each shard of an update: all of them, or two halves drawn at random."""
         if learner not in self.scattered:
             return [np.arange(count)]
-        order = self.chance.permutation(count)
+        order = self.rng.permutation(count)
         return [np.sort(order[: count // 2]), np.sort(order[count // 2 :])]
 
     def _shard(self, name: str, rows: np.ndarray, blocks: np.ndarray) -> wire.Shard:

@@ -6,13 +6,14 @@ discounts and norms are such that products of float32s would be rounded.
 
 import numpy as np
 
-from diloco.aggregator.merge import Accumulator, Contribution, coefficients, make_grid
-from diloco.aggregator.outer import close_round, make_outer
+from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients, make_grid
+from diloco.aggregator.arrays.outer import close_round, make_outer
+from diloco.common.codec import CODECS
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import CODECS, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import digest
 from diloco.learner.delta import make_kernels
-from diloco.learner.holding import make_holding
+from diloco.learner.ownership import make_ownership
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 SIZE = 200_000
@@ -35,10 +36,10 @@ def _hint(name, _shape) -> TensorHint:
 def _rounds(layout, codec) -> str:
     grid = make_grid(layout.fragments[0], layout.block, 1 << 17)
     kernels = make_kernels(layout, 0, codec=codec, delta_codec=codec)
-    holding = make_holding(kernels)
+    ownership = make_ownership(kernels)
     rng = np.random.default_rng(0)
     theta = rng.standard_normal(grid.size).astype(np.float32)
-    view, theirs = theta.copy(), holding.place_view(theta)
+    view, theirs = theta.copy(), ownership.place_view(theta)
     optimizer = make_outer(OPTIMIZERS[CODECS.index(codec)], delay=2)
     state = optimizer.init(grid.size)
     accumulator = Accumulator(grid)
@@ -64,7 +65,7 @@ def _rounds(layout, codec) -> str:
             momentum=0.9,
             delta_codec=codec,
         )
-        theirs = kernels.advance(theirs, holding.place(delta))
+        theirs = kernels.advance(theirs, ownership.place(delta))
     blocks = [np.asarray(piece).reshape(-1) for piece in theirs]
     assert digest(np.concatenate(blocks)) == digest(view)
     results = [digest(array) for array in (theta, view, *state.values())]

@@ -3,12 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from records import make_record
 
-from diloco.aggregator import merge
+from diloco.aggregator.arrays import merge
 from diloco.common import shards, slices, wire
+from diloco.common.codec import decode_numpy
 from diloco.common.config import SyncSection
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
 from diloco.report.agreement import Pairs, mean_cosine, pair_cosines
 
@@ -24,14 +26,14 @@ PLAIN = make_layout(
 
 def a_round(layout, store, *, updates=3, alike=0.7, weights=(1.0, 2.0, 5.0), discounts=(1, 0.7, 1)):
     """A record of a merge as the aggregator makes it, and the exact vectors merged."""
-    chance = np.random.default_rng(5)
+    rng = np.random.default_rng(5)
     (fragment,) = layout.fragments
     grid = merge.make_grid(fragment, BLOCK, SYNC.shard_elements)
-    common = chance.normal(size=fragment.size)
+    common = rng.normal(size=fragment.size)
     accumulator = merge.Accumulator(grid)
     contributions, inputs, vectors = [], [], []
     for index in range(updates):
-        own = chance.normal(size=fragment.size)
+        own = rng.normal(size=fragment.size)
         vector = (alike * common + (1 - alike) * own).astype(np.float32) * (index + 1)
         parts = [encode(CODEC, jnp.asarray(vector[a:b]), BLOCK) for a, b in grid.ranges]
         norms = merge.segment_norms(grid, CODEC, parts)
@@ -50,9 +52,7 @@ def a_round(layout, store, *, updates=3, alike=0.7, weights=(1.0, 2.0, 5.0), dis
             )
         )  # fmt: skip
     factors = merge.factors(grid, accumulator, contributions)
-    record = wire.Record.model_construct(
-        fragment=0, inputs=tuple(inputs), factors=factors.tobytes()
-    )
+    record = make_record(inputs=tuple(inputs), factors=factors.tobytes())
     return record, np.stack(vectors)
 
 

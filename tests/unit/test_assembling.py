@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.aggregator import merge
-from diloco.aggregator.fragment import read_parts, read_payload
-from diloco.aggregator.merge import Contribution, make_grid
+from diloco.aggregator.arrays import merge
+from diloco.aggregator.arrays.merge import Contribution, make_grid
+from diloco.aggregator.shard_reader import read_parts, read_payload
 from diloco.common import shards, slices, wire
+from diloco.common.codec import CODECS, Encoded
 from diloco.common.errors import WireError
 from diloco.common.layout import Tensor, make_layout
-from diloco.common.quantize import CODECS, Encoded, encode
+from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
 
 BLOCK = 16
@@ -56,8 +57,8 @@ def stored(store, codec, parts):
     return tuple(entries)
 
 
-def sharded(chance, most):
-    return [np.sort(part) for part in slices.cut(chance.permutation(BLOCKS), most)]
+def sharded(rng, most):
+    return [np.sort(part) for part in slices.cut(rng.permutation(BLOCKS), most)]
 
 
 @settings(max_examples=40)

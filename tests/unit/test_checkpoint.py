@@ -18,9 +18,9 @@ from diloco.common.layout import Tensor, make_layout
 from diloco.common.service import Runtime
 from diloco.common.store import MemoryStore
 from diloco.learner import checkpoint
+from diloco.learner.context import Context
 from diloco.learner.mesh import make_mesh
 from diloco.learner.optimizer import Matrices, adamw, muon
-from diloco.learner.publish import Context
 from diloco.learner.recovery import Progress, Restored, Saver, open_folder, readable_parts, restore
 
 PROGRESS = Progress(local_step=12, tokens=96, position=14, global_step=11)

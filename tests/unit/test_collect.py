@@ -113,7 +113,7 @@ def test_the_replay_window_of_the_file_holds(run_async):
 def test_the_table_has_a_row_for_each_kind(capsys):
     from rich.console import Console
 
-    from diloco.aggregator.garbage import Garbage
+    from diloco.aggregator.core.garbage import Garbage
 
     objects = [Garbage("shard", *ObjectInfo("x", 1500)), Garbage("view", *ObjectInfo("y", 20))]
     Console(width=60).print(table(Found(objects=objects, messages=7), dry_run=True))

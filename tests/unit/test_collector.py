@@ -7,11 +7,11 @@ import pytest
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
-from diloco.aggregator import machine
 from diloco.aggregator.checkpoint import mark
-from diloco.aggregator.collector import Collector, fleet_of, read_pins
-from diloco.aggregator.garbage import Fleet
-from diloco.aggregator.machine import UpdateId
+from diloco.aggregator.collector import Collector, fleet_of, read_retained
+from diloco.aggregator.core import memory
+from diloco.aggregator.core.garbage import Fleet
+from diloco.aggregator.core.state import Member, State, UpdateId
 from diloco.aggregator.recovery import recover
 from diloco.common import names, wire
 from diloco.common.errors import BusUnavailableError, StoreUnavailableError
@@ -105,7 +105,7 @@ def test_nothing_is_collected_before_the_tape_was_read_again(run_async):
             await lab.join("a")
             await lab.send_many("a", 4 * SNAPSHOT_EVERY)
         record, record_seq = await lab.newest()
-        begun = machine.resume(record, record_seq, lab.context.runtime.clock())
+        begun = memory.resume(record, record_seq, lab.context.runtime.clock())
         begun = begun._replace(known_seq=begun.seen_seq + 1)
         stored = len(lab.objects(""))
         await Collector(lab.context, 0, lambda: begun)._collect()
@@ -193,15 +193,15 @@ def test_checkpoints_of_earlier_tapes_keep_their_objects(run_async):
             created_at_s=0.0,
         )  # fmt: skip
         await later.bus.publish(names.checkpoint(RUN), wire.encode(foreign))
-        pins = await read_pins(later.context, 1, later.context.logger)
-        assert pins.versions == (marked.versions,)
-        assert pins.stale == ()
+        retained = await read_retained(later.context, 1, later.context.logger)
+        assert retained.versions == (marked.versions,)
+        assert retained.stale == ()
 
         broken = names.checkpoint_object(RUN, "0000-999999999999")
         later.store.put(broken, b"no checkpoint")
         with capture_logs() as logs:
-            pins = await read_pins(later.context, 2, later.context.logger)
-        assert pins.versions == (marked.versions,)
+            retained = await read_retained(later.context, 2, later.context.logger)
+        assert retained.versions == (marked.versions,)
         assert [entry["event"] for entry in logs] == ["unreadable"]
 
     run_async(scenario())
@@ -211,9 +211,9 @@ def test_whatever_the_machine_has_not_committed_is_pending():
     def sent(learner: str, seq: int):
         return SimpleNamespace(manifest=SimpleNamespace(learner=learner, incarnation=4, seq=seq))
 
-    state = machine.State(
+    state = State(
         version=1, record_seq=1, view_digest="", seen_seq=1, marks={},
-        members={"a": machine.Member(4), "b": machine.Member(9, left=True)},
+        members={"a": Member(4), "b": Member(9, left=True)},
         pending={"any": sent("a", 1)}, admitted=(sent("a", 2),), rejected=(sent("b", 3),),
     )  # fmt: skip
     pending = {UpdateId("a", 4, 1), UpdateId("a", 4, 2), UpdateId("b", 4, 3)}

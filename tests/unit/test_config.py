@@ -288,6 +288,16 @@ def test_each_difference_names_both_sides():
     assert differences(theirs, theirs) == []
 
 
+def test_both_names_of_the_built_in_task_are_one():
+    """A file of today goes with the specification of a run of 0.1.0, and the other way round."""
+    today = make().settings()
+    earlier = make(task={"build": "learner.model:build"}).settings()
+    assert differences(today, earlier) == differences(earlier, today) == []
+    own = make(task={"build": "model:build"}).settings()
+    assert differences(own, earlier) != []
+    assert differences(today, own) != []
+
+
 def test_whole_configurations_may_be_compared_too():
     """A `Config` is a `RunSettings`; what daemons may differ in is no difference of runs."""
     ours = make(bus={"url": "nats://a:1"}, sync={"codec": "int8"})

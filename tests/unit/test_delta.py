@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.aggregator import outer
+from diloco.aggregator.arrays import outer
+from diloco.common.codec import CODECS, Encoded, decode_numpy
 from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
-from diloco.common.quantize import CODECS, Encoded, decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import pack, unpack
 from diloco.learner.delta import Kernels, Leaves, make_kernels
-from diloco.learner.holding import make_holding
+from diloco.learner.ownership import make_ownership
 
 codecs = st.sampled_from(CODECS)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,14 +43,14 @@ class Flat:
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
-        self.holding = make_holding(kernels)
-        self.names, self.plan = kernels.names, kernels.plan
+        self.ownership = make_ownership(kernels)
+        self.names, self.plan = kernels.names, kernels.geometry
 
     def blocks(self, vector):
-        return self.holding.place_view(np.asarray(vector))
+        return self.ownership.place_view(np.asarray(vector))
 
     def codes(self, encoded: Encoded):
-        return self.holding.place(Encoded(*map(np.asarray, encoded)))
+        return self.ownership.place(Encoded(*map(np.asarray, encoded)))
 
     @staticmethod
     def vector(blocks) -> np.ndarray:
@@ -59,7 +60,7 @@ class Flat:
         return self.vector(self.kernels.blocks(leaves))
 
     def send(self, leaves: Leaves, view) -> Encoded:
-        rows = self.holding.collect(self.kernels.send(leaves, self.blocks(view)))
+        rows = self.ownership.collect(self.kernels.send(leaves, self.blocks(view)))
         return Encoded(rows.scales, rows.codes.reshape(-1))
 
     def settle(self, leaves: Leaves, update: Encoded) -> Leaves:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.common.codec import CODECS, GREATEST_CODE, Codec, Encoded, decode_numpy
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
-from diloco.common.quantize import CODECS, GREATEST_CODE, Codec, Encoded, decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import (
     CHUNK_BLOCKS,
     GAP_BYTES,

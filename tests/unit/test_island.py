@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from diloco.common.codec import decode_numpy
 from diloco.common.config import MeshSection, make_config
 from diloco.common.errors import ConfigError, TaskError
-from diloco.common.quantize import decode_numpy
 from diloco.learner import mesh, tree
 from diloco.learner.delta import vector_of
 from diloco.learner.island import Island

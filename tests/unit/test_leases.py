@@ -1,9 +1,9 @@
-"""How aggregators divide fragments: `diloco.aggregator.leases.plan`, step by step until nothing moves."""
+"""How aggregators divide fragments: `diloco.aggregator.core.division`, step by step until nothing moves."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.aggregator.leases import plan
+from diloco.aggregator.core.division import divide
 
 lives = st.lists(st.from_regex(r"[0-9a-f]{4}", fullmatch=True), min_size=1, max_size=6, unique=True)
 
@@ -13,7 +13,7 @@ def settle(members, holders, fragments):
     for moves in range(200):
         idle = True
         for me in members:
-            found = plan(me, members, holders, fragments)
+            found = divide(me, members, holders, fragments)
             assert all(holders[f] is None for f in found.acquire)
             assert all(holders[f] == me for f in found.release)
             for fragment in found.release:
@@ -81,7 +81,7 @@ def test_who_is_pinned_gets_what_it_is_pinned_to_and_nothing_else(found, fragmen
 
 def test_a_pinned_one_alone_leaves_the_rest():
     holders = dict.fromkeys(range(4))
-    assert plan("me", {"me": frozenset({1, 3})}, holders, 4).acquire in ((1, 3), (3, 1))
+    assert divide("me", {"me": frozenset({1, 3})}, holders, 4).acquire in ((1, 3), (3, 1))
 
 
 @given(lives, st.integers(1, 40), st.data())

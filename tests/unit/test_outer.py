@@ -11,8 +11,8 @@ import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.aggregator import outer
-from diloco.aggregator.merge import (
+from diloco.aggregator.arrays import outer
+from diloco.aggregator.arrays.merge import (
     Accumulator,
     Contribution,
     Grid,
@@ -21,9 +21,16 @@ from diloco.aggregator.merge import (
     make_grid,
     segment_norms,
 )
-from diloco.aggregator.outer import Gradient, apply_delta, close_round, make_outer, participation
+from diloco.aggregator.arrays.outer import (
+    Gradient,
+    apply_delta,
+    close_round,
+    make_outer,
+    participation,
+)
+from diloco.common.codec import CODECS, Encoded, decode_numpy
 from diloco.common.layout import Tensor, TensorHint, make_layout
-from diloco.common.quantize import CODECS, Encoded, decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import shard_ranges
 
 BLOCK = 16

@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from diloco.__main__ import app
+from diloco.aggregator.core import events, machine
+from diloco.common.codec import encoded_bytes
 from diloco.common.config import parse_settings
 from diloco.common.errors import ConfigError
-from diloco.common.quantize import encoded_bytes
-from diloco.plan import command as plan_command
 from diloco.plan import forecast as plan
+from diloco.plan import inputs as plan_inputs
 from diloco.plan import intervals as plan_intervals
 from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
-from diloco.plan.command import PlanOptions
+from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages
 from diloco.plan.rounds import Worker
+from diloco.plan.run import run_plan
 
 YEAR_S = 365.25 * 86400
 
@@ -170,13 +172,14 @@ def test_a_fleet_that_fails_more_does_less(outages, chips, elastic, seed):
 
 # Rounds
 
+QUICK = plan_rounds.Aggregator(read_s=0.01, make_s=0.02, store_s=0.02, message_s=0.005)
 
-def rounds_of(workers, horizon_s=2000.0, close_s=0.05, fetch_s=0.01, seed=0, **sections):
+
+def rounds_of(workers, horizon_s=2000.0, aggregator=QUICK, seed=0, **sections):
     return plan_rounds.simulate(
         run_settings(**sections),
         workers,
-        close_s=close_s,
-        fetch_s=fetch_s,
+        aggregator=aggregator,
         horizon_s=horizon_s,
         rng=np.random.default_rng(seed),
     )
@@ -190,6 +193,22 @@ def worker(step_s=1.0, trace=None, upload_s=0.1, download_s=0.1, horizon_s=2000.
         download_s=download_s,
         trace=trace or plan_outages.always(horizon_s),
     )
+
+
+def test_a_machine_is_told_nothing_while_its_version_is_made(monkeypatch):
+    """As in production, where the owner of a fragment waits for the outer step."""
+    told = []
+    step = machine.step
+
+    def spy(rules, state, event):
+        told.append((state.phase, type(event)))
+        return step(rules, state, event)
+
+    monkeypatch.setattr(machine, "step", spy)
+    slow = replace(QUICK, make_s=10.0)
+    found = rounds_of([worker(1.0), worker(1.4), worker(2.3)], aggregator=slow)
+    assert found.versions > 5
+    assert {kind for phase, kind in told if phase == "closing"} == {events.Made}
 
 
 def test_equal_learners_make_complete_rounds_every_h_steps():
@@ -224,6 +243,38 @@ def test_without_grace_a_slower_learner_is_late():
     )
     assert quorum.late_share == 0
     assert quorum.participants == 2
+
+
+@pytest.mark.parametrize("least", [1, 32, 64])
+@pytest.mark.parametrize("min_steps", [6, 24])
+@pytest.mark.parametrize("reads_a_step", [5, 40])
+def test_slow_reading_excludes_nobody(least, min_steps, reads_a_step):
+    """Reading a round takes 13 steps, where the grace window has two."""
+    slow = replace(QUICK, read_s=1 / reads_a_step)
+    rounds = rounds_of(
+        [worker()] * 64,
+        aggregator=slow,
+        sync={"min_steps": min_steps},
+        quorum={"min_learners": least},
+    )
+    assert rounds.interval_s == pytest.approx(24, rel=0.03)
+    assert rounds.participants > 63.5
+    assert rounds.mean_staleness < 0.01
+
+
+def test_slow_storing_excludes_nobody():
+    slow = replace(QUICK, read_s=0.2, store_s=1.6)
+    rounds = rounds_of([worker()] * 8, aggregator=slow)
+    assert rounds.interval_s == pytest.approx(24, rel=0.03)
+    assert (rounds.participants, rounds.mean_staleness) == (8, 0)
+
+
+def test_learners_out_of_phase_fall_into_it():
+    """One begins half an interval later; the quorum is all eight."""
+    late = plan_outages.Trace(2000.0, np.asarray([0.0, 12.0]), np.asarray([0.0, 1.0]), (), ())
+    rounds = rounds_of([worker()] * 7 + [worker(trace=late)], quorum={"min_learners": 8})
+    assert rounds.participants > 7.9
+    assert "deadline" not in rounds.reasons
 
 
 def test_pace_holds_the_rounds_apart():
@@ -565,15 +616,15 @@ def test_the_picture(tmp_path):
 )
 def test_what_cannot_be_understood_is_said(options, said):
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
-        plan_command.run_plan(PlanOptions(**options))
+        run_plan(PlanOptions(**options))
 
 
 def test_a_picture_that_cannot_be_written(tmp_path):
     options = PlanOptions(learners=1, plot=tmp_path / "nowhere" / "plan.png")
-    with pytest.raises(ConfigError, match="cannot write the picture"):
-        plan_command.run_plan(options)
+    with pytest.raises(ConfigError, match="cannot write the figure"):
+        run_plan(options)
 
 
 def test_the_times_that_people_write():
-    assert plan_command._time_s("--mtbi", "1.5h") == 5400
-    assert plan_command._count("--chips", "1.2M") == 1_200_000
+    assert plan_inputs._time_s("--mtbi", "1.5h") == 5400
+    assert plan_inputs._count("--chips", "1.2M") == 1_200_000

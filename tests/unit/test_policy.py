@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.aggregator import policy
+from diloco.aggregator.core import policy
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import BoundsSection, QuorumSection, StalenessSection, make_config
 from diloco.common.layout import Rhythm, Tensor, make_layout

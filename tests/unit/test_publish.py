@@ -13,7 +13,10 @@ from diloco.common.layout import Tensor, make_layout
 from diloco.common.service import Runtime
 from diloco.common.store import MemoryStore
 from diloco.learner import sync
-from diloco.learner.publish import Context, Outgoing, Publisher, Uploader
+from diloco.learner.boundary import Outgoing
+from diloco.learner.context import Context
+from diloco.learner.peers import Alone
+from diloco.learner.publish import Publisher, Uploader, join
 from diloco.learner.replica import Replica
 
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
@@ -35,20 +38,24 @@ class HeldBus(MemoryBus):
         return await super().publish(subject, payload, **how)
 
 
-def make_publisher(bus):
+def make_context(bus):
     settings = RunSettings.model_validate(
         {
             "run": {"name": "r", "steps": 9},
             "sync": {"fragments": 1, "codec": "float32", "block": 16},
         }
     )
-    context = Context(
+    return Context(
         settings=settings, layout=LAYOUT, epoch=0, bus=bus, store=MemoryStore(), runtime=Runtime(),
         logger=structlog.get_logger(), learner="learner-0",
     )  # fmt: skip
-    publisher = Publisher(context, lambda event, payload=None: None)
-    publisher.uploader = Uploader(context, Replica(settings.sync, LAYOUT, LIKE, VIEWS))
-    return publisher
+
+
+async def make_publisher(bus):
+    context = make_context(bus)
+    uploader = Uploader(context, Replica(context.settings.sync, LAYOUT, LIKE, VIEWS))
+    life = await join(context, "here")
+    return Publisher(context, lambda event, payload=None: None, uploader, Alone(), life)
 
 
 def outgoing(seq):
@@ -67,7 +74,7 @@ class Elsewhere(Replica):
 
 
 def test_a_host_with_nothing_to_send_stores_nothing(run_async):
-    context = make_publisher(MemoryBus())._context
+    context = make_context(MemoryBus())
     section = context.settings.sync
     uploader = Uploader(context, Elsewhere(section, LAYOUT, LIKE, VIEWS), host=1, hosts=2)
     update = outgoing(1)
@@ -87,8 +94,7 @@ def test_no_manifest_comes_behind_a_newer_one_of_its_fragment(run_async):
     async def scenario():
         bus = HeldBus()
         await bus.create_stream("diloco-r", names.tape_subjects("r"), StreamLimits())
-        publisher = make_publisher(bus)
-        await publisher.join("here")
+        publisher = await make_publisher(bus)
         first = asyncio.ensure_future(publisher.send(outgoing(1)))
         await settle(first)
         bus.held.pop().set_result(None)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.common.quantize import (
+from diloco.common.codec import (
     CODECS,
     GREATEST_CODE,
     GREATEST_SCALE,
@@ -18,15 +18,11 @@ from diloco.common.quantize import (
     canonical,
     code_count,
     code_dtype,
-    decode,
-    decode_blocks,
     decode_numpy,
-    encode,
-    encode_blocks,
-    encode_difference,
     encoded_bytes,
     scale_count,
 )
+from diloco.common.quantize import decode, decode_blocks, encode, encode_blocks, encode_difference
 
 BLOCKS = (16, 64, 512)
 INTEGER = tuple(GREATEST_CODE)

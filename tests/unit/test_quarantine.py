@@ -6,7 +6,7 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator import checkpoint
-from diloco.aggregator.quarantine import quarantine, shut_out
+from diloco.aggregator.quarantine import quarantine, quarantined_learners
 
 
 def kept(lab: Lab, name: str) -> list[tuple[str, ...]]:
@@ -27,7 +27,7 @@ def test_a_checkpoint_keeps_who_is_shut_out(heard):
             if heard:
                 record = await lab.send("bad", 0)
                 assert [taken.reason for taken in record.rejected] == ["quarantined"]
-        assert await shut_out(lab.context) == {"bad"}
+        assert await quarantined_learners(lab.context) == {"bad"}
         marked = await checkpoint.mark(lab.context)
         assert kept(lab, marked.name) == [("bad",), ("bad",)]
         await quarantine(lab.context, "bad", active=False, reason="test")

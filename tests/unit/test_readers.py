@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from runlab import RUN, SNAPSHOT_EVERY, Lab
@@ -18,10 +19,14 @@ from diloco.common.service import cancel
 from diloco.common.tape import records_of
 from diloco.common.views import load_view
 from diloco.learner import sync
-from diloco.learner.adopt import Adopter, Fetcher
-from diloco.learner.publish import Context as LearnerContext
+from diloco.learner.adopt import WAITING_VIEWS, Adopter
+from diloco.learner.adopt import load as load_newest
+from diloco.learner.boundary import NOTHING, Decoded
+from diloco.learner.context import Context as LearnerContext
+from diloco.learner.fetch import Fetcher, start_at
+from diloco.learner.peers import Alone
 from diloco.learner.replica import Delta, Replica, View
-from diloco.operate.create import make_streams
+from diloco.operate.streams import make_streams
 
 ODD = 3 * SNAPSHOT_EVERY + 1  # one version after its third snapshot
 
@@ -51,14 +56,15 @@ async def more(lab: Lab, versions: int) -> None:
 class StaleBus:
     """A bus whose first answer to `last` is one that somebody had before."""
 
-    def __init__(self, lab: Lab, stale: Message) -> None:
-        self._bus, self._stale = lab.bus, [stale]
+    def __init__(self, lab: Lab, stale: Message, answers_to: str = "") -> None:
+        self._bus, self._stale, self._answers_to = lab.bus, [stale], answers_to
 
     def __getattr__(self, name: str):
         return getattr(self._bus, name)
 
     async def last(self, stream: str, subject: str):
-        return self._stale.pop() if self._stale else await self._bus.last(stream, subject)
+        asked = not self._answers_to or subject == self._answers_to
+        return self._stale.pop() if self._stale and asked else await self._bus.last(stream, subject)
 
 
 def stale_context(lab: Lab, stale: Message):
@@ -218,31 +224,41 @@ def test_a_body_that_is_lost_from_the_midst_of_the_tape_is_an_error(run_async, m
 class Followed:
     """What a learner's adopter hands over."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, bus=None, of: "Followed | None" = None) -> None:
         context = lab.context
-        self.readies: list[tuple[sync.Ready, object]] = []
+        self.incarnation = lab.lives["a"]
+        self.adopts = True
+        self.readies: list[tuple[sync.Ready, Decoded]] = []
         self.context = LearnerContext(
             learner="a",
             settings=context.settings,
             layout=context.layout,
             epoch=0,
-            bus=context.bus,
+            bus=bus or context.bus,
             store=context.store,
             runtime=context.runtime,
             logger=context.logger,
         )
-        self.adopter = Adopter(self.context, self.post)
+        if of is not None:
+            self._begin(of.replica, of.starts)
 
     async def load(self) -> None:
         layout = self.context.layout
-        views = [(await self.adopter.load(each.index)).view for each in layout.fragments]
+        loaded = [await load_newest(self.context, each.index) for each in layout.fragments]
         like = {t.name: np.zeros(t.shape, t.dtype) for t in layout.tensors}
-        replica = Replica(self.context.settings.sync, layout, like, views)
-        self.adopter.fetcher = Fetcher(self.context, replica)
+        replica = Replica(self.context.settings.sync, layout, like, [one.view for one in loaded])
+        self._begin(replica, [start_at(one) for one in loaded])
 
-    def post(self, event: sync.Event, payload: object = None) -> None:
+    def _begin(self, replica: Replica, starts: list[sync.Start]) -> None:
+        self.replica, self.starts = replica, starts
+        fetcher, life = Fetcher(self.context, replica), self.incarnation
+        self.adopter = Adopter(self.context, self.post, fetcher, Alone(), starts, life)
+
+    def post(self, event: sync.Event, payload: Decoded = NOTHING) -> None:
         if isinstance(event, sync.Ready):
             self.readies.append((event, payload))
+            if self.adopts:
+                payload.release()
 
     async def follow_to(self, lab: Lab, version: int) -> list[tuple[int, type]]:
         """Versions handed over on the way, and how."""
@@ -257,27 +273,82 @@ class Followed:
             await lab.until(there, f"version {version}")
         finally:
             await cancel(work)
-        return [(ready.version, type(payload)) for ready, payload in self.readies]
+        return [(ready.version, type(payload.tensors)) for ready, payload in self.readies]
+
+
+class HeldBus:
+    """A bus whose readers get no message of records behind `until_seq`, until it is moved."""
+
+    def __init__(self, bus) -> None:
+        self._bus = bus
+        self.until_seq = 0
+        self.moved = asyncio.Event()
+
+    def __getattr__(self, name: str):
+        return getattr(self._bus, name)
+
+    async def read(self, stream, subjects, start):
+        async for message in self._bus.read(stream, subjects, start):
+            while ".record." in message.subject and message.seq > self.until_seq:
+                self.moved.clear()
+                await self.moved.wait()
+            yield message
 
 
 @pytest.mark.parametrize("loss", ["delta gone", "delta damaged", "body gone"])
 def test_a_learner_that_misses_an_object_goes_on_with_the_newest_view(run_async, monkeypatch, loss):
+    """It had read no further than the record whose object is lost."""
     if loss == "body gone":
         monkeypatch.setattr(wire, "RECORD_BYTES", 100)
 
     async def scenario() -> None:
         lab = await made(1)
-        followed = Followed(lab)
+        held = HeldBus(lab.bus)
+        followed = Followed(lab, held)
         await followed.load()
         await more(lab, SNAPSHOT_EVERY)  # versions 2 to 4, with the snapshot 3
-        third = (await lab.records())[3]
+        second = (await lab.records())[2]
+        held.until_seq = second.record_seq
         if loss == "body gone":
-            lab.remove([third.body])
+            lab.remove([second.body])
         else:
-            lose(lab, third.record.delta, loss.removeprefix("delta "))
+            lose(lab, second.record.delta, loss.removeprefix("delta "))
         with capture_logs() as logs:
-            assert await followed.follow_to(lab, 4) == [(2, Delta), (4, View)]
+            assert await followed.follow_to(lab, 4) == [(4, View)]
         assert [entry["event"] for entry in logs if entry["event"] == "reloading"]
+
+    run_async(scenario())
+
+
+def test_a_record_that_cannot_be_read_is_jumped_over(run_async, monkeypatch):
+    monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = await made(1)
+        followed = Followed(lab)
+        await followed.load()
+        await more(lab, SNAPSHOT_EVERY)
+        lab.remove([(await lab.records())[3].body])
+        assert await followed.follow_to(lab, 4) == [(4, View)]
+
+    run_async(scenario())
+
+
+def test_a_reload_takes_nothing_older_than_the_record_that_called_for_it(run_async):
+    """A replica that is behind answers first: with the version that the learner has already."""
+
+    async def scenario() -> None:
+        lab = await made(1)
+        stale = await lab.bus.last(lab.context.tape, names.record(RUN, 0))
+        held = HeldBus(StaleBus(lab, stale, answers_to=names.record(RUN, 0)))
+        followed = Followed(lab)
+        await followed.load()
+        followed = Followed(lab, held, of=followed)
+        await more(lab, SNAPSHOT_EVERY)
+        second = (await lab.records())[2]
+        held.until_seq = second.record_seq
+        lab.remove([second.record.delta])
+        assert await followed.follow_to(lab, 4) == [(4, View)]
 
     run_async(scenario())
 
@@ -288,11 +359,80 @@ def test_a_learner_that_slept_across_collections_jumps_to_the_newest_view(run_as
         followed = Followed(lab)
         await followed.load()
         await more(lab, ODD)
-        found = await followed.follow_to(lab, ODD + 1)
-        assert found[0][1] is View
-        assert len(found) <= 2 * SNAPSHOT_EVERY
+        assert await followed.follow_to(lab, ODD + 1) == [(ODD + 1, View)]
 
     run_async(scenario())
+
+
+def test_a_paused_learner_fetches_no_more_than_a_jump_needs(run_async):
+    """Every record is read, since it may resolve an update; of the objects only the last few."""
+
+    async def scenario() -> None:
+        lab = await made(1)
+        followed = Followed(lab)
+        await followed.load()
+        before = followed.context.traffic.bytes_down
+        await more(lab, ODD)
+        newest, _ = await lab.newest()
+        assert await followed.follow_to(lab, newest.version) == [(newest.version, View)]
+        jump = [newest.snapshot, *newest.deltas]
+        fetched = followed.context.traffic.bytes_down - before
+        assert fetched == sum(ref.size_bytes for ref in jump)
+        (ready, _) = followed.readies[0]
+        assert ready.resolved_seq == ODD + 1
+
+    run_async(scenario())
+
+
+def test_a_learner_that_is_a_little_behind_fetches_the_deltas(run_async):
+    async def scenario() -> None:
+        lab = await made(SNAPSHOT_EVERY)
+        followed = Followed(lab)
+        await followed.load()
+        await more(lab, 2)  # two deltas; the jump would be the snapshot and two deltas
+        newest, _ = await lab.newest()
+        first = newest.version - 1
+        found = await followed.follow_to(lab, newest.version)
+        assert found == [(first, Delta), (newest.version, Delta)]
+
+    run_async(scenario())
+
+
+def test_what_is_decoded_and_not_adopted_stays_within_its_bound(run_async):
+    """A slow learner adopts nothing while twelve versions come; then it goes on with a jump."""
+
+    async def scenario() -> None:
+        lab = await made(1)
+        followed = Followed(lab)
+        await followed.load()
+        followed.adopts = False
+        view_bytes = 4 * lab.context.layout.fragments[0].size
+        work = asyncio.ensure_future(followed.adopter.follow())
+        try:
+            await more(lab, 12)
+            newest, _ = await lab.newest()
+            waiting = [payload for _, payload in followed.readies]
+            before = len(waiting)
+            assert 1 <= len(waiting) <= WAITING_VIEWS
+            assert sum(held_bytes(payload) for payload in waiting) <= WAITING_VIEWS * view_bytes
+
+            async def settled() -> bool:
+                # As the training loop does it at each boundary.
+                while waiting:
+                    waiting.pop().release()
+                return followed.readies[-1][0].version == newest.version
+
+            await lab.until(settled, "the newest version")
+            kinds = [type(payload.tensors) for _, payload in followed.readies[before:]]
+            assert kinds[0] is View
+        finally:
+            await cancel(work)
+
+    run_async(scenario())
+
+
+def held_bytes(payload: Decoded) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(payload.tensors))
 
 
 def test_an_aggregator_begins_although_a_body_is_gone_that_nobody_needs(run_async, monkeypatch):

@@ -57,8 +57,8 @@ def attempts(*outcomes):
     return attempt, left
 
 
-def retry(run_async, clock, attempt, *, chance=None, deadline_s=None, logger=None):
-    runtime = Runtime(clock=clock, chance=chance or Largest())
+def retry(run_async, clock, attempt, *, rng=None, deadline_s=None, logger=None):
+    runtime = Runtime(clock=clock, rng=rng or Largest())
     logger = logger or structlog.get_logger()
     return run_async(runtime.retry("the thing", attempt, logger=logger, deadline_s=deadline_s))
 
@@ -90,7 +90,7 @@ def test_the_backoff_doubles_up_to_its_end(run_async, clock):
 def test_the_jitter_is_over_the_whole_backoff(run_async, clock):
     """Full jitter: learners that lost the same server do not come back in step."""
     attempt, _ = attempts(*[AWAY] * 300, "done")
-    retry(run_async, clock, attempt, chance=random.Random(1))
+    retry(run_async, clock, attempt, rng=random.Random(1))
     late = clock.sleeps_s[10:]
     assert all(0 <= slept <= LAST_BACKOFF_S for slept in late)
     assert min(late) < 0.1 * LAST_BACKOFF_S
@@ -115,7 +115,7 @@ def test_bugs_are_not_swallowed(run_async, clock, bug):
 
 def test_cancelling_ends_it(clock):
     attempt, _ = attempts(AWAY, asyncio.CancelledError(), "never")
-    runtime = Runtime(clock=clock, chance=Largest())
+    runtime = Runtime(clock=clock, rng=Largest())
 
     async def cancelled():
         with pytest.raises(asyncio.CancelledError):

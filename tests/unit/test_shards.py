@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.common.codec import CODECS, GREATEST_CODE, decode_numpy
 from diloco.common.errors import WireError
-from diloco.common.quantize import CODECS, GREATEST_CODE, decode_numpy, encode
+from diloco.common.quantize import encode
 from diloco.common.shards import HEADER, crc32c, digest, pack, shard_bytes, shard_ranges, unpack
 
 BLOCK = 16

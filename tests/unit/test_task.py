@@ -1,6 +1,7 @@
 """The Task contract: what keeps it is accepted, what breaks it is refused in a clear sentence."""
 
 import dataclasses
+import subprocess
 import sys
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from diloco.common.errors import TaskError
 from diloco.common.layout import TensorHint
+from diloco.learner import task as task_module
 from diloco.learner.task import Task, check_task, is_trained, load_task, named_leaves, params_shapes
 
 STEPS = 10
@@ -183,13 +185,72 @@ def test_load_builds_with_the_options():
         ("mine.model:build", {"widht": 8}, "its options are: width, fail"),
         ("mine.model:build", {"seed": 1}, "the run gives them"),
         ("mine.model:no_seed", {}, "must take steps and seed"),
-        ("mine.model:nothing", {}, "must return a learner.task.Task"),
+        ("mine.model:nothing", {}, "must return a diloco.Task"),
         ("mine.model:build", {"width": 0}, "tokens_per_batch"),
     ],
 )
 def test_load_says_what_is_wrong(build, options, message):
     with pytest.raises(TaskError, match=message):
         load_task(build, steps=STEPS, seed=0, options=options)
+
+
+# Names that the project once had, and that a user may have
+
+
+EARLIER = "learner.model:build"
+OWN_TASK = """
+import dataclasses
+from common.shapes import WIDTH
+from tests_task_base import GOOD
+def build(*, steps, seed):
+    return dataclasses.replace(GOOD, tokens_per_batch=WIDTH)
+"""
+
+
+@pytest.fixture
+def crowded(folder, monkeypatch, request):
+    """A folder whose files are called as our folders are, which a user's Python does not see."""
+    root = str(request.config.rootpath)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", root)])
+    monkeypatch.setitem(sys.modules, "tests_task_base", sys.modules[__name__])
+    for name in ("common", "learner", "aggregator", "runbooks"):
+        (folder / name).mkdir()
+    (folder / "common" / "shapes.py").write_text("WIDTH = 24")
+    (folder / "learner" / "model.py").write_text(OWN_TASK)
+    (folder / "infra.py").write_text("raise RuntimeError('nobody imports this')")
+    return folder
+
+
+@pytest.mark.usefixtures("crowded")
+def test_a_users_files_may_have_any_names():
+    assert load_task(EARLIER, steps=STEPS, seed=0, options={}).tokens_per_batch == 24
+
+
+def test_a_users_files_are_in_nobodys_way(crowded):
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco", "learner", "--help"],
+        cwd=crowded, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def built_in():
+    from diloco.learner import model
+
+    return model.build
+
+
+def test_the_built_in_tasks_earlier_name_still_means_it(folder, monkeypatch, request):
+    assert task_module._find(EARLIER) is built_in()
+    # A learner of the user's without a model in it; a file of that name; our own repository.
+    (folder / "learner").mkdir()
+    assert task_module._find(EARLIER) is built_in()
+    (folder / "learner").rmdir()
+    (folder / "learner.py").write_text("")
+    assert task_module._find(EARLIER) is built_in()
+    (folder / "learner.py").unlink()
+    monkeypatch.chdir(request.config.rootpath)
+    assert task_module._find(EARLIER) is built_in()
 
 
 @pytest.mark.usefixtures("user_module")

@@ -312,11 +312,11 @@ def test_a_truncated_message_raises_only_wire_errors(body):
 @kinds
 def test_flipped_bits_raise_only_wire_errors(body):
     payload = wire.encode(EXAMPLES[body])
-    chance = random.Random(body.kind)
+    rng = random.Random(body.kind)
     for _ in range(300):
         damaged = bytearray(payload)
-        for _ in range(chance.choice([1, 1, 1, 4])):
-            damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        for _ in range(rng.choice([1, 1, 1, 4])):
+            damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
         only_wire_errors(body, bytes(damaged))
 
 

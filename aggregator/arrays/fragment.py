@@ -1,0 +1,294 @@
+"""One fragment's arrays: view, master parameters, outer-optimizer state, the open round's sum."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import ml_dtypes
+import msgpack
+import numpy as np
+
+from diloco.aggregator.arrays import merge, outer
+from diloco.aggregator.arrays.merge import Contribution, Grid, Vector
+from diloco.aggregator.arrays.outer import OuterOptimizer, State
+from diloco.aggregator.core.state import Admitted
+from diloco.common import shards, wire
+from diloco.common.codec import Codec, Encoded
+from diloco.common.config import RunSettings
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.layout import Layout
+
+
+class Payload(NamedTuple):
+    """A verified update: its shards' codes, and the norms taken of them.
+
+    Attributes:
+        parts: one for each of the grid's ranges, in order.
+        norms_S: L2 norm of each segment, float64 [S]; `norm` that of the whole.
+    """
+
+    parts: tuple[Encoded, ...]
+    norms_S: np.ndarray  # noqa: N815 - shapes live in names of arrays
+    norm: float
+
+
+class Made(NamedTuple):
+    """What closing a round made, for the record."""
+
+    inputs: tuple[wire.Input, ...]
+    factors: bytes
+    learning_rate: float
+    momentum: float
+    delta: bytes
+    view_digest: str
+    outer_digest: str
+
+
+class _Merged(NamedTuple):
+    admitted: Admitted
+    contribution: Contribution
+    coefficients: bytes
+
+
+@dataclass
+class FragmentArrays:
+    """The arrays of one fragment; methods block and are called one at a time.
+
+    Two exceptions: what `view_bytes` and `outer_bytes` read stays as it is while `merge` adds.
+
+    Attributes:
+        view: parameters as learners see them, float32 [N].
+        theta: master parameters, float32 [N].
+        state: of the outer optimizer.
+    """
+
+    settings: RunSettings
+    grid: Grid
+    view: Vector
+    theta: Vector
+    state: State
+
+    def __post_init__(self) -> None:
+        self._optimizer = _optimizer(self.settings)
+        self._sum: merge.Accumulator | None = None
+        self._merged: list[_Merged] = []
+
+    @classmethod
+    def from_view(
+        cls, settings: RunSettings, layout: Layout, fragment: int, view: Vector
+    ) -> "FragmentArrays":
+        """The arrays of version 0, with a fresh outer-optimizer state."""
+        grid = make_grid(settings, layout, fragment)
+        state = _optimizer(settings).init(grid.size)
+        return cls(settings, grid, view.copy(), view.copy(), state)
+
+    @classmethod
+    def from_objects(
+        cls,
+        settings: RunSettings,
+        layout: Layout,
+        fragment: int,
+        *,
+        view: bytes,
+        outer_state: bytes,
+    ) -> "FragmentArrays":
+        """The arrays that `view_bytes` and `outer_bytes` gave.
+
+        Raises:
+            IntegrityError: they are not arrays of this fragment.
+        """
+        grid = make_grid(settings, layout, fragment)
+        wanted = {"theta": np.zeros(0, np.float32), **_optimizer(settings).init(0)}
+        try:
+            stored = msgpack.unpackb(outer_state, max_bin_len=len(outer_state))
+            arrays = {
+                name: np.frombuffer(stored[name], like.dtype).copy()
+                for name, like in wanted.items()
+            }
+            view_N = np.frombuffer(view, np.float32).copy()
+        except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+            raise IntegrityError(f"fragment {fragment}: unreadable outer state: {error}") from error
+        theta = arrays.pop("theta")
+        if view_N.size != grid.size or theta.size != grid.size:
+            raise IntegrityError(
+                f"fragment {fragment}: stored view and parameters have {view_N.size} and "
+                f"{theta.size} elements, the layout {grid.size}"
+            )
+        return cls(settings, grid, view_N, theta, arrays)
+
+    def view_bytes(self) -> bytes:
+        """The view as an object: raw little-endian float32."""
+        return self.view.tobytes()
+
+    def outer_bytes(self) -> bytes:
+        """Master parameters and outer-optimizer state as an object: msgpack of raw arrays."""
+        packed: bytes = msgpack.packb(
+            {"theta": self.theta.data.cast("B"), **{k: v.tobytes() for k, v in self.state.items()}}
+        )
+        return packed
+
+    def outer_digest(self) -> str:
+        """xxh3-128 over the digests of master parameters and outer-optimizer state."""
+        each = [shards.digest(array) for array in (self.theta, *self.state.values())]
+        return shards.digest("".join(each).encode())
+
+    def discard(self) -> None:
+        """Forget what the round has merged."""
+        self._merged = []
+
+    def merge(self, payload: Payload, admitted: Admitted) -> None:
+        """Add a verified update to the round, which begins with its first one."""
+        if not self._merged:
+            self._begin_sum()
+        assert self._sum is not None
+        contribution = Contribution(
+            payload.norms_S, admitted.weight, admitted.discount, admitted.clip
+        )
+        coefficients_S = merge.coefficients(self.grid, contribution)
+        self._sum.add(self.settings.sync.codec, payload.parts, coefficients_S)
+        self._merged.append(_Merged(admitted, contribution, coefficients_S.tobytes()))
+
+    def close_round(self, admitted: Sequence[Admitted], share: float) -> Made:
+        """Take the outer step over what was merged, and move the view.
+
+        Args:
+            admitted: what the machine believes was merged, in order.
+            share: f of `outer.participation`; 1 for a whole step.
+        """
+        assert self._sum is not None
+        assert [merged.admitted for merged in self._merged] == list(admitted)
+        factors_S = merge.factors(
+            self.grid, self._sum, [merged.contribution for merged in self._merged]
+        )
+        learning_rate, momentum = step_size(self.settings, share)
+        delta = self._step(factors_S, learning_rate, momentum)
+        merged, self._merged = self._merged, []
+        return Made(
+            inputs=tuple(make_input(each.admitted, each.coefficients) for each in merged),
+            factors=factors_S.tobytes(),
+            learning_rate=learning_rate,
+            momentum=momentum,
+            delta=shards.pack_delta(self.settings.sync.delta_codec, delta, self.grid.block),
+            view_digest=shards.digest(self.view),
+            outer_digest=self.outer_digest(),
+        )
+
+    def merge_again(
+        self, record: wire.Record, read: Callable[[wire.Input], tuple[Encoded, ...]]
+    ) -> Encoded:
+        """Make a recorded version once more, from its inputs as the record has them; its delta.
+
+        Args:
+            record: of the version.
+            read: gives an input's verified parts; as `shard_reader.read_input`.
+
+        Raises:
+            IntegrityError: an input is gone or damaged, or the result has other digests.
+        """
+        self._begin_sum()
+        assert self._sum is not None
+        for taken in record.inputs:
+            try:
+                parts = read(taken)
+            except (ObjectMissingError, WireError) as error:
+                raise _unmergeable(record, error.message) from error
+            coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
+            self._sum.add(self.settings.sync.codec, parts, coefficients_S)
+        factors_S = np.frombuffer(record.factors, np.float32)
+        delta = self._step(factors_S, record.learning_rate, record.momentum)
+        found = (shards.digest(self.view), self.outer_digest())
+        if found != (record.view_digest, record.outer_digest):
+            raise _unmergeable(
+                record,
+                f"digests of view and outer state are {found}, the record says "
+                f"{(record.view_digest, record.outer_digest)}",
+            )
+        return delta
+
+    def _begin_sum(self) -> None:
+        """An empty sum; its buffers are kept from round to round."""
+        if self._sum is None:
+            self._sum = merge.Accumulator(self.grid)
+        self._sum.reset()
+
+    def _step(self, factors_S: Vector, learning_rate: float, momentum: float) -> Encoded:
+        assert self._sum is not None
+        return outer.close_round(
+            self.grid,
+            self._sum,
+            factors_S,
+            theta_N=self.theta,
+            view_N=self.view,
+            state=self.state,
+            optimizer=self._optimizer,
+            learning_rate=learning_rate,
+            momentum=momentum,
+            delta_codec=self.settings.sync.delta_codec,
+        )
+
+
+def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
+    """How a fragment's vector divides under a run's settings."""
+    return merge.make_grid(
+        layout.fragments[fragment],
+        layout.block,
+        settings.sync.shard_elements,
+        settings.outer.merge,
+    )
+
+
+def payload_of(grid: Grid, codec: Codec, parts: tuple[Encoded, ...]) -> Payload:
+    """A verified update, measured.
+
+    Args:
+        grid: the fragment's.
+        codec: of the update.
+        parts: one for each of the grid's ranges, in order.
+    """
+    norms_S = merge.segment_norms(grid, codec, parts)
+    return Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
+
+
+def _optimizer(settings: RunSettings) -> OuterOptimizer:
+    section = settings.outer
+    return outer.make_outer(
+        section.optimizer, delay=section.delay, delay_fraction=section.delay_fraction
+    )
+
+
+def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
+    """Learning rate and momentum of an outer step whose round holds `share` of the fleet."""
+    section = settings.outer
+    if share < 1:
+        return outer.participation(section.learning_rate, section.momentum, share)
+    return section.learning_rate, section.momentum
+
+
+def make_input(admitted: Admitted, coefficients: bytes) -> wire.Input:
+    """What a record says of an update that was merged with these coefficients."""
+    manifest = admitted.manifest
+    return wire.Input(
+        learner=manifest.learner,
+        incarnation=manifest.incarnation,
+        seq=manifest.seq,
+        stream_seq=admitted.stream_seq,
+        codec=manifest.codec,
+        shards=manifest.shards,
+        weight=admitted.weight,
+        staleness=admitted.staleness,
+        discount=admitted.discount,
+        clip=admitted.clip,
+        norm=admitted.norm,
+        tokens=manifest.tokens,
+        steps=manifest.steps,
+        loss=manifest.loss,
+        final=manifest.final,
+        coefficients=coefficients,
+    )
+
+
+def _unmergeable(record: wire.Record, what: str) -> IntegrityError:
+    return IntegrityError(
+        f"fragment {record.fragment} version {record.version} cannot be recomputed: {what}",
+        hint="runbooks/digest-mismatch.md",
+    )

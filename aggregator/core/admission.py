@@ -1,0 +1,138 @@
+"""Which updates are taken, and from whom."""
+
+import math
+
+from diloco.aggregator.core import events, policy
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import Allowance, Quarantine, Refused, State, UpdateId, to_resolve
+from diloco.common import wire
+
+
+def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[str, str] | None:
+    """(reason, detail) to reject an announced update at once, or None."""
+    manifest = event.manifest
+    member = state.members.get(manifest.learner)
+    # An incarnation is the sequence of a join: one that the tape does not have is made up, or the
+    # join is behind its updates, which no honest learner does.
+    if member is None or manifest.incarnation > member.incarnation:
+        return "unknown_incarnation", f"no join of incarnation {manifest.incarnation} precedes it"
+    # By where the tape stored it, not by when it was made: what was stored before the newer join is
+    # honest work and is merged. Later it would be the work of a twin, whose steps the new life may
+    # train again (invariant 4).
+    if manifest.incarnation < member.incarnation < event.stream_seq:
+        return "superseded", f"incarnation {member.incarnation} joined before it was stored"
+    if state.final:
+        return "ended", "the fragment's last version is committed"
+    # Answered even so: its learner, once released, must not find an update in flight for ever.
+    shut_out = quarantined(state, manifest)
+    if shut_out is not None:
+        return shut_out
+    wrong = policy.malformed(rules, manifest)
+    if wrong is not None:
+        return wrong
+    # Steps make the weight: more of them than a machine can do since it was last heard of is a
+    # claim and not work. Judged once, when `heard_at_s` is the one that was true then.
+    since_s = event.stored_at_s - member.heard_at_s
+    met_before = event.stream_seq <= state.known_seq
+    if not met_before and policy.too_many_steps(rules.bounds, manifest.steps, since_s):
+        return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
+    return wrong_base(rules, state, manifest)
+
+
+def quarantined(state: State, manifest: wire.Manifest) -> tuple[str, str] | None:
+    """(reason, detail) if an update's sender is quarantined."""
+    if manifest.learner in state.quarantined:
+        return "quarantined", f"{manifest.learner} is quarantined until an operator releases it"
+    return None
+
+
+def allow(rules: FragmentRules, state: State, learner: str, now_s: float) -> tuple[State, bool]:
+    """Whether a learner may announce one more update now; takes it from its allowance."""
+    # A bucket of tokens for each learner: a flood of manifests would otherwise fill the records of
+    # everybody. Taken before the verdict, since judging is what costs us time.
+    before = state.allowances.get(learner, Allowance(math.inf, now_s))
+    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
+    allowed = left >= 1
+    # Never backwards: a message stamped earlier must not earn the same seconds twice.
+    after = Allowance(left - allowed, max(now_s, before.at_s))
+    return state._replace(allowances={**state.allowances, learner: after}), allowed
+
+
+def charge(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> State:
+    """Take from the sender's allowance what its rejection costs, if it was not taken before."""
+    # The life before this one has charged for it.
+    if refused.stream_seq <= state.known_seq:
+        return state
+    learner = refused.manifest.learner
+    before = state.allowances[learner]
+    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
+    after = Allowance(left - policy.REJECTION_COST + 1, max(now_s, before.at_s))
+    return state._replace(allowances={**state.allowances, learner: after})
+
+
+def overtakes(state: State, update: UpdateId) -> bool:
+    """Whether the learner announced an update while an earlier one was not resolved.
+
+    What a record under way resolves counts: the learner may read it before we know that it stands.
+    """
+    # By life and not by learner: a new life's first update is not in the way of what the old one
+    # still has on the tape.
+    unresolved = (*state.pending.values(), *to_resolve(state))
+    return any(
+        waiting.manifest.learner == update.learner
+        and waiting.manifest.incarnation == update.incarnation
+        for waiting in unresolved
+    )
+
+
+def wrong_base(
+    rules: FragmentRules, state: State, manifest: wire.Manifest
+) -> tuple[str, str] | None:
+    """(reason, detail) if an update's base does not fit the version being built on, else None.
+
+    Judged when it is announced and again when it is merged: an update that waits grows stale.
+    """
+    # Work on versions that an operator took back would bring them in again.
+    if manifest.base_version < state.floor:
+        return "rolled_back", f"based on version {manifest.base_version}, before the rollback"
+    # Nobody can have built on what is not committed.
+    staleness = state.version - manifest.base_version
+    if staleness < 0:
+        return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
+    # The digest says that learner and aggregator mean the same bits. Older ones are not kept, and
+    # their delta is discounted.
+    if staleness == 0 and manifest.base_digest != state.view_digest:
+        return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
+    # Off by default: the discount makes old work small, and throwing it away costs tokens
+    # (invariant 4 counts them as rejected).
+    if rules.staleness.maximum and staleness > rules.staleness.maximum:
+        return "stale", f"{staleness} versions old, at most {rules.staleness.maximum}"
+    return None
+
+
+def norms(state: State) -> tuple[float, ...]:
+    """The newest norms per step of merged updates, the open round's with them."""
+    # As they were merged, so that one huge update cannot raise the bar for the next; per step, so
+    # that the honest work of an outage is judged like any other.
+    merged = (one.clip * one.norm / one.manifest.steps for one in state.admitted)
+    return (*state.norms, *merged)[-policy.NORM_WINDOW :]
+
+
+def offenders(
+    rules: FragmentRules, state: State, resolved: tuple[Refused, ...]
+) -> tuple[Quarantine, ...]:
+    """Whom to shut out, once the record stands that rejects what is `resolved`."""
+    # Counted in rejected less merged, so that an honest learner with a rare fault is never shut
+    # out, and one that only offends soon is.
+    limit = rules.bounds.quarantine_offences
+    found = {}
+    for refused in resolved:
+        learner = refused.manifest.learner
+        member = state.members.get(learner)
+        if limit and member and member.offences >= limit and learner not in state.quarantined:
+            found[learner] = Quarantine(
+                learner,
+                f"{member.offences} more updates of fragment {rules.fragment} rejected than "
+                f"merged, the last one for {refused.reason!r}: {refused.detail}"[:1000],
+            )
+    return tuple(found.values())

@@ -1,0 +1,282 @@
+"""What the machine decided, as a record says it; and the same decisions made again from a tape.
+
+A record's observations are every input of the machine since the record before that is not on the
+tape, each with the stream sequence up to which the tape had been read. So the tape, the records
+and `machine.step` give every decision again: when a round opened and closed, what was admitted
+with which weight, what was rejected and why, and all that the machine remembered after it.
+
+Pure, as `machine.py` is.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from diloco.aggregator.core import events, machine, memory, rounds
+from diloco.aggregator.core.effects import Commit
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import Refused, State, Storing, UpdateId
+from diloco.common import wire
+
+
+class Decided(NamedTuple):
+    """The part of a record that the machine alone decides, field by field as in `wire.Record`.
+
+    Operators' records, which no machine decides, state the same.
+    """
+
+    what: Literal["version", "verdict", "restore", "restored"]
+    base_seq: int
+    version: int
+    global_step: int
+    rejected: tuple[wire.Rejected, ...]
+    reason: str
+    position: int
+    observations: tuple[wire.Observation, ...]
+    policy: wire.PolicyState
+    final: bool
+    opened_at_s: float
+    quorum_at_s: float
+    closed_at_s: float
+
+
+def decide(rules: FragmentRules, commit: Commit) -> Decided:
+    """What the machine says in the record of a commit."""
+    state = commit.state
+    # A verdict leaves version and clock where they are: learners have nothing to adopt
+    # (invariant 1).
+    made = commit.what == "version"
+    return Decided(
+        what=commit.what,
+        base_seq=state.record_seq,
+        version=state.version + made,
+        global_step=rounds.global_step_after(rules, state) if made else state.global_step,
+        rejected=tuple(_rejected(refused) for refused in state.rejected),
+        reason=commit.reason,
+        position=memory.position(state),
+        observations=state.observations,
+        policy=memory.policy_after(state),
+        final=commit.final,
+        opened_at_s=state.opened_at_s,
+        quorum_at_s=state.quorum_at_s,
+        closed_at_s=commit.at_s,
+    )
+
+
+def _rejected(refused: Refused) -> wire.Rejected:
+    manifest = refused.manifest
+    return wire.Rejected(
+        learner=manifest.learner,
+        incarnation=manifest.incarnation,
+        seq=manifest.seq,
+        stream_seq=refused.stream_seq,
+        tokens=manifest.tokens,
+        steps=manifest.steps,
+        reason=refused.reason,
+        detail=refused.detail,
+    )
+
+
+class Heard(NamedTuple):
+    """An event of the tape; `rules` are those that a change of settings puts in force."""
+
+    stream_seq: int
+    event: events.Event
+    rules: FragmentRules | None = None
+
+
+class Decision(NamedTuple):
+    """A record, and what became of deciding it again.
+
+    Attributes:
+        outcome: "same"; "different", with `fields`; "unknown", with the reason `why`.
+        commit: what the machine decided, with the `rules` it had; None if it did not come to it.
+        fields: name, recorded and decided value of each field that differs.
+    """
+
+    record_seq: int
+    record: wire.Record
+    outcome: Literal["same", "different", "unknown"]
+    why: str = ""
+    commit: Commit | None = None
+    fields: tuple[tuple[str, Any, Any], ...] = ()
+
+
+# What a record says beside `Decided`, given the commit and the record itself.
+Beside = Callable[[Commit, wire.Record], Mapping[str, Any]]
+
+
+def decide_again(
+    chain: Sequence[tuple[int, wire.Record]],
+    tape: Sequence[Heard],
+    *,
+    rules_at: Callable[[int], FragmentRules],
+    whole_from: int,
+    beside: Beside,
+) -> Iterator[Decision]:
+    """Every decision of a fragment's records once more, compared field by field.
+
+    Args:
+        chain: (sequence, record) of the fragment, in order; the first is the basis of the second.
+        tape: the events of this fragment, in order, up to the run's end.
+        rules_at: the rules that a settings message put in force, by its sequence; 0: the first.
+        whole_from: `tape` lacks nothing of the fragment from this sequence on.
+        beside: further fields that follow from a commit.
+    """
+    follower = _Follower(tape, rules_at, whole_from)
+    for (base_seq, base), (seq, record) in itertools.pairwise(chain):
+        if record.what not in ("version", "verdict"):
+            follower.state = None  # An operator made it: whoever owns the fragment begins anew.
+            continue
+        why = follower.follow(base, base_seq, record)
+        if why:
+            yield Decision(seq, record, "unknown", why)
+            continue
+        commit = follower.commit
+        if commit is None:
+            fields: tuple[tuple[str, Any, Any], ...] = (("what", record.what, "nothing yet"),)
+        else:
+            again = {**decide(follower.rules, commit)._asdict(), **beside(commit, record)}
+            fields = tuple(
+                (name, getattr(record, name), value)
+                for name, value in again.items()
+                if getattr(record, name) != value
+            )
+        # What follows from a decision that came out differently is no evidence: the next begins
+        # from its own record, if it can.
+        if fields:
+            follower.state = None
+        yield Decision(seq, record, "different" if fields else "same", "", commit, fields)
+
+
+# What an owner observes first that goes on from a record of its own.
+GOES_ON = ("made", "committed")
+OTHER_RULES = "an earlier release decided it, by other rules"
+
+
+class _Follower:
+    """A machine that hears what the makers of the records heard, in their order."""
+
+    rules: FragmentRules
+
+    def __init__(
+        self, tape: Sequence[Heard], rules_at: Callable[[int], FragmentRules], whole_from: int
+    ) -> None:
+        self.state: State | None = None
+        self.commit: Commit | None = None
+        self._tape = tape
+        self._seqs = [heard.stream_seq for heard in tape]
+        self._rules_at = rules_at
+        self._whole_from = whole_from
+        self._next = 0
+        self._began_at_s = 0.0
+
+    def follow(self, base: wire.Record, base_seq: int, record: wire.Record) -> str:
+        """Bring the machine from one record to the next; why it cannot be done, or ''."""
+        first = record.observations[0].what if record.observations else ""
+        if first == "committed" and base.what == "version":
+            # Since the version is heard of before its record, only the rules before these do so.
+            self.state = None
+            return OTHER_RULES
+        why = self._cannot_begin(base) if first in GOES_ON and self.state is None else ""
+        self.commit = None
+        for observation in record.observations:
+            # A record holds the observations of every life since the one before it: of those that
+            # died nothing but what they met counts.
+            if observation.what == "resumed":
+                self._began_at_s = observation.at_s
+                why = "the tape is trimmed before it" if base.position < self._whole_from else ""
+                why = why if observation.value == memory.RULES else OTHER_RULES
+                self.state = None
+                if not why:
+                    self._begin(base, base_seq, observation.at_s)
+            elif why:
+                continue
+            elif observation.what in GOES_ON and self.state is None:
+                # Whoever goes on has no clock of a predecessor's to mistrust.
+                self._begin(base, base_seq, max(observation.at_s, base.policy.closed_at_s))
+                self._take_over(base, observation)
+            elif self.state is None:
+                why = "the record does not say how its maker began"
+            else:
+                self._hear_until(observation.after_seq)
+                self._step(_event(observation, base, base_seq, record))
+        if why or self.state is None:
+            return why or "the record does not say how its maker began"
+        self._hear_until(record.policy.seen_seq)
+        return ""
+
+    def _begin(self, base: wire.Record, base_seq: int, at_s: float) -> None:
+        """As an owner does that begins from a record."""
+        self.state = memory.resume(base, base_seq, at_s)
+        self.rules = self._rules_at(base.policy.settings_seq)
+        self.commit = None
+        self._next = bisect_left(self._seqs, base.position)
+
+    def _cannot_begin(self, base: wire.Record) -> str:
+        """Why it cannot begin in the middle of an owner's life, or ''.
+
+        The record holds all that its maker knew only if no update was waiting. Who began after
+        the stop waits from its own beginning, which only its first record says.
+        """
+        if base.position <= base.policy.seen_seq:
+            return "updates were waiting when the record before was made"
+        if base.policy.stopping_at_s:
+            return "the record before was made after the run's stop"
+        if base.policy.seen_seq + 1 < self._whole_from:
+            return "the tape is trimmed before it"
+        return ""
+
+    def _take_over(self, base: wire.Record, observation: wire.Observation) -> None:
+        """The state of whoever made `base` and goes on."""
+        assert self.state is not None
+        self.state = self.state._replace(
+            observations=(observation,),
+            began_at_s=self._began_at_s,
+            opened_at_s=base.opened_at_s,
+            quorum_at_s=base.quorum_at_s,
+            storing=Storing(True, ()) if observation.what == "made" else None,
+        )
+
+    def _hear_until(self, seq: int) -> None:
+        """Give the machine what the tape has up to a sequence, or until it closes."""
+        while self._next < len(self._tape) and self._seqs[self._next] <= seq and not self.commit:
+            heard = self._tape[self._next]
+            self._next += 1
+            assert self.state is not None
+            if heard.rules is not None and heard.stream_seq > self.state.settings_seq:
+                self.rules = heard.rules
+            self._step(heard.event)
+
+    def _step(self, event: events.Event) -> None:
+        assert self.state is not None
+        self.state, effects = machine.step(self.rules, self.state, event)
+        for effect in effects:
+            if isinstance(effect, Commit):
+                self.commit = effect
+
+
+def _event(
+    observation: wire.Observation, base: wire.Record, base_seq: int, record: wire.Record
+) -> events.Event:
+    """What the machine was told; why an update failed stands in its rejection."""
+    at_s, learner = observation.at_s, observation.learner
+    update = UpdateId(learner, observation.incarnation, observation.seq)
+    match observation.what:
+        case "fetched":
+            return events.Fetched(at_s, update, observation.value)
+        case "failed":
+            for taken in record.rejected:
+                if (taken.learner, taken.incarnation, taken.seq) == update:
+                    return events.Failed(at_s, update, taken.reason, taken.detail)
+            return events.Failed(at_s, update, "", "")
+        case "cut":
+            return events.CutKnown(at_s, observation.seq)
+        case "made":
+            return events.Made(at_s, base.view_digest)
+        case "committed":
+            return events.Committed(at_s, base_seq)
+        case "timer":
+            return events.Timer(at_s)
+    return events.Liveness(at_s, learner, observation.incarnation, observation.what == "live")

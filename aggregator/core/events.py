@@ -1,0 +1,140 @@
+"""What the machine can be told: messages of the tape, answers of the driver, and the time.
+
+Times are in seconds since the epoch: `stored_at_s` is the tape's, `at_s` the driver's.
+"""
+
+from typing import NamedTuple
+
+from diloco.aggregator.core.state import UpdateId
+from diloco.common import wire
+
+
+class Joined(NamedTuple):
+    """A learner's join, from the tape; its sequence is the incarnation."""
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+
+
+class Departed(NamedTuple):
+    """A learner's leave, from the tape."""
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+    incarnation: int
+
+
+class Finished(NamedTuple):
+    """A learner's word, from the tape, that it sends nothing more of this fragment."""
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+    incarnation: int
+
+
+class Announced(NamedTuple):
+    """A manifest of this fragment, from the tape."""
+
+    stored_at_s: float
+    stream_seq: int
+    manifest: wire.Manifest
+
+
+class Stopped(NamedTuple):
+    """The run's stop message, from the tape."""
+
+    stored_at_s: float
+    stream_seq: int
+
+
+class Changed(NamedTuple):
+    """Changed settings, from the tape; the rules given with it and from now on follow them."""
+
+    stored_at_s: float
+    stream_seq: int
+
+
+class Quarantined(NamedTuple):
+    """The word, from the tape, that a learner is shut out, or with `active` False let in again."""
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+    active: bool
+
+
+class Fetched(NamedTuple):
+    """All shards of an update are here and verified; `norm` is the update's L2 norm."""
+
+    at_s: float
+    # When it came and with which norm is on no tape: the machine notes both.
+    update: UpdateId
+    norm: float
+
+
+class Failed(NamedTuple):
+    """An update's shards are not what its manifest says."""
+
+    at_s: float
+    update: UpdateId
+    reason: str
+    detail: str
+
+
+class Liveness(NamedTuple):
+    """A learner was heard of again, or has not been for too long."""
+
+    at_s: float
+    learner: str
+    incarnation: int
+    live: bool
+
+
+class Timer(NamedTuple):
+    """The time that `deadline` asked for has come."""
+
+    at_s: float
+
+
+class CutKnown(NamedTuple):
+    """The leader's last update of the fragment has this sequence (0: there is none)."""
+
+    at_s: float
+    stream_seq: int
+
+
+class Made(NamedTuple):
+    """The version of the last `Commit` is made: the sum is free, its view has this digest."""
+
+    at_s: float
+    view_digest: str
+
+
+class Committed(NamedTuple):
+    """The record of the last `Commit` is on the tape."""
+
+    at_s: float
+    # Not the machine's own guess: after a doubt the publisher has read back which record stands
+    # (invariant 1).
+    record_seq: int
+
+
+Event = (
+    Joined
+    | Departed
+    | Finished
+    | Announced
+    | Stopped
+    | Changed
+    | Quarantined
+    | Fetched
+    | Failed
+    | Liveness
+    | Timer
+    | CutKnown
+    | Made
+    | Committed
+)

@@ -1,0 +1,217 @@
+"""What outlives a machine: the memory that a record carries, and what is known of past updates."""
+
+from collections.abc import Mapping
+
+from diloco.aggregator.core import policy
+from diloco.aggregator.core.state import (
+    NOBODY,
+    Admitted,
+    Allowance,
+    Mark,
+    Member,
+    Refused,
+    State,
+    UpdateId,
+    newest_incarnation,
+    to_resolve,
+    update_id,
+    with_observation,
+)
+from diloco.common import wire
+
+# How many earlier lives of a learner keep their mark. An update of a life older than that, which
+# is announced once more, is ignored instead of answered.
+LIVES = 4
+# Says in each life's first observation by which rules it decides: 0 were those of a round that
+# opened with pace. A record of other rules cannot be decided again by these.
+RULES = 1.0
+
+
+def beginning(
+    *,
+    quarantined: tuple[str, ...] = (),
+    floor: int = 0,
+    quorum_s: float = 0.0,
+    sync_s: float = 0.0,
+    norms: tuple[float, ...] = (),
+) -> wire.PolicyState:
+    """What the first record of a tape remembers: nothing that has a sequence number.
+
+    Args:
+        quarantined: who is shut out already.
+        floor: the oldest version that an update may be based on.
+        quorum_s: moving average of the tape before, from a round's opening to its quorum.
+        sync_s: likewise, from its close to its record.
+        norms: of the updates merged last.
+    """
+    return wire.PolicyState(
+        members=(),
+        marks=(),
+        quarantined=quarantined,
+        allowances=(),
+        seen_seq=0,
+        floor=floor,
+        settings_seq=0,
+        closed_at_s=0.0,
+        stopping_at_s=0.0,
+        quorum_s=quorum_s,
+        sync_s=sync_s,
+        norms=norms,
+    )
+
+
+def with_floor(kept: wire.PolicyState, floor: int) -> wire.PolicyState:
+    """The memory of a fragment that went back: what was made before `floor` is merged no more."""
+    return wire.PolicyState(**(dict(kept) | {"floor": floor}))
+
+
+def with_settings(kept: wire.PolicyState, settings_seq: int) -> wire.PolicyState:
+    """The memory under the settings of a message of the tape."""
+    return wire.PolicyState(**(dict(kept) | {"settings_seq": settings_seq}))
+
+
+def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
+    """The machine as a record left it; feed it the tape from `record.position` on.
+
+    Times of a writer whose clock was ahead are taken as `now_s`, or they would stop the run.
+    """
+    # Nothing of what the machine before had in hand comes back, its open round least of all: it is
+    # on the tape, and is met again (invariant 2).
+    memory = record.policy
+    state = State(
+        version=record.version,
+        record_seq=record_seq,
+        view_digest=record.view_digest,
+        # From the lowest sequence that is not resolved: what lies above it and is resolved is met
+        # again, and known by its mark. So position needs no acknowledgement, which could be lost
+        # (invariant 2).
+        seen_seq=record.position - 1,
+        global_step=record.global_step,
+        floor=memory.floor,
+        settings_seq=memory.settings_seq,
+        quarantined=frozenset(memory.quarantined),
+        allowances={one.learner: Allowance(one.left, one.at_s) for one in memory.allowances},
+        final=record.final,
+        members={m.learner: Member(**m.model_dump(exclude={"learner"})) for m in memory.members},
+        marks={(m.learner, m.incarnation): Mark(m.seq, m.stream_seq) for m in memory.marks},
+        # What waited lies at or above the position, and is announced again by the reading.
+        pending={},
+        # A predecessor whose clock was an hour ahead must not make us wait an hour.
+        closed_at_s=min(memory.closed_at_s, now_s),
+        stopping_at_s=min(memory.stopping_at_s, now_s),
+        quorum_s=memory.quorum_s,
+        sync_s=memory.sync_s,
+        norms=memory.norms,
+        # Up to here the predecessor's averages and allowances have everything; what it did not read
+        # it has not counted.
+        known_seq=memory.seen_seq,
+        began_at_s=now_s,
+    )
+    return with_observation(state, "resumed", now_s, NOBODY, RULES)
+
+
+def policy_after(state: State) -> wire.PolicyState:
+    """What the record that commits `state` must keep for `resume`."""
+    # As it will be once this very record stands, since it is read only then.
+    committed = after_record(state)
+    members = tuple(
+        wire.MemberState(learner=learner, **member._asdict())
+        for learner, member in committed.members.items()
+    )
+    marks = tuple(
+        wire.Mark(
+            learner=learner, incarnation=incarnation, seq=mark.seq, stream_seq=mark.stream_seq
+        )
+        for (learner, incarnation), mark in committed.marks.items()
+    )
+    return wire.PolicyState(
+        members=members,
+        marks=marks,
+        quarantined=tuple(sorted(committed.quarantined)),
+        allowances=tuple(
+            wire.Allowance(learner=learner, **allowance._asdict())
+            for learner, allowance in committed.allowances.items()
+        ),
+        # A life that dies before it has caught up has still inherited what the one before had met.
+        seen_seq=max(committed.seen_seq, committed.known_seq),
+        floor=committed.floor,
+        settings_seq=committed.settings_seq,
+        closed_at_s=committed.closed_at_s,
+        stopping_at_s=committed.stopping_at_s,
+        quorum_s=committed.quorum_s,
+        sync_s=committed.sync_s,
+        norms=committed.norms,
+    )
+
+
+def position(state: State) -> int:
+    """Lowest stream sequence that is not resolved once `state`'s record is committed."""
+    # What waits is in no record yet: a position above it would lose it (invariant 2).
+    waiting = (pending.stream_seq for pending in state.pending.values())
+    return min(waiting, default=state.seen_seq + 1)
+
+
+def has_met_all(state: State) -> bool:
+    """Whether everything was read again that the record knew of which this life began from."""
+    return state.seen_seq >= state.known_seq
+
+
+def is_known(state: State, update: UpdateId) -> bool:
+    """Whether an update was met before: it is resolved, or on its way through this machine."""
+    mark = state.marks.get((update.learner, update.incarnation))
+    # Lower sequences of a life were resolved before: it has one update in flight at a time.
+    if mark is not None and update.seq <= mark.seq:
+        return True
+    if update in state.pending:
+        return True
+    if any(
+        taken.manifest.learner == update.learner and update_id(taken.manifest) == update
+        for taken in to_resolve(state)
+    ):
+        return True
+    if mark is not None:
+        return False
+    # Memory has a bound: without one, a learner that restarts for a year would fill every record.
+    # A life so old that its mark is gone was answered long ago.
+    joined = newest_incarnation(state, update.learner)
+    lives = [
+        life
+        for learner, life in state.marks
+        if learner == update.learner and (life > joined) == (update.incarnation > joined)
+    ]
+    return len(lives) >= LIVES and update.incarnation < min(lives)
+
+
+def after_record(state: State) -> State:
+    """Marks, offences and allowances once the record being committed is on the tape."""
+    marks = dict(state.marks)
+    resolved = to_resolve(state)
+    for taken in resolved:
+        update = update_id(taken.manifest)
+        # One update of a life is in flight at a time, so its highest resolved seq stands for all
+        # before it: the memory does not grow with updates.
+        marks[update[:2]] = Mark(update.seq, taken.stream_seq)
+    # Forgotten by life and not by age: a learner that was away for a month must still be known when
+    # it announces again.
+    for learner in {learner for learner, _ in marks}:
+        joined = newest_incarnation(state, learner)
+        lives = sorted(life for name, life in marks if name == learner)
+        # Lives that somebody made up must not take the place of those that were.
+        for some in ([n for n in lives if n <= joined], [n for n in lives if n > joined]):
+            for life in some[:-LIVES]:
+                del marks[learner, life]
+    return state._replace(marks=marks, members=_judged(state, resolved))
+
+
+def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[str, Member]:
+    """The members with their offences once these updates are answered."""
+    members = dict(state.members)
+    for taken in resolved:
+        learner = taken.manifest.learner
+        if learner not in members or getattr(taken, "reason", "") in policy.NO_OFFENCES:
+            continue
+        # Merged work makes up for offences, or every learner would be shut out some day.
+        change = 1 if isinstance(taken, Refused) else -1
+        count = max(0, members[learner].offences + change)
+        members[learner] = members[learner]._replace(offences=count)
+    return members

@@ -1,0 +1,272 @@
+"""The aggregator's rules as pure functions: weights, discounts, pace, quorum, grace, belief.
+
+No IO, clock, randomness or logging here; times are arguments, in seconds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from diloco.common import names, slices, wire
+from diloco.common.codec import Codec
+from diloco.common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
+from diloco.common.errors import WireError
+from diloco.common.layout import Layout, Rhythm
+from diloco.common.shards import shard_bytes, shard_ranges
+
+# Weight of the newest observation in the moving averages of times. The paper names EMAs without
+# constants (P §3); a half follows a learner that changed its speed within a few rounds.
+EMA = 0.5
+# How many norms the running median looks back, and how many it needs before it judges.
+NORM_WINDOW = 32
+NORM_LEAST = 8
+# A claim of tokens or steps is judged with this much room for clocks and batching.
+CLAIM_SLACK_S = 60.0
+# Nobody is believed to be so many times as fast as the median learner: what it says of its step
+# time sets the pace for all.
+FASTEST = 10.0
+# A learner may announce at once what it may announce in so many seconds.
+BURST_S = 10.0
+# A rejection takes so many announcements from its sender: outside of rounds it costs a record.
+REJECTION_COST = 10.0
+# What an update is rejected for that its sender did not bring about, or could not know.
+NO_OFFENCES = frozenset({"ended", "late", "quarantined", "rolled_back", "stale", "superseded"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FragmentRules:
+    """Everything the machine of one fragment must know of the run."""
+
+    run: str
+    epoch: int
+    steps: int
+    fragment: int
+    size: int
+    layout: str
+    codec: Codec
+    block: int
+    shard_elements: int
+    rhythm: Rhythm
+    overlap_steps: int
+    staleness: StalenessSection
+    quorum: QuorumSection
+    bounds: BoundsSection
+    lockstep: bool
+
+
+def fragment_rules(
+    settings: RunSettings, layout: Layout, fragment: int, epoch: int = 0
+) -> FragmentRules:
+    """The rules of one fragment of a run, on the tape of an epoch."""
+    sync = settings.sync
+    return FragmentRules(
+        run=settings.run.name,
+        epoch=epoch,
+        steps=settings.run.steps,
+        fragment=fragment,
+        size=layout.fragments[fragment].size,
+        layout=layout.digest,
+        codec=sync.codec,
+        block=sync.block,
+        shard_elements=sync.shard_elements,
+        rhythm=sync.rhythm(fragment),
+        overlap_steps=sync.overlap_steps,
+        staleness=settings.staleness,
+        quorum=settings.quorum,
+        bounds=settings.bounds,
+        lockstep=sync.mode == "lockstep",
+    )
+
+
+def weight(tokens: int, steps: int) -> float:
+    """Weight of an update: quantity times quality, tokens x (tokens / steps) (P §3)."""
+    # Quality is tokens a step: a large batch makes a less noisy gradient, and it counts for more
+    # than the same tokens in many small steps.
+    return tokens * (tokens / steps)
+
+
+def discount(rule: StalenessSection, staleness: int) -> float:
+    """S(s), the share of itself that an update s versions old keeps (PAPER.md, section 4)."""
+    # It shrinks the update itself and not only its share: numerators are multiplied by it and
+    # denominators are not, so that a stale update alone in its round is discounted too.
+    match rule.rule:
+        case "constant":
+            return 1.0
+        case "polynomial":
+            return float((1 + staleness) ** -rule.power)
+        case "hinge":
+            late = staleness - rule.knee
+            return 1.0 if late <= 0 else 1 / (rule.rate * late + 1)
+        case "exponential":
+            return math.exp(-rule.rate * staleness)
+        case "inverse":
+            return 1 / (1 + rule.rate * staleness)
+
+
+def ema(average: float, value: float) -> float:
+    """Moving average after one more value; an average of 0 has seen none."""
+    # From the first value on and not from 0: a learner's first round would else be taken for its
+    # speed.
+    return value if average == 0 else average + EMA * (value - average)
+
+
+def elapsed_s(since_s: float, until_s: float) -> float:
+    """Seconds between two times, as a record can hold them: clocks and claims may be absurd."""
+    return min(max(0.0, until_s - since_s), wire.GREATEST_S)
+
+
+def effective_quorum(quorum: QuorumSection, live: int) -> int:
+    """min(K, live learners), at least 1."""
+    # K learners of a fleet that has fewer never come (invariant 6: nobody's progress hangs on who
+    # is away).
+    return max(1, min(quorum.min_learners, live))
+
+
+def pace_s(
+    rules: FragmentRules, step_times_s: Sequence[float], interval_steps: int | None = None
+) -> float:
+    """Shortest time between two rounds of a fragment: about H steps of the fastest learner.
+
+    `interval_steps`: between these two, where it is not H.
+    """
+    # Lockstep waits for all anyway; before anybody has said how fast it is, there is nothing to
+    # hold back by.
+    known = [step for step in step_times_s if step > 0]
+    if rules.lockstep or not known:
+        return 0.0
+    # A step time is a claim: a learner that says 0 would take all pace away, and rounds of one
+    # would race. So nobody counts as faster than a multiple of the median, which no single learner
+    # moves far.
+    median = sorted(known)[len(known) // 2]
+    steps = interval_steps or rules.rhythm.interval_steps
+    return rules.quorum.pace * steps * max(min(known), median / FASTEST)
+
+
+def grace_s(
+    rules: FragmentRules, step_times_s: Sequence[float], quorum_s: float, sync_s: float
+) -> float:
+    """Grace after the quorum: gamma x (tau x step - (quorum + sync)) in [0, cap] (P Eq. 3)."""
+    known = [step for step in step_times_s if step > 0]
+    if not known:
+        return 0.0
+    # The window is what the fastest learner's overlap leaves, so that waiting for more updates
+    # costs nobody a step (P, Eq. 3).
+    slack_s = rules.overlap_steps * min(known) - (quorum_s + sync_s)
+    return min(max(0.0, rules.quorum.grace_fraction * slack_s), rules.quorum.grace_cap_s)
+
+
+def judge_norm(
+    bounds: BoundsSection, norms_per_step: Sequence[float], norm: float, steps: int
+) -> float | None:
+    """Factor that an update's norm is clipped by (1: none), or None to refuse it.
+
+    The norm is judged per covered step, so that the honest work of an outage passes.
+    """
+    # A median of a few says little, and the first norms of a run are its largest.
+    if len(norms_per_step) < NORM_LEAST or norm == 0:
+        return 1.0
+    ordered = sorted(norms_per_step)
+    # The median and not the mean: up to half of the window may lie without moving it far.
+    median = ordered[len(ordered) // 2]
+    if median == 0:
+        return 1.0
+    multiple = norm / steps / median
+    if multiple > bounds.norm_refuse:
+        return None
+    # Clipped before it is refused: most of what is somewhat too large is honest work after a bad
+    # batch.
+    return 1.0 if multiple <= bounds.norm_clip else bounds.norm_clip / multiple
+
+
+def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
+    """(reason, detail) if a manifest alone shows that its update cannot be merged, else None."""
+    # With another layout the same codes are other parameters.
+    if manifest.layout != rules.layout:
+        return "layout", f"layout {manifest.layout}, the run has {rules.layout}"
+    if manifest.codec != rules.codec:
+        return "codec", f"codec {manifest.codec}, the run has {rules.codec}"
+    # Tokens enter the weight squared, so that claiming more of them is the cheapest way to own the
+    # model.
+    limit = manifest.steps * rules.bounds.max_tokens_per_step
+    if manifest.tokens > limit:
+        return "tokens", f"{manifest.tokens} tokens in {manifest.steps} steps, at most {limit}"
+    return _wrong_shards(rules, manifest)
+
+
+class _Cut(NamedTuple):
+    """The run's own cut of a fragment: slices and blocks of each shard."""
+
+    slices: list[tuple[wire.Slice, ...]]
+    counts: list[int]
+
+
+@lru_cache
+def _cut(size: int, block: int, shard_elements: int) -> _Cut:
+    """Kept, since the updates of every learner on one device are cut so."""
+    ranges = shard_ranges(size, block, shard_elements)
+    return _Cut(
+        [slices.of_range(start, stop, block) for start, stop in ranges],
+        [(stop - start) // block for start, stop in ranges],
+    )
+
+
+_size_bytes = lru_cache(shard_bytes)
+
+
+def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
+    cut = _cut(rules.size, rules.block, rules.shard_elements)
+    held = [shard.slices for shard in manifest.shards]
+    try:
+        counts = (
+            cut.counts
+            if held == cut.slices
+            else slices.partition(held, rules.size // rules.block, max(cut.counts))
+        )
+    except WireError as error:
+        return error.reason, error.message
+    # Only under the sender's own prefix, which the bucket's rules give to it alone: else a learner
+    # could announce another's shards as its own work.
+    prefix = names.shards_prefix(
+        rules.run,
+        manifest.learner,
+        rules.fragment,
+        rules.epoch,
+        manifest.incarnation,
+        manifest.seq,
+    )
+    known: set[str] = set()
+    for index, (shard, count) in enumerate(zip(manifest.shards, counts, strict=True)):
+        if not shard.name.startswith(prefix) or not names.is_index(shard.name[len(prefix) :]):
+            return (
+                "name",
+                f"object {shard.name!r} is not this update's {prefix!r} and a number",
+            )
+        # The same bytes in two places would count one step's progress twice (invariant 4).
+        if shard.name in known:
+            return "name", f"object {shard.name!r} is two shards"
+        known.add(shard.name)
+        # Sizes are known before anything is read, so that no claim makes the reader take more
+        # memory than the fragment needs.
+        needed = _size_bytes(rules.codec, count * rules.block, rules.block)
+        if shard.size_bytes != needed:
+            return (
+                "size",
+                f"shard {index} claims {shard.size_bytes} bytes, its codec needs {needed}",
+            )
+    return None
+
+
+def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:
+    """How many updates a learner may announce at `now_s`, if it could `left` at `at_s`."""
+    # At least one, whatever the rate: a slow fleet's learners announce less than once in the
+    # burst's time.
+    most = max(1.0, bounds.max_updates_per_s * BURST_S)
+    return min(most, left + bounds.max_updates_per_s * max(0.0, now_s - at_s))
+
+
+def too_many_steps(bounds: BoundsSection, steps: int, since_s: float) -> bool:
+    """Whether nobody can have taken so many steps since the learner's last update."""
+    # By the time since the last update, so that the work of an outage is believed in full.
+    return steps > bounds.max_steps_per_s * (max(0.0, since_s) + CLAIM_SLACK_S)

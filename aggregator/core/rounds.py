@@ -1,0 +1,302 @@
+"""When a round opens, is cut and closes, and when the machine wants a timer.
+
+Pace gates the close, never the work: updates are read and merged from the moment the last version
+is made, so that a store that is slow delays the version and excludes nobody who was in time.
+"""
+
+from diloco.aggregator.core import admission, memory, policy
+from diloco.aggregator.core.effects import AskCut, Commit, Fetch, OpenRound, Result
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import (
+    Cut,
+    Refused,
+    State,
+    Storing,
+    announcers,
+    answered,
+    awaiting,
+    contributors,
+    live_members,
+    step_times,
+    unread,
+)
+from diloco.common.layout import next_step
+
+
+def deadline(rules: FragmentRules, state: State) -> float | None:
+    """When the machine next wants a `Timer`, in seconds since the epoch; None for never."""
+    # Nothing is decided before the record stands, and nothing after the last one.
+    if state.phase == "closing" or state.final:
+        return None
+    if state.cut is not None:
+        # Whoever waits for the leader's word, or for a record under way, needs no time.
+        waits = state.cut.known_at_s and unread(state)
+        return state.cut.known_at_s + rules.quorum.read_timeout_s if waits else None
+    if state.stopping_at_s:
+        # Whoever begins after the stop has first to read what came while nobody was there.
+        return max(state.stopping_at_s, state.began_at_s) + rules.quorum.deadline_s
+    if state.phase == "idle":
+        return _opens_at_s(rules, state)
+    # Without a quorum the round still closes: no learner's update waits for a peer that may never
+    # come (invariant 6).
+    if state.phase == "open":
+        return state.opened_at_s + rules.quorum.deadline_s
+    return _grace_ends_s(rules, state)
+
+
+def global_step_after(rules: FragmentRules, state: State) -> int:
+    """The run's clock at the version after `state`'s; the last rounds do not go beyond the run."""
+    return min(rules.steps, _next_step(rules, state))
+
+
+def has_next(rules: FragmentRules, state: State) -> bool:
+    """Whether the run is long enough for another version of the fragment."""
+    return _next_step(rules, state) <= rules.steps
+
+
+def share(state: State) -> float:
+    """Part of the live fleet's weight that the round holds, in (0, 1]."""
+    held = sum(admitted.weight for admitted in state.admitted)
+    # A weight that is not known yet is 0, so that a learner that has just joined does not shrink
+    # everybody else's step.
+    present = contributors(state)
+    absent = sum(
+        member.weight for name, member in live_members(state).items() if name not in present
+    )
+    return held / (held + absent) if held else 1.0
+
+
+def may_follow(rules: FragmentRules, state: State) -> bool:
+    """Whether another round belongs to the run; the one after the stop takes all that is left."""
+    # A version beyond the last would move the run's result after its end was said (invariant 1).
+    if state.final:
+        return False
+    return bool(state.stopping_at_s) or has_next(rules, state)
+
+
+def go_on(rules: FragmentRules, state: State, now_s: float) -> Result:
+    """What may follow from a change of the rules, or of what the machine stands at."""
+    state, effects = fetch_waiting(rules, state)
+    state, more = advance(rules, state, now_s)
+    return state, effects + more
+
+
+def fetch_waiting(rules: FragmentRules, state: State) -> Result:
+    """Read what waits; once the round is being cut, only what belongs to it."""
+    if not may_follow(rules, state) or (state.cut is not None and not state.cut.known_at_s):
+        return state, ()
+    last_seq = None if state.cut is None else state.cut.stream_seq
+    # In the order of announcement, all at once: which is merged first is then a matter of the
+    # store, and stands in the record (invariant 5).
+    waiting = [
+        (key, pending)
+        for key, pending in state.pending.items()
+        if not pending.fetching and (last_seq is None or pending.stream_seq <= last_seq)
+    ]
+    fetching = {key: pending._replace(fetching=True) for key, pending in waiting}
+    state = state._replace(pending={**state.pending, **fetching})
+    return state, tuple(Fetch(key, pending.manifest) for key, pending in waiting)
+
+
+def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
+    """What the round comes to now: it opens, has its quorum, is complete, or closes."""
+    state = _without_empty_round(state)
+    if state.phase == "idle" and state.rejected and state.storing is None:
+        # At once: the sender has its update in flight until a record says what became of it, and no
+        # round may come that could carry it.
+        return give_verdicts(rules, state, now_s, "rejections", final=state.final)
+    if state.phase == "closing" or state.final:
+        return state, ()
+    if state.cut is not None:
+        return _advance_cut(rules, state, state.cut, now_s)
+    state, opened = _open(rules, state, now_s)
+    if state.stopping_at_s:
+        # The run's last round has another rule of completeness: nobody is left to be fair to but
+        # those with something unsent.
+        state, more = _advance_to_end(rules, state, now_s)
+        return state, opened + more
+    if state.phase == "idle":
+        return state, opened
+    state = _count_quorum(rules, state, now_s)
+    # All who could still add something have: waiting on would cost everybody time and bring
+    # nobody's work. A rejected update counts as an answer, since its sender learns of it from this
+    # very record and sends nothing before.
+    if _is_complete(rules, state) and state.storing is None:
+        state, more = close(rules, state, now_s, "complete")
+        return state, opened + more
+    return state, opened
+
+
+def cut(state: State, reason: str, *, final: bool = False) -> Result:
+    """The round takes nobody any more who announces from now on: ask who came before."""
+    return state._replace(phase="cut", cut=Cut(reason, final)), (AskCut(),)
+
+
+def close(
+    rules: FragmentRules, state: State, now_s: float, reason: str, *, final: bool = False
+) -> Result:
+    """Close the round: make the version, and commit it. One that merged nothing gives verdicts."""
+    if not state.admitted:
+        return give_verdicts(rules, state, now_s, reason, final=final)
+    # Pace counts from version to version: a rejection between two rounds must not delay the next.
+    norms = admission.norms(state)
+    closing = state._replace(phase="closing", final=final, closed_at_s=now_s, norms=norms, cut=None)
+    return closing, (Commit("version", reason, final, now_s, closing),)
+
+
+def give_verdicts(
+    rules: FragmentRules, state: State, now_s: float, reason: str, *, final: bool
+) -> Result:
+    """A record of what was rejected; what the round has merged stays in it, unresolved."""
+    # It makes no version, but it is a record by the same compare-and-swap: no stale owner can
+    # reject what its successor merges (invariant 2).
+    said = awaiting(state)._replace(final=final)
+    after = memory.after_record(said)
+    storing = Storing(False, admission.offenders(rules, after, state.rejected))
+    after = after._replace(
+        pending=state.pending,
+        admitted=state.admitted,
+        rejected=(),
+        observations=(),
+        storing=storing,
+        phase="idle" if final else state.phase,
+        cut=None if final else state.cut,
+    )
+    return after, (Commit("verdict", reason, final, now_s, said),)
+
+
+def reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> Result:
+    """Note a rejection; with no round open it gets a record of its own, else the round's."""
+    # Outside of a round a rejection costs a record, which is what a sender of rubbish would spend
+    # for us.
+    state = admission.charge(rules, state, refused, now_s)
+    return advance(rules, state._replace(rejected=(*state.rejected, refused)), now_s)
+
+
+def _next_step(rules: FragmentRules, state: State) -> int:
+    return next_step(rules.rhythm, state.global_step)
+
+
+def _pace_time_s(rules: FragmentRules, state: State) -> float:
+    """When pace allows the round to close: about H steps of a fast learner after the last one."""
+    # The last round takes what there is, and the first one is awaited by everybody: pace holds back
+    # only what would follow too soon. Without it whoever is quickest starts a race of small rounds,
+    # which costs quality (P, Table 5).
+    if state.stopping_at_s or not state.closed_at_s:
+        return 0.0
+    # The clock's own interval, not H: offsets make the first one shorter.
+    interval_steps = _next_step(rules, state) - state.global_step
+    return state.closed_at_s + policy.pace_s(rules, step_times(state), interval_steps)
+
+
+def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
+    """From when on the round's times count: pace allows it, and somebody has announced an update.
+
+    A life that begins has first to read what was announced before it: it counts from then.
+    """
+    if not may_follow(rules, state):
+        return None
+    announced_at_s = [one.announced_at_s for one in unread(state)]
+    announced_at_s += [one.announced_at_s for one in state.admitted]
+    if not announced_at_s:
+        return None
+    return max(_pace_time_s(rules, state), min(announced_at_s), state.began_at_s)
+
+
+def _grace_ends_s(rules: FragmentRules, state: State) -> float:
+    # Lockstep waits for all: it is to equal synchronous DiLoCo (invariant 7), which grace would cut
+    # short. The deadline stays, for those who die in the round.
+    hard_s = state.opened_at_s + rules.quorum.deadline_s
+    if rules.lockstep:
+        return hard_s
+    grace_s = policy.grace_s(rules, step_times(state), state.quorum_s, state.sync_s)
+    return min(hard_s, state.quorum_at_s + grace_s)
+
+
+def _without_empty_round(state: State) -> State:
+    """Who announced for the round was rejected: it waits for somebody else, as if never opened.
+
+    Not while the leader is being asked: its answer would be taken for that of the next question.
+    """
+    asked = state.cut is not None and (state.cut.final or not state.cut.known_at_s)
+    waits = any(not pending.passed for pending in state.pending.values())
+    if asked or state.phase in ("idle", "closing") or state.admitted or waits:
+        return state
+    return state._replace(phase="idle", cut=None)
+
+
+def _open(rules: FragmentRules, state: State, now_s: float) -> Result:
+    opens_at_s = _opens_at_s(rules, state)
+    if state.phase != "idle" or opens_at_s is None or now_s < opens_at_s:
+        return state, ()
+    state = state._replace(phase="open", opened_at_s=opens_at_s, quorum_at_s=0.0)
+    return state, (OpenRound(state.version + 1),)
+
+
+def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
+    """Announcements make the quorum, so that reading takes nothing from the grace window.
+
+    It is taken back when one of them fails.
+    """
+    # A fleet smaller than K must still make versions; in lockstep it must not.
+    least = rules.quorum.min_learners
+    live = len(live_members(state))
+    quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, live)
+    reached = len(announcers(state)) >= quorum
+    if state.phase == "open" and reached:
+        reached_at_s = max(state.opened_at_s, now_s)
+        waited_s = policy.elapsed_s(state.opened_at_s, reached_at_s)
+        # Time spent waiting for the quorum is taken off the grace window (P, Eq. 3).
+        quorum_s = policy.ema(state.quorum_s, waited_s)
+        return state._replace(phase="grace", quorum_at_s=reached_at_s, quorum_s=quorum_s)
+    if state.phase == "grace" and not reached:
+        return state._replace(phase="open", quorum_at_s=0.0)
+    return state
+
+
+def _is_complete(rules: FragmentRules, state: State) -> bool:
+    """Whether nobody is left to wait for: all live learners are in, and read."""
+    those = answered(state)
+    enough = len(those) >= rules.quorum.min_learners or not rules.lockstep
+    return not unread(state) and those >= live_members(state).keys() and enough
+
+
+def _advance_cut(rules: FragmentRules, state: State, cut: Cut, now_s: float) -> Result:
+    """Close once all that belongs to the round is read, or the time for it has passed."""
+    if not cut.known_at_s or unread(state) or state.storing is not None:
+        return state, ()
+    if cut.final:
+        return close(rules, _refuse_late(state), now_s, cut.reason, final=True)
+    if state.admitted:
+        return close(rules, state, now_s, cut.reason)
+    # Nothing that was announced in time could be read: its time begins again.
+    state = state._replace(phase="open", opened_at_s=now_s, quorum_at_s=0.0, cut=None)
+    return go_on(rules, state, now_s)
+
+
+def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
+    """After the stop: a round closes once nobody can add to it before it has closed.
+
+    A learner that has an update in this round sends its last one only after the record. And what
+    was met before this life began must first be met again.
+    """
+    # What this life has not read again yet may hold updates that the life before it had promised an
+    # answer (invariant 2).
+    if state.pending or not memory.has_met_all(state) or state.storing is not None:
+        return state, ()
+    awaited = {name for name, member in live_members(state).items() if not member.final}
+    if not awaited:
+        return close(rules, state, now_s, "final", final=True)
+    if state.admitted and awaited <= answered(state):
+        return close(rules, state, now_s, "complete")
+    return state, ()
+
+
+def _refuse_late(state: State) -> State:
+    """At the end's deadline: what is not verified by now is rejected."""
+    # Refused and not dropped: the ledger of tokens adds up at the end as well (invariant 4).
+    late = tuple(
+        Refused(pending.manifest, pending.stream_seq, "late", "not here when the run ended")
+        for pending in state.pending.values()
+    )
+    return state._replace(pending={}, rejected=state.rejected + late)

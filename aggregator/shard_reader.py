@@ -1,0 +1,95 @@
+"""Reads an update's shards from the store, verifies them, and puts their blocks in order."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from diloco.aggregator.arrays.fragment import Payload, payload_of
+from diloco.aggregator.arrays.merge import Grid
+from diloco.common import shards, slices, wire
+from diloco.common.codec import Encoded, aligned_empty, code_count, code_dtype, scale_count
+from diloco.common.errors import ObjectTooLargeError, WireError
+from diloco.common.store import ObjectStore
+
+
+def read_payload(store: ObjectStore, manifest: wire.Manifest, grid: Grid) -> Payload:
+    """Read and verify all shards of an update.
+
+    Raises:
+        ObjectMissingError: a shard is not there, though the manifest says that it is.
+        WireError: a shard is not what the manifest says; "oversize" (then nothing is read),
+            "checksum", or as `shards.unpack`; "shards" as `slices.partition`.
+        StoreUnavailableError: a passing fault.
+    """
+    parts = tuple(read_parts(store, manifest.codec, manifest.shards, grid))
+    return payload_of(grid, manifest.codec, parts)
+
+
+def read_input(store: ObjectStore, grid: Grid, taken: wire.Input) -> tuple[Encoded, ...]:
+    """The verified parts of an update that a record names as an input.
+
+    Raises:
+        As `read_payload`.
+    """
+    return tuple(read_parts(store, taken.codec, taken.shards, grid))
+
+
+def read_parts(
+    store: ObjectStore, codec: Any, entries: Sequence[wire.Shard], grid: Grid
+) -> Iterator[Encoded]:
+    """An update as one part for each of the grid's ranges in order, however its sender cut it.
+
+    Memory: shards that are the grid's ranges are read one by one as the parts are asked for, and
+    used where they lie. Others are copied to their places, which takes the update's scales and
+    codes once, as they were sent, and one shard, which is at most as long as the longest range.
+
+    Raises:
+        As `read_payload`.
+    """
+    if not cut_alike(entries, grid):
+        yield from _assemble(store, codec, entries, grid)
+        return
+    for entry, (start, stop) in zip(entries, grid.ranges, strict=True):
+        yield _read_shard(store, codec, entry, stop - start, grid.block)
+
+
+def cut_alike(entries: Sequence[wire.Shard], grid: Grid) -> bool:
+    """Whether an update's shards are the grid's ranges."""
+    own = [slices.of_range(start, stop, grid.block) for start, stop in grid.ranges]
+    return [entry.slices for entry in entries] == own
+
+
+def _assemble(
+    store: ObjectStore, codec: Any, entries: Sequence[wire.Shard], grid: Grid
+) -> tuple[Encoded, ...]:
+    blocks = grid.size // grid.block
+    most = max(stop - start for start, stop in grid.ranges) // grid.block
+    counts = slices.partition([entry.slices for entry in entries], blocks, most)
+    scales = aligned_empty(scale_count(codec, grid.size, grid.block), np.dtype(ml_dtypes.bfloat16))
+    codes = aligned_empty(code_count(codec, grid.size), code_dtype(codec))
+    for entry, count in zip(entries, counts, strict=True):
+        part = _read_shard(store, codec, entry, count * grid.block, grid.block)
+        slices.scatter(codes.reshape(blocks, -1), entry.slices, part.codes.reshape(count, -1))
+        if scales.size:
+            slices.scatter(scales[:, None], entry.slices, part.scales[:, None])
+    return tuple(
+        Encoded(
+            scales[slice(*(scale_count(codec, end, grid.block) for end in ends))],
+            codes[slice(*(code_count(codec, end) for end in ends))],
+        )
+        for ends in grid.ranges
+    )
+
+
+def _read_shard(
+    store: ObjectStore, codec: Any, entry: wire.Shard, count: int, block: int
+) -> Encoded:
+    try:
+        data = store.get(entry.name, entry.size_bytes)
+    except ObjectTooLargeError as error:
+        raise WireError("oversize", error.message) from error
+    if len(data) == entry.size_bytes and shards.crc32c(data) != entry.crc32c:
+        raise WireError("checksum", f"object {entry.name!r} is not what its manifest says")
+    return shards.unpack(data, codec=codec, count=count, block=block)

@@ -1,0 +1,254 @@
+"""One tenure of a fragment: from a record that was recovered to one that somebody else commits.
+
+While a version is being made the machine is told nothing: what the tape and the fetches bring
+waits in the queue, in order. Its record is stored and published beside what follows.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+
+from diloco.aggregator.arrays.fragment import Payload
+from diloco.aggregator.committer import Committer
+from diloco.aggregator.context import Context
+from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core.effects import (
+    AskCut,
+    Commit,
+    Discard,
+    Effect,
+    Fetch,
+    Ignored,
+    Merge,
+    OpenRound,
+)
+from diloco.aggregator.core.policy import FragmentRules
+from diloco.aggregator.core.state import Quarantine
+from diloco.aggregator.fetcher import Fetcher
+from diloco.aggregator.last_update import LastUpdate
+from diloco.aggregator.quarantine import quarantine
+from diloco.aggregator.recovery import Recovered
+from diloco.aggregator.samples import Samples
+from diloco.aggregator.tape_events import (
+    EndStored,
+    RecordStored,
+    SettingsStored,
+    decode_message,
+    subjects,
+)
+from diloco.aggregator.tasks import Tasks
+from diloco.common import names, wire
+from diloco.common.config import RunSettings
+from diloco.common.errors import SwapLostError, WireError
+
+# Events that may wait for a fragment's machine before its tape reader waits for it.
+QUEUE = 1024
+
+# What the tape and the fetches have for the machine, with the payload that it is about.
+Item = tuple[events.Event | RecordStored | SettingsStored | EndStored, Payload | None]
+
+
+class Tenure:
+    """Makes versions of one fragment for as long as nobody else does.
+
+    Args:
+        context: the aggregator's.
+        recovered: the fragment as its newest record left it.
+        samples: takes what is no update.
+        on_snapshot: called when a stored state is committed.
+
+    Attributes:
+        fragment: its index.
+        state: the machine's.
+        rules: in force.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        recovered: Recovered,
+        samples: Samples,
+        on_snapshot: Callable[[], None],
+    ) -> None:
+        record = recovered.record
+        self.state = memory.resume(record, recovered.record_seq, context.runtime.clock())
+        self._context = context
+        self.fragment = record.fragment
+        self.rules = self._rules(recovered.settings)
+        self._arrays = recovered.arrays
+        self._samples = samples
+        self._logger = context.logger.bind(fragment=self.fragment)
+        self._queue: asyncio.Queue[Item] = asyncio.Queue(QUEUE)
+        self._heard_seq = recovered.record_seq
+        self._tasks = Tasks()
+        self._fetcher = Fetcher(
+            context, recovered.arrays.grid, self._put, self._tasks, self._logger
+        )
+        self._last_update = LastUpdate(
+            context, record.fragment, record.position - 1, self._put_cut, self._tasks, self._logger
+        )
+        self._committer = Committer(
+            context,
+            record,
+            recovered.arrays,
+            samples,
+            self._put,
+            self._tasks,
+            on_snapshot,
+            self._logger,
+        )
+
+    @property
+    def newest(self) -> wire.Record:
+        """The record that the fragment stands at."""
+        return self._committer.newest
+
+    @property
+    def queued(self) -> int:
+        """Events that wait for the machine."""
+        return self._queue.qsize()
+
+    def work(self) -> tuple[Coroutine[object, object, None], ...]:
+        """What is to be done at the same time, until one of them ends.
+
+        Raises:
+            SwapLostError: somebody else has committed a record of the fragment.
+        """
+        return self._read_tape(), self._serve(), self._tasks.failure()
+
+    async def end(self) -> None:
+        """Let go of what is being read and stored."""
+        await self._tasks.stop()
+
+    def tell(self, event: events.Liveness) -> None:
+        """Give the machine a liveness change; dropped while its queue is full, and told again."""
+        if not self._queue.full():
+            self._queue.put_nowait((event, None))
+
+    async def _put(self, event: events.Event, payload: Payload | None = None) -> None:
+        await self._queue.put((event, payload))
+
+    async def _put_cut(self, stream_seq: int) -> None:
+        await self._put(events.CutKnown(self._context.runtime.clock(), stream_seq))
+
+    def _rules(self, settings: RunSettings) -> FragmentRules:
+        context = self._context
+        return policy.fragment_rules(settings, context.layout, self.fragment, context.epoch)
+
+    async def _read_tape(self) -> None:
+        context = self._context
+        messages = context.bus.read(
+            context.tape, subjects(context.run, self.fragment), self.newest.position
+        )
+        async for message in messages:
+            try:
+                event = decode_message(context, self.fragment, message)
+            except WireError as error:
+                event = None
+                await self._samples.take(message.subject, error.reason, error.message)
+            if event is not None:
+                await self._queue.put((event, None))
+            await self._last_update.passed(message.seq)
+
+    # The machine
+
+    async def _serve(self) -> None:
+        ended = False
+        while not ended or self.state.storing is not None:
+            event, payload = await self._next_item()
+            match event:
+                case EndStored():
+                    ended = True
+                case RecordStored():
+                    self._heard_seq = event.stream_seq
+                    self._check_ours()
+                case SettingsStored():
+                    await self._change(event)
+                case _:
+                    await self._take(event, payload)
+            if payload is not None:
+                self._fetcher.release()
+        if not self.state.final:
+            # Another aggregator has committed what ended the run: see what it left to answer.
+            raise self._overtaken()
+
+    async def _next_item(self) -> Item:
+        """The next event; a deadline that has passed comes first, however many others wait."""
+        due_s = rounds.deadline(self.rules, self.state)
+        if due_s is None:
+            return await self._queue.get()
+        clock = self._context.runtime.clock
+        if clock() < due_s:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(due_s - clock()):
+                    return await self._queue.get()
+        return events.Timer(max(due_s, clock())), None
+
+    def _check_ours(self) -> None:
+        """Refuse to go on from a state that is not the newest record's.
+
+        While a record of ours is under way the newest may be that one: we hear when it stands.
+        """
+        if self._heard_seq > self.state.record_seq and self.state.storing is None:
+            raise self._overtaken()
+
+    def _overtaken(self) -> SwapLostError:
+        subject = names.record(self._context.run, self.fragment)
+        return SwapLostError(subject, self.state.record_seq)
+
+    async def _change(self, change: SettingsStored) -> None:
+        if change.event.stream_seq > self.state.settings_seq:
+            self.rules = self._rules(change.settings)
+            self._arrays.settings = change.settings
+            self._logger.info("settings", settings_seq=change.event.stream_seq)
+        await self._take(change.event, None)
+
+    async def _take(self, event: events.Event, payload: Payload | None) -> None:
+        self.state, effects = machine.step(self.rules, self.state, event)
+        for effect in effects:
+            await self._perform(effect, payload)
+        if isinstance(event, events.Committed):
+            self._check_ours()
+
+    async def _perform(self, effect: Effect, payload: Payload | None) -> None:
+        match effect:
+            case Fetch():
+                self._fetcher.start(effect)
+            case OpenRound():
+                await self._open_round(effect.version)
+            case AskCut():
+                self._last_update.ask()
+            case Discard():
+                await self._context.runtime.call(self._arrays.discard)
+            case Merge():
+                assert payload is not None
+                await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
+            case Ignored():
+                subject = names.update(self._context.run, effect.manifest.learner, self.fragment)
+                await self._samples.take(subject, effect.reason, f"seq {effect.manifest.seq}")
+            case Commit():
+                made = await self._committer.begin(self.rules, effect)
+                if made is not None:
+                    await self._take(made, None)
+            case Quarantine():
+                await self._quarantine(effect)
+
+    async def _quarantine(self, effect: Quarantine) -> None:
+        """Tell everybody; each fragment's machine hears of it from the tape, this one too."""
+        context = self._context
+        self._logger.warning(
+            "quarantined",
+            learner=effect.learner,
+            reason=effect.reason,
+            runbook="runbooks/quarantined-learner.md",
+        )
+        await context.runtime.retry(
+            "quarantine",
+            lambda: quarantine(context, effect.learner, active=True, reason=effect.reason),
+            logger=self._logger,
+        )
+
+    async def _open_round(self, version: int) -> None:
+        message = wire.RoundOpen(fragment=self.fragment, version=version)
+        subject = names.round_open(self._context.run, self.fragment)
+        await self._context.bus.broadcast(subject, wire.encode(message))

@@ -1,0 +1,29 @@
+"""`diloco doctor`."""
+
+from typing import Annotated
+
+import typer
+
+from diloco.cli import options as shared
+from diloco.cli.command import command, group
+from diloco.common import log
+
+app = group()
+
+
+@command(app)
+def doctor(
+    run: shared.Run,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="also read every object and recompute every version")
+    ] = False,
+    json: shared.Json = False,
+) -> int:
+    """Diagnose a run or a configuration; each finding names its runbook.
+
+    The exit status is 1 if there is an error.
+    """
+    log.configure("error")
+    from diloco.check.doctor import run_doctor
+
+    return run_doctor(run, deep=deep, json=json)

@@ -1,0 +1,48 @@
+"""Options and arguments that several commands take."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="TOML file, folder of a local run, or name of a run on a bus "
+        "(diloco --bus URL --store URL COMMAND NAME)",
+    ),
+]
+# Of commands that only read.
+RunOrTape = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="TOML file, folder of a local run, tape file (diloco tape export), or name of a run "
+        "on a bus (diloco --bus URL --store URL COMMAND NAME)",
+    ),
+]
+ConfigFile = Annotated[
+    Path,
+    typer.Option("--config", help="the run's TOML file; see docs/configuration.md", metavar="FILE"),
+]
+LogLevel = Annotated[
+    str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        help="port of /metrics and /healthz, 0 for none [default: from the file]",
+        min=0,
+        max=65535,
+        metavar="PORT",
+    ),
+]
+Settings = Annotated[
+    list[str],
+    typer.Option(
+        "--set", help="any setting, as section.key=value; repeatable", metavar="KEY=VALUE"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]

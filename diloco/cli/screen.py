@@ -1,0 +1,26 @@
+"""What commands print: sentences, tables, and colours for what they say."""
+
+from rich.console import Console
+from rich.table import Table
+
+# Of a learner's state, and of a finding's severity.
+STATE_STYLES = {"training": "green", "flushing": "cyan", "done": "dim", "starting": "yellow"}
+SEVERITY_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def say(text: str) -> None:
+    """Print a sentence that may have rich's markup; never wrapped, so that paths stay whole."""
+    Console().print(text, soft_wrap=True, highlight=False)
+
+
+def say_plainly(text: str) -> None:
+    """Print a sentence as it is, brackets and all."""
+    Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def titled_table(title: str, *columns: str) -> Table:
+    """A table of figures: names at the left, numbers at the right."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table

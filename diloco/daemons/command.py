@@ -1,0 +1,169 @@
+"""`diloco aggregator` and `diloco learner`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.cli import options as shared
+from diloco.cli.command import command, group
+from diloco.cli.settings import parse_fragments
+from diloco.common import log
+from diloco.common.config import Config, load_config, make_config, with_mesh
+from diloco.common.errors import ConfigError
+
+app = group()
+
+
+@command(app)
+def aggregator(
+    config: shared.ConfigFile,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", help="name in records and logs [default: from the file]"),
+    ] = None,
+    fragments: Annotated[
+        str | None,
+        typer.Option(
+            help="own only these fragments, such as 0-11 or 0,3,5-7 [default: an equal share]",
+            metavar="LIST",
+        ),
+    ] = None,
+    metrics_port: shared.MetricsPort = None,
+    log_level: shared.LogLevel = "info",
+) -> None:
+    """Merge the learners' updates and publish new versions until the run ends.
+
+    Run any number: they share the fragments by leases and take over from one that fails. After a
+    restart an aggregator resumes from the tape. The first SIGINT or SIGTERM stops it cleanly, the
+    second at once. Logs are JSON lines on stderr.
+    """
+    pinned = None if fragments is None else parse_fragments(fragments)
+    loaded = _load(config, log_level, aggregator={"name": name}, metrics={"port": metrics_port})
+    from diloco.aggregator.daemon import serve
+
+    serve(loaded, pinned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerOptions:
+    """The options of `diloco learner`, as given."""
+
+    config: shared.ConfigFile
+    name: Annotated[
+        str, typer.Option("--learner", help="name of this learner in the run", metavar="NAME")
+    ]
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="devices of the learner over all hosts: 4, or fsdp=4,tensor=2 "
+            "[default: from the file, else all devices]",
+            metavar="MESH",
+        ),
+    ] = None
+    hosts: Annotated[
+        int | None,
+        typer.Option(
+            help="number of processes of the learner [default: from the file]", min=1, metavar="N"
+        ),
+    ] = None
+    host: Annotated[
+        int | None, typer.Option(help="index of this process, from 0", min=0, metavar="I")
+    ] = None
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT of host 0, or auto where the platform provides it (Cloud TPU, Slurm)",
+            metavar="ADDRESS",
+        ),
+    ] = None
+    cpu_devices: Annotated[
+        int | None, typer.Option(help="emulate N devices on the CPU", min=1, metavar="N")
+    ] = None
+    metrics_port: shared.MetricsPort = None
+    log_level: shared.LogLevel = "info"
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="estimate memory, time and traffic, without training; needs no bus and no store",
+        ),
+    ] = False
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            help="dry run: number of devices to emulate [default: learner.cpu_devices per host, "
+            "else the devices that JAX finds]",
+            min=1,
+            max=65536,
+            metavar="N",
+        ),
+    ] = None
+    bandwidth: Annotated[
+        float,
+        typer.Option(
+            help="dry run: memory bandwidth of a device; 819 is a TPU v5e", min=1, metavar="GB/S"
+        ),
+    ] = 819.0
+    json: Annotated[bool, typer.Option("--json", help="dry run: print JSON")] = False
+
+
+@command(app)
+def learner(options: LearnerOptions) -> None:
+    """Train on this island's data and synchronize with the run until it ends.
+
+    The first SIGINT or SIGTERM stops cleanly (finish the step, send pending updates, leave the
+    run), the second at once. Logs are JSON lines on stderr.
+
+    For a learner of several hosts, start this command on each of them with the same name and file
+    and with `--hosts`, `--host` and `--coordinator`. With `--dry-run`, programs are compiled from
+    shapes, for all hosts at once, and no parameters are allocated.
+    """
+    config = _learner_config(options)
+    if options.dry_run:
+        from diloco.daemons.dry_run import DryRunOptions, run_dry
+
+        dry = DryRunOptions(
+            devices=options.devices,
+            hosts=options.hosts,
+            bandwidth=options.bandwidth,
+            json=options.json,
+        )
+        run_dry(config, options.name, dry)
+        return
+    if options.devices or options.json:
+        raise ConfigError(
+            "--devices and --json need --dry-run",
+            hint="add --dry-run; to train with emulated devices, use --cpu-devices",
+        )
+    from diloco.learner.daemon import serve
+
+    serve(config, options.name)
+
+
+def _learner_config(options: LearnerOptions) -> Config:
+    hardware = {
+        # The hosts of a dry run are emulated in this process.
+        "hosts": None if options.dry_run else options.hosts,
+        "host": options.host,
+        "coordinator": options.coordinator,
+        "cpu_devices": options.cpu_devices,
+    }
+    metrics = {"port": options.metrics_port}
+    config = _load(options.config, options.log_level, metrics=metrics, learner=hardware)
+    return config if options.mesh is None else with_mesh(config, options.name, options.mesh)
+
+
+def _load(path: Path, level: str, **options: Mapping[str, object]) -> Config:
+    """The file, with the keys that options of the command line set: section={key: value}."""
+    log.configure(level)
+    loaded = load_config(path)
+    for section, keys in options.items():
+        given = {key: value for key, value in keys.items() if value is not None}
+        if given:
+            changed = {**getattr(loaded, section).model_dump(), **given}
+            source = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+            loaded = make_config({**loaded.model_dump(), section: changed}, source=source)
+    return loaded

@@ -1,0 +1,1 @@
+"""Figures: how all of them look."""

@@ -1,0 +1,197 @@
+"""`diloco run create` and `set`, `checkpoint`, `resume`, `rollback`, `gc`, `install-units`."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from diloco.cli import options as shared
+from diloco.cli.command import command, group
+from diloco.cli.screen import say
+from diloco.common import log
+from diloco.common.config import load_config
+
+app = group()
+run_app = group("Create runs and change their settings.")
+app.add_typer(run_app, name="run")
+
+
+@command(run_app, "create")
+def run_create(
+    config: shared.ConfigFile,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="safetensors file with the initial parameters [default: the task's init]",
+            metavar="FILE",
+        ),
+    ] = None,
+    log_level: shared.LogLevel = "info",
+) -> None:
+    """Create a run: streams, specification, and version 0 of every fragment."""
+    log.configure(log_level)
+    loaded = load_config(config)
+    from diloco.common.guard_rails import warnings
+    from diloco.operate.create import create
+
+    for sentence in warnings(loaded.settings()):
+        say(f"[yellow]warning:[/] {sentence}")
+    layout = create(loaded, source)
+    elements = sum(fragment.elements for fragment in layout.fragments)
+    Console().print(
+        f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "
+        f"{len(layout.fragments)} fragments, layout {layout.digest}",
+        soft_wrap=True,
+    )
+
+
+@command(run_app, "set")
+def run_set(
+    run: shared.Run,
+    assignments: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY=VALUE...", help="settings to change, as section.key=value"),
+    ],
+) -> None:
+    """Change settings of a run, effective from each fragment's next version.
+
+    Can be changed: the intervals of `sync`, the outer learning rate and momentum, `staleness`,
+    `quorum` and `bounds`; docs/configuration.md marks each key. The change is recorded on the tape.
+    """
+    log.configure("error")
+    from diloco.operate.change import change
+
+    changed, sentences = asyncio.run(change(run, assignments))
+    for sentence in changed:
+        say(f"changed {sentence}")
+    if not changed:
+        say("nothing changed: the run has these settings already")
+    for sentence in sentences:
+        say(f"[yellow]warning:[/] {sentence}")
+
+
+@command(app)
+def checkpoint(run: shared.Run) -> None:
+    """Checkpoint the whole run, so that it can resume even on a new NATS server.
+
+    The checkpoint is in the object store; `diloco resume` starts from it. Training continues.
+    """
+    log.configure("error")
+    from diloco.operate.change import mark
+
+    marked = asyncio.run(mark(run))
+    say(f"checkpoint [bold]{marked.name}[/]: versions {_vector(marked.versions)}")
+
+
+@command(app)
+def resume(
+    run: shared.Run,
+    source: Annotated[
+        str | None,
+        typer.Option("--from", help="checkpoint name [default: the newest]", metavar="CHECKPOINT"),
+    ] = None,
+) -> None:
+    """Resume a run from a checkpoint on a NATS server that does not have the run.
+
+    Then start aggregators and learners as usual; data continues where the checkpoint was taken.
+    """
+    log.configure("error")
+    from diloco.operate.change import resume as resume_run
+
+    resumed = asyncio.run(resume_run(run, source))
+    say(
+        f"resumed from checkpoint [bold]{resumed.checkpoint}[/] as epoch {resumed.epoch}: "
+        f"versions {_vector(resumed.versions)}"
+    )
+
+
+@command(app)
+def rollback(
+    run: shared.Run,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="a version, one version per fragment (12,12,11), a checkpoint name, a time "
+            "(2026-01-31T12:00:00Z) or an age (90m, 2h, 1d)",
+            metavar="VERSIONS|TIME",
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", help="skip the confirmation")] = False,
+) -> None:
+    """Roll back: publish earlier contents as each fragment's next version.
+
+    Updates based on later versions are rejected, learners adopt the earlier parameters, and the
+    global step goes back; data positions do not. Nothing is deleted: a rollback can be rolled back.
+    """
+    log.configure("error")
+    from diloco.operate.change import plan_rollback, roll_back
+
+    moves = asyncio.run(plan_rollback(run, to))
+    for move in moves:
+        record = move.target.record
+        say(
+            f"fragment {move.fragment}: version {move.newest} -> contents of version "
+            f"{record.version} (step {record.global_step})"
+        )
+    if not yes:
+        typer.confirm("roll back?", abort=True)
+    made = asyncio.run(roll_back(run, moves))
+    say(f"rolled back: versions are now {_vector([record.version for record in made])}")
+
+
+@command(app)
+def gc(
+    run: shared.Run,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="list what would be removed, remove nothing")
+    ] = False,
+) -> None:
+    """Remove objects and messages that recovery, the replay window and checkpoints do not need.
+
+    Aggregators do this themselves (`gc.enabled`); this command also removes what no aggregator
+    tracks, such as shards of learners that left long ago. Training may continue meanwhile.
+    """
+    log.configure("error")
+    from diloco.operate.collect import collect, table
+
+    found = asyncio.run(collect(run, dry_run=dry_run))
+    Console().print(table(found, dry_run=dry_run))
+
+
+@command(app, "install-units")
+def install_units(
+    to: Annotated[Path, typer.Option("--to", help="folder of systemd units", metavar="DIR")] = Path(
+        "/etc/systemd/system"
+    ),
+    programs: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of diloco and nats-server [default: that of this command]", metavar="DIR"
+        ),
+    ] = None,
+    credentials: Annotated[
+        bool,
+        typer.Option(help="whether NATS needs credentials (/etc/diloco/credentials)"),
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="list the files, write nothing")
+    ] = False,
+) -> None:
+    """Write the systemd units of aggregator, learners, NATS server and timers; start nothing.
+
+    Run it again to update them. docs/systemd.md describes the next steps.
+    """
+    from diloco.operate.units import install_units as install
+
+    for path in install(to, programs, credentials=credentials, dry_run=dry_run):
+        say(f"{'would write' if dry_run else 'wrote'} {path}")
+    if not dry_run:
+        say("now: systemd-sysusers; systemctl daemon-reload; systemctl enable --now UNIT ...")
+
+
+def _vector(versions: Sequence[int]) -> str:
+    return ",".join(str(version) for version in versions)

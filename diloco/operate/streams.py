@@ -1,0 +1,26 @@
+"""The streams of a run: what each keeps, and for how long."""
+
+from diloco.common import names
+from diloco.common.bus import Bus, StreamLimits
+from diloco.common.config import BusSection
+
+
+def tape_limits(streams: BusSection) -> StreamLimits:
+    """What the tape's stream keeps: everything."""
+    return StreamLimits(
+        duplicate_window_s=streams.duplicate_window_s,
+        replicas=streams.replicas,
+        max_bytes=streams.tape_max_bytes,
+        keep_old=streams.tape_max_bytes > 0,
+    )
+
+
+async def make_streams(bus: Bus, run: str, streams: BusSection) -> None:
+    """Make the streams of a run; those that are there stay."""
+    tape = tape_limits(streams)
+    small = tape._replace(max_bytes=0, keep_old=False)
+    ops = small._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)
+    leases = small._replace(last_only=True)
+    await bus.create_stream(names.tape_stream(run), names.tape_subjects(run), tape)
+    await bus.create_stream(names.ops_stream(run), names.ops_subjects(run), ops)
+    await bus.create_stream(names.leases_stream(run), names.leases_subjects(run), leases)

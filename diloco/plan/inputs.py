@@ -1,0 +1,189 @@
+"""From the options of `diloco plan` to settings, model and fleet."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
+
+from diloco.cli.settings import assign, parse_assigned
+from diloco.common.config import RunSettings, load_config
+from diloco.common.errors import ConfigError
+from diloco.common.layout import Layout
+from diloco.plan import traffic as plan_traffic
+from diloco.plan.forecast import Fleet, Island
+from diloco.plan.options import PlanOptions
+from diloco.plan.outages import Outages, Spread
+from diloco.plan.traffic import Sizes
+
+T = TypeVar("T")
+
+_COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_TIMES_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0}
+_NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
+_DEFAULT_PARAMETERS = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model in question; `step_tokens` is 0 where no task says it.
+
+    `sizes_of` gives its fragments' bytes under a run's settings.
+    """
+
+    parameters: int
+    sizes_of: Callable[[RunSettings], Sizes]
+    step_tokens: int
+
+
+def read_settings(options: PlanOptions) -> RunSettings:
+    """Of the file, or the defaults; --set goes before both."""
+    document: dict[str, Any] = {"run": {"name": "plan", "steps": 1}}
+    if options.config is not None:
+        document = load_config(options.config).settings().model_dump()
+    for assignment in options.settings:
+        assign(document, assignment)
+    return parse_assigned(document)
+
+
+def read_model(options: PlanOptions, settings: RunSettings) -> Model:
+    """Of the options, else of the file's task, else the paper's of five billion."""
+    if options.parameters is None and options.config is not None:
+        from diloco.learner.task import run_task
+        from diloco.learner.tree import task_layout
+
+        task = run_task(settings)
+
+        def of_task(settings: RunSettings) -> Sizes:
+            layout = task_layout(task, settings.sync)
+            return plan_traffic.sizes(settings, plan_traffic.layout_fragments(layout))
+
+        return Model(_elements(task_layout(task, settings.sync)), of_task, task.tokens_per_batch)
+    parameters = _DEFAULT_PARAMETERS
+    if options.parameters is not None:
+        parameters = _count("--parameters", options.parameters)
+
+    def of_parameters(settings: RunSettings) -> Sizes:
+        return plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, parameters))
+
+    return Model(parameters, of_parameters, 0)
+
+
+def _elements(layout: Layout) -> int:
+    return sum(fragment.elements for fragment in layout.fragments)
+
+
+def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
+    """Who trains where; `step_tokens` are the task's, 0 where no task says it."""
+    count = options.learners
+    chips = _chips(options.chips or str(count), count)
+    tokens = [step_tokens or 1] * count
+    if options.step_tokens is not None:
+        tokens = _each("--step-tokens", options.step_tokens, count, _count)
+    gbits = [math.inf] * count
+    if options.gbit is not None:
+        gbits = _each("--gbit", options.gbit, count, _positive)
+    steps_s = _each("--step-s", options.step_s, count, _positive)
+    rtts_ms = _each("--rtt-ms", options.rtt_ms, count, _float)
+    islands = tuple(
+        Island(chips=each, step_s=step, step_tokens=over, gbit=gbit, rtt_s=rtt / 1000)
+        for each, step, over, gbit, rtt in zip(chips, steps_s, tokens, gbits, rtts_ms, strict=True)
+    )
+    return Fleet(
+        islands=islands,
+        outages=_outages(options),
+        rigid=options.rigid,
+        learner_restart_s=options.learner_restart_s,
+        aggregator_gbit=options.aggregator_gbit,
+        gradient_bits=options.gradient_bits,
+        hidden=options.hidden,
+    )
+
+
+def _outages(options: PlanOptions) -> Outages | None:
+    if options.mtbi == "never":
+        return None
+    return Outages(
+        mtbi_s=_time_s("--mtbi", options.mtbi),
+        slice_chips=options.slice_chips,
+        return_s=_time_s("--return", options.return_time),
+        spread=_spread(options.spread),
+        hold_s=options.hold_s,
+        reconfigure_s=options.reconfigure_s,
+        restart_s=options.restart_s,
+        checkpoint_every_s=options.checkpoint_every_s,
+        spares=options.spares,
+    )
+
+
+def _spread(text: str) -> Spread:
+    known: dict[str, Spread] = {name: name for name in get_args(Spread)}
+    if text not in known:
+        raise ConfigError(f"--spread {text!r}: expected {', '.join(known)}")
+    return known[text]
+
+
+def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet) -> int:
+    """The budget: of the options, else of the file: its tokens, or its steps by all learners."""
+    if options.tokens is not None:
+        return _count("--tokens", options.tokens)
+    if options.config is None:
+        return 0
+    return settings.run.tokens or settings.run.steps * fleet.step_tokens
+
+
+def _each(option: str, text: str, count: int, parse: Callable[[str, str], T]) -> list[T]:
+    """One value for each learner: one for all, or as many as there are."""
+    values = [parse(option, part) for part in text.split(",")]
+    if len(values) not in {1, count}:
+        raise ConfigError(
+            f"{option} {text!r}: {len(values)} values for {count} learners",
+            hint=f"give one for all, or {count} joined by commas",
+        )
+    return values if len(values) == count else values * count
+
+
+def _chips(text: str, count: int) -> list[int]:
+    """Chips of each learner: the whole fleet's divided, or a list."""
+    chips = _each("--chips", text, count, _count)
+    if "," in text:
+        return chips
+    if chips[0] < count:
+        raise ConfigError(
+            f"--chips {text!r}: fewer than the {count} learners",
+            hint="--chips is the number of the whole fleet, which the learners share",
+        )
+    return [chips[0] // count] * count
+
+
+def _float(option: str, text: str) -> float:
+    if not re.fullmatch(_NUMBER, text.strip()):
+        raise ConfigError(f"{option} {text!r}: expected a number such as 1.5")
+    return float(text)
+
+
+def _positive(option: str, text: str) -> float:
+    value = _float(option, text)
+    if not 1e-3 <= value <= 1e6:
+        raise ConfigError(f"{option} {text!r}: expected a number from 0.001 to 1000000")
+    return value
+
+
+def _count(option: str, text: str) -> int:
+    found = re.fullmatch(rf"({_NUMBER})\s*([kMGBT]?)", text.strip())
+    value = float(found[1]) * _COUNTS[found[2]] if found else 0.0
+    if not 1 <= value <= 1e18:
+        raise ConfigError(
+            f"{option} {text!r}: expected a number of 1 or more", hint="such as 5000, 1.2M or 5B"
+        )
+    return round(value)
+
+
+def _time_s(option: str, text: str) -> float:
+    found = re.fullmatch(rf"({_NUMBER})\s*([smhdy])", text.strip())
+    value = float(found[1]) * _TIMES_S[found[2]] if found else 0.0
+    if not 1e-3 <= value <= 1e12:
+        raise ConfigError(
+            f"{option} {text!r}: expected a time", hint="such as 300s, 20m, 6h, 90d or 1y"
+        )
+    return value

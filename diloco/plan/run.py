@@ -1,0 +1,48 @@
+"""Predicts a fleet: from options to a plan, printed and drawn."""
+
+import json as jsonlib
+
+from rich.console import Console
+
+from diloco.common.guard_rails import warnings
+from diloco.plan import inputs
+from diloco.plan.forecast import make_plan, over_learners
+from diloco.plan.intervals import intervals
+from diloco.plan.options import PlanOptions
+from diloco.plan.tables import as_json, tables
+
+# Numbers of learners that a picture shows, beside the one that was asked for.
+COUNTS = (1, 2, 4, 8, 16, 32)
+
+
+def run_plan(options: PlanOptions) -> None:
+    """Print the plan, and draw it if that was asked for.
+
+    Raises:
+        ConfigError: an option or the file cannot be understood, or the picture not be written.
+    """
+    settings = inputs.read_settings(options)
+    model = inputs.read_model(options, settings)
+    fleet = inputs.read_fleet(options, model.step_tokens)
+    tokens = inputs.read_tokens(options, settings, fleet)
+    sized = model.sizes_of(settings)
+    made = make_plan(settings, fleet, model.parameters, sized, tokens=tokens, seed=options.seed)
+    possible = intervals(settings, fleet, model.parameters, model.sizes_of, seed=options.seed)
+    # Without a file the run's length, by which momentum is judged, is not known.
+    warned = warnings(settings) if options.config else []
+    if options.plot is not None:
+        counts = sorted({n for n in COUNTS if n <= fleet.chips} | {made.learners})
+        others = over_learners(settings, fleet, model.parameters, sized, counts, seed=options.seed)
+        from diloco.plan.figure import draw
+
+        draw(others, made, options.plot)
+    if options.json:
+        document = as_json(made, possible, model.parameters, tokens) | {"warnings": warned}
+        print(jsonlib.dumps(document, allow_nan=False))  # noqa: T201
+        return
+    console = Console()
+    for table in tables(settings, fleet, made, possible, model.parameters, tokens):
+        console.print(table)
+        console.print()
+    for sentence in warned:
+        console.print(f"[yellow]warning:[/] {sentence}", soft_wrap=True)

@@ -1,0 +1,155 @@
+"""A plan as tables for people, and as JSON for programs."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from diloco.cli import units
+from diloco.cli.screen import titled_table
+from diloco.common.config import RunSettings
+from diloco.plan.forecast import DAY_S, Fleet, Plan
+from diloco.plan.intervals import MEASURED_AT, Interval, advice
+
+
+def as_json(made: Plan, possible: list[Interval], parameters: int, tokens: int) -> dict[str, Any]:
+    """The plan for programs; what is infinite becomes null."""
+    fields = asdict(made) | {
+        "parameters": parameters,
+        "tokens": tokens,
+        "systems": [system._asdict() for system in made.systems],
+        "bandwidth": [row._asdict() for row in made.bandwidth],
+        "daily": made.daily._asdict(),
+        "intervals": [row._asdict() | {"carried": row.carried} for row in possible],
+    }
+    finite: dict[str, Any] = _finite(fields)
+    return finite
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tables(
+    settings: RunSettings,
+    fleet: Fleet,
+    made: Plan,
+    possible: list[Interval],
+    parameters: int,
+    tokens: int,
+) -> list[Table]:
+    """The plan for people."""
+    return [
+        _systems(made, tokens, named=fleet.step_tokens > made.learners),
+        _bandwidth(made, parameters),
+        _needs(settings, made),
+        _intervals(possible, settings.sync.interval_steps),
+    ]
+
+
+def _systems(made: Plan, tokens: int, *, named: bool) -> Table:
+    chips = f"{made.chips:,} chips" if made.chips > 1 else "1 chip"
+    learners = "1 learner" if made.learners == 1 else f"{made.learners} learners"
+    columns = ["", "goodput %", "uptime %", "links %"]
+    columns += ["tokens/s"] if named else []
+    columns += [f"time to {_short(tokens)} tokens"] if tokens else []
+    table = titled_table(f"{learners}, {chips}: what to expect", *columns)
+    ends = [system.days * DAY_S for system in made.systems if system.days is not None]
+    unit = units.time_unit(max((end for end in ends if math.isfinite(end)), default=0.0))
+    for system in made.systems:
+        cells = [f"{100 * share:.1f}" for share in system[1:4]]
+        cells += [_short(system.tokens_per_s)] if named else []
+        cells += [_time(system.days, unit)] if tokens else []
+        table.add_row(system.name, *cells)
+    return table
+
+
+def _time(days: float | None, unit: units.Unit) -> str:
+    if days is None or not math.isfinite(days):
+        return "never"
+    return f"{days * DAY_S / unit.scale:,.1f} {unit.name}"
+
+
+def _bandwidth(made: Plan, parameters: int) -> Table:
+    table = titled_table(
+        f"{_short(parameters)} parameters: Gbit/s that each site needs",
+        "utilization %", "data-parallel", "lockstep", "this system",
+    )  # fmt: skip
+    for row in made.bandwidth:
+        cells = (row.data_parallel, row.lockstep, row.decoupled)
+        table.add_row(f"{100 * row.utilization:.0f}", *(_gbit(cell) for cell in cells))
+    table.caption = "this system waits for no link: with less, versions come later than every H"
+    table.caption_justify = "left"
+    return table
+
+
+def _gbit(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "no link is enough"
+
+
+def _needs(settings: RunSettings, made: Plan) -> Table:
+    run = settings.sync
+    sized, daily = made.sizes, made.daily
+    table = titled_table("Rounds, traffic and the aggregator", "", "")
+    objects = f"{_short(daily.objects_written)} / {_short(daily.objects_read)}"
+    apart = _time(made.interval_s / DAY_S, units.time_unit(made.interval_s))
+    rounds = f"{run.interval_steps}, {run.fragments}, {run.codec} / {run.delta_codec}"
+    rows = [
+        ("H, P, codecs up / down", rounds),
+        ("up, each learner, a round of all fragments", _bytes(sized.update_bytes)),
+        ("down, each learner, a round of all fragments", _bytes(sized.delta_bytes)),
+        ("time between versions of a fragment", apart),
+        ("updates in a version", f"{made.participants:.1f} of {made.learners}"),
+        ("mean staleness", f"{made.staleness:.2f} versions"),
+        ("late updates", f"{100 * made.late_share:.1f} %"),
+        ("work lost with learners that died", f"{100 * (1 - made.kept):.2f} %"),
+        ("objects written / read a day", objects),
+        ("written to the store a day", _bytes(daily.bytes_written)),
+        ("egress: read from the store a day", _bytes(daily.bytes_read)),
+        ("records on the tape a day", _short(daily.records)),
+        ("aggregator's cores (half busy)", str(made.cores)),
+        ("aggregator's memory, at least", _bytes(made.memory_bytes)),
+        ("aggregator's link", f"{made.aggregator_gbit:.3g} Gbit/s"),
+        ("from a round's close to its record", f"{made.close_s:.3g} s"),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _intervals(found: list[Interval], current: int) -> Table:
+    table = titled_table(
+        "H: what it needs, and the loss expected",
+        "H", "Gbit/s up", "Gbit/s down", "link full, %", "versions every", "loss, %",
+    )  # fmt: skip
+    for row in found:
+        least, most = row.loss
+        table.add_row(
+            f"{row.steps}{'' if row.carried else ': too short'}",
+            _gbit(row.gbit_up),
+            _gbit(row.gbit_down),
+            f"{100 * row.full:.0f}",
+            f"{row.apart:.3g} steps" if math.isfinite(row.apart) else "never",
+            f"{least:+.1f} to {most:+.1f}" if row.steps != MEASURED_AT else "0",
+        )
+    table.caption = (
+        f"{advice(found, current)}.\nThe loss is over that of H = {MEASURED_AT}, fitted to this"
+        " project's sweep of two small tasks with AdamW inside"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _short(value: float) -> str:
+    unit = units.count_unit(value)
+    return f"{value / unit.scale:.4g}{' ' if unit.name else ''}{unit.name}"
+
+
+def _bytes(value: float) -> str:
+    unit = units.byte_unit(value)
+    return f"{value / unit.scale:.4g} {unit.name}"

@@ -1,0 +1,61 @@
+"""`diloco export`: a run's global model as files, as it is or as it was."""
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from diloco.aggregator.arrays.merge import Vector
+from diloco.cli.opening import open_run
+from diloco.common import wire
+from diloco.common.errors import ConfigError, ObjectMissingError
+from diloco.common.tape import Recorded, RunContext
+from diloco.common.views import load_version, load_view
+from diloco.model import files as model_file
+from diloco.operate.change import find_targets
+
+
+def run_export(target: str, folder: Path, form: str, version: str | None) -> None:
+    """Write a run's global model, as it is or as it was.
+
+    Raises:
+        DilocoError: it cannot be written, or is no longer stored.
+    """
+    model_file.check_target(folder, form)
+    console = Console()
+    with console.status("reading the model ..."):
+        records = asyncio.run(_export(target, folder, form, version))
+    versions = ",".join(str(records[fragment].version) for fragment in sorted(records))
+    console.print(f"versions {versions} are in {folder}", soft_wrap=True, highlight=False)
+
+
+async def _export(
+    target: str, folder: Path, form: str, version: str | None
+) -> dict[int, wire.Record]:
+    async with open_run(target, name="export", reads=True) as opened:
+        context = opened.context
+        views: dict[int, Vector] = {}
+        records: dict[int, wire.Record] = {}
+        at: dict[int, Recorded] = {}
+        if version is not None:
+            at = await find_targets(context, version, option="--version")
+        for fragment in range(len(context.layout.fragments)):
+            if fragment in at:
+                records[fragment] = at[fragment].record
+                views[fragment] = await _view_of(context, at[fragment].record)
+            else:
+                loaded = await load_view(context, fragment)
+                records[fragment], views[fragment] = loaded.record, loaded.view
+        await model_file.write_model(folder, form, context, views, records)
+        return records
+
+
+async def _view_of(context: RunContext, record: wire.Record) -> Vector:
+    try:
+        return await load_version(context, record)
+    except ObjectMissingError as error:
+        raise ConfigError(
+            f"version {record.version} of fragment {record.fragment} is no longer stored: "
+            f"{error.message}",
+            hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
+        ) from error

@@ -1,0 +1,256 @@
+"""Host 0's side: the workers as the parts of host 0 see them (`peers.Peers`).
+
+Coroutines run on the event loop of the background. Each `prepare` is an attempt with a number of
+its own: an answer belongs to its attempt alone, so that what failed once says nothing of the next
+try, and an attempt that came to nothing is dropped on every host.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from diloco.common import wire
+from diloco.common.errors import HostLostError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.service import cancel
+from diloco.learner.boundary import Boundary
+from diloco.learner.fetch import Change
+from diloco.learner.hosts.channel import MEET_S, host_gone, read_message
+from diloco.learner.hosts.messages import (
+    Drop,
+    Failure,
+    Have,
+    Hello,
+    HostMessage,
+    LeaveAsked,
+    Prepare,
+    Prepared,
+    Stored,
+    frame,
+    turn_of,
+)
+from diloco.learner.recovery import CheckpointId
+
+# Boundaries that plans are ahead, so that a worker has each before its time comes.
+LOOKAHEAD = 2
+
+
+class Connection(NamedTuple):
+    """One worker's."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class Listener:
+    """Where workers connect, before it is known who they are."""
+
+    def __init__(
+        self, server: asyncio.Server, came: "asyncio.Queue[tuple[Hello, Connection]]"
+    ) -> None:
+        self._server = server
+        self._came = came
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"{host}:{port}"
+
+    async def meet(self, hosts: int, secret: str) -> dict[int, Connection]:
+        """Wait until all workers of a learner of so many hosts are connected; then let nobody in.
+
+        Raises:
+            HostLostError: one did not come.
+        """
+        found: dict[int, Connection] = {}
+        try:
+            async with asyncio.timeout(MEET_S):
+                while len(found) < hosts - 1:
+                    hello, connection = await self._came.get()
+                    known = secrets.compare_digest(hello.secret, secret)
+                    if known and hello.host in range(1, hosts) and hello.host not in found:
+                        found[hello.host] = connection
+                    else:
+                        connection.writer.close()
+        except TimeoutError:
+            for connection in found.values():
+                connection.writer.close()
+            missing = sorted(set(range(1, hosts)) - set(found))
+            raise HostLostError(
+                f"hosts {missing} of this learner did not connect within {MEET_S:.0f} s",
+                hint="see their logs; host 0 must be reachable from them: runbooks/lost-host.md",
+            ) from None
+        finally:
+            self._server.close()
+        return found
+
+
+async def listen(interface: str) -> Listener:
+    """Begin to listen for workers."""
+    came: asyncio.Queue[tuple[Hello, Connection]] = asyncio.Queue()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            hello = await asyncio.wait_for(read_message(reader), MEET_S)
+        except (OSError, EOFError, WireError):
+            writer.close()
+            return
+        if isinstance(hello, Hello):
+            came.put_nowait((hello, Connection(reader, writer)))
+        else:
+            writer.close()
+
+    return Listener(await asyncio.start_server(accept, interface, 0), came)
+
+
+class _Answers:
+    """What all workers answer to one thing."""
+
+    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._count = count
+        self._found: list[Any] = []
+        self.all: asyncio.Future[list[Any]] = loop.create_future()
+
+    def add(self, answer: Any) -> None:
+        self._found.append(answer)
+        if len(self._found) == self._count and not self.all.done():
+            self.all.set_result(self._found)
+
+
+class _Attempt:
+    """A `peers.Preparation`."""
+
+    def __init__(self, coordinator: "Coordinator", number: int, answers: _Answers) -> None:
+        self._coordinator = coordinator
+        self._number = number
+        self._answers = answers
+
+    async def ready(self) -> None:
+        """Wait until all workers have it.
+
+        Raises:
+            ObjectMissingError, IntegrityError: as one of them says.
+        """
+        failures: list[Failure | None] = await self._answers.all
+        for failure in failures:
+            if failure is not None:
+                kind = ObjectMissingError if failure.missing else IntegrityError
+                raise kind(failure.text)
+        self._coordinator.forget(self._number)
+
+    def drop(self) -> None:
+        """The workers free what they have of it."""
+        self._coordinator.forget(self._number)
+        self._coordinator.write(Drop(attempt=self._number))
+
+
+class Coordinator:
+    """The workers, as host 0 sees them.
+
+    Args:
+        loop: the event loop.
+        connections: of all workers, by number.
+        lost: told, on the loop, what ends this life.
+    """
+
+    lookahead = LOOKAHEAD
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connections: Mapping[int, Connection],
+        lost: Callable[[BaseException], None],
+    ) -> None:
+        self.hosts = len(connections) + 1
+        self._loop = loop
+        self._connections = connections
+        self._lost = lost
+        self._leave_asked = False
+        self._ended = False
+        self._numbers = itertools.count(1)
+        self._attempts: dict[int, _Answers] = {}
+        self._stored: defaultdict[tuple[int, int], _Answers] = defaultdict(self._answers)
+        self._have = self._answers()
+        self._tasks = [
+            loop.create_task(self._listen_to(host, connection.reader))
+            for host, connection in connections.items()
+        ]
+
+    def asked_to_leave(self) -> bool:
+        """Whether a worker was asked to end."""
+        return self._leave_asked
+
+    def say(self, message: HostMessage) -> None:
+        """Send a message to all workers; may be called from any thread."""
+        self._loop.call_soon_threadsafe(self.write, message)
+
+    def tell(self, boundary: Boundary) -> None:
+        """Send them a boundary; after the last one, they may go."""
+        if boundary.then == "end":
+            self._loop.call_soon_threadsafe(self._let_go)
+        self.say(turn_of(boundary))
+
+    def write(self, message: HostMessage) -> None:
+        """Send a message to all workers; on the loop."""
+        data = frame(message)
+        for connection in self._connections.values():
+            connection.writer.write(data)
+
+    def prepare(self, change: Change) -> _Attempt:
+        """Ask the workers to bring a change onto their devices."""
+        number = next(self._numbers)
+        answers = self._attempts[number] = self._answers()
+        self.write(Prepare(attempt=number, change=change))
+        return _Attempt(self, number, answers)
+
+    def forget(self, attempt: int) -> None:
+        """What still comes of an attempt matters to nobody."""
+        self._attempts.pop(attempt, None)
+
+    async def stored(self, fragment: int, seq: int) -> tuple[wire.Shard, ...]:
+        """Wait until all workers have stored their shards of an update; the shards."""
+        found = await self._stored[fragment, seq].all
+        del self._stored[fragment, seq]
+        return tuple(shard for part in found for shard in part)
+
+    async def checkpoints(self) -> list[set[CheckpointId]]:
+        """Wait until all workers have said of which checkpoints they have their parts."""
+        return [set(found) for found in await self._have.all]
+
+    async def close(self) -> None:
+        """End all connections."""
+        self._ended = True
+        for connection in self._connections.values():
+            connection.writer.close()
+        await cancel(*self._tasks)
+
+    def _let_go(self) -> None:
+        self._ended = True
+
+    def _answers(self) -> _Answers:
+        return _Answers(self.hosts - 1, self._loop)
+
+    async def _listen_to(self, host: int, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                self._take(await read_message(reader))
+        except (OSError, EOFError):
+            if not self._ended:
+                self._lost(host_gone(f"host {host}"))
+        except WireError as error:
+            self._lost(error)
+
+    def _take(self, message: HostMessage) -> None:
+        match message:
+            case Prepared(attempt=attempt, failure=failure):
+                if attempt in self._attempts:  # or it was dropped meanwhile
+                    self._attempts[attempt].add(failure)
+            case Stored(fragment=fragment, seq=seq, shards=shards):
+                self._stored[fragment, seq].add(shards)
+            case Have(checkpoints=found):
+                self._have.add(found)
+            case LeaveAsked():
+                self._leave_asked = True

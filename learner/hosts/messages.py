@@ -1,0 +1,198 @@
+"""What the hosts of one learner say to each other: typed, with named fields, of one version.
+
+    host 0 -> workers  Begin     what the run is
+                       Load      where a fragment's first view is
+                       Go        the life that begins, and where its data goes on
+                       Turn      what to do at the next boundary
+                       Prepare   bring a version onto the devices: an attempt, with a number
+                       Drop      the attempt came to nothing: free what there is of it
+    workers -> host 0  Hello     who I am
+                       Have      checkpoints of which this host has its part
+                       Prepared  the attempt has succeeded here, or why it has not
+                       Stored    this host's shards of an update are in the store
+                       LeaveAsked  somebody asked this host to end
+
+    frame: length (4 bytes, big endian), msgpack map with `version`, `kind` and the fields by name
+
+All hosts of a learner run one release; `version` is there to say so to whoever upgraded only some.
+"""
+
+import struct
+from typing import Any, Final
+
+import msgpack
+from pydantic import BaseModel, ValidationError
+
+from diloco.common import wire
+from diloco.common.errors import WireError
+from diloco.common.wire import Part
+from diloco.learner import sync
+from diloco.learner.boundary import Boundary, Then
+from diloco.learner.fetch import Change
+from diloco.learner.recovery import CheckpointId
+
+VERSION: Final = 2
+LENGTH: Final = struct.Struct(">I")
+FRAME_BYTES: Final = 64 << 20
+
+
+class HostMessage(Part):
+    """A message; the name of its class names it on the wire."""
+
+
+class Begin(HostMessage):
+    """The run; `constants` names the object with the leaves nobody trains."""
+
+    epoch: int
+    layout: str
+    constants: str | None
+
+
+class Load(HostMessage):
+    """What leads to a fragment's first view."""
+
+    change: Change
+
+
+class Go(HostMessage):
+    """Everybody is ready; `checkpoint` is the one to go on from, None to begin anew."""
+
+    incarnation: int
+    checkpoint: CheckpointId | None
+    position: int
+    global_step: int
+
+
+class Effect(Part):
+    """One effect that all hosts carry out; one of the two."""
+
+    adopt: sync.Adopt | None = None
+    send: sync.Send | None = None
+
+
+class Turn(HostMessage):
+    """A boundary, without what only host 0 does at it."""
+
+    effects: tuple[Effect, ...]
+    then: Then
+    global_step: int
+    state: str
+    checkpoint: bool
+
+
+class Prepare(HostMessage):
+    """Bring a version onto the devices."""
+
+    attempt: int
+    change: Change
+
+
+class Drop(HostMessage):
+    """Nobody will adopt what an attempt brought."""
+
+    attempt: int
+
+
+class Hello(HostMessage):
+    """A worker, and the secret that it has from the collective."""
+
+    secret: str
+    host: int
+
+
+class Have(HostMessage):
+    """Checkpoints of which this host has its part, readable."""
+
+    checkpoints: tuple[CheckpointId, ...]
+
+
+class Failure(Part):
+    """Why a host cannot read a version: an object is `missing`, or else damaged."""
+
+    missing: bool
+    text: str
+
+
+class Prepared(HostMessage):
+    """How an attempt went."""
+
+    attempt: int
+    failure: Failure | None
+
+
+class Stored(HostMessage):
+    """Shards of an update that are in the store."""
+
+    fragment: int
+    seq: int
+    shards: tuple[wire.Shard, ...]
+
+
+class LeaveAsked(HostMessage):
+    """Somebody asked this host to end."""
+
+
+_KINDS: Final[dict[str, type[HostMessage]]] = {
+    kind.__name__: kind
+    for kind in (Begin, Load, Go, Turn, Prepare, Drop, Hello, Have, Prepared, Stored, LeaveAsked)
+}
+
+
+def turn_of(boundary: Boundary) -> Turn:
+    """A boundary as a message."""
+    effects = tuple(
+        Effect(adopt=effect) if isinstance(effect, sync.Adopt) else Effect(send=effect)
+        for effect in boundary.effects
+        if isinstance(effect, sync.Adopt | sync.Send)
+    )
+    rest = {name: value for name, value in boundary._asdict().items() if name != "effects"}
+    return Turn(effects=effects, **rest)
+
+
+def boundary_of(turn: Turn) -> Boundary:
+    """The boundary of a message, without what only host 0 does."""
+    found = [effect.adopt or effect.send for effect in turn.effects]
+    effects = tuple(effect for effect in found if effect is not None)
+    return Boundary(effects, turn.then, turn.global_step, turn.state, turn.checkpoint)
+
+
+def frame(message: HostMessage) -> bytes:
+    """A message as it goes over the connection."""
+    kind = type(message).__name__
+    data: bytes = msgpack.packb({"version": VERSION, "kind": kind, **_named(message)})
+    return LENGTH.pack(len(data)) + data
+
+
+def unframe(data: bytes) -> HostMessage:
+    """The message in a frame, behind its length.
+
+    Raises:
+        WireError: it is none of this release's.
+    """
+    try:
+        fields: dict[str, Any] = msgpack.unpackb(data, use_list=False)
+        version, kind = fields.pop("version"), fields.pop("kind")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise WireError("malformed", f"a host of this learner sends no message: {error}") from error
+    if version != VERSION or kind not in _KINDS:
+        raise WireError(
+            "version",
+            f"a host of this learner sends {kind!r} of version {version}, this one knows "
+            f"version {VERSION}",
+            hint="give all hosts of a learner the same release",
+        )
+    try:
+        return _KINDS[kind].model_validate(fields)
+    except ValidationError as error:
+        raise WireError("malformed", f"{kind} of another host: {error}") from error
+
+
+def _named(value: Any) -> Any:
+    """Messages, parts and named tuples as maps of their fields, so that order means nothing."""
+    if isinstance(value, BaseModel):
+        return {name: _named(getattr(value, name)) for name in type(value).model_fields}
+    if hasattr(value, "_asdict"):
+        return {name: _named(item) for name, item in value._asdict().items()}
+    if isinstance(value, tuple):
+        return [_named(item) for item in value]
+    return value

@@ -1,0 +1,233 @@
+"""A host beside host 0: it does what host 0 says, and speaks to nobody of the run."""
+
+import asyncio
+import queue
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.service import cancel
+from diloco.learner import sync
+from diloco.learner.boundary import Boundary, Done, Outgoing
+from diloco.learner.context import Context
+from diloco.learner.fetch import Change, Fetcher
+from diloco.learner.hosts.channel import MEET_S, host_gone, read_message
+from diloco.learner.hosts.messages import (
+    Drop,
+    Failure,
+    Go,
+    Hello,
+    HostMessage,
+    LeaveAsked,
+    Prepare,
+    Prepared,
+    Stored,
+    Turn,
+    boundary_of,
+    frame,
+)
+from diloco.learner.publish import Uploader
+
+M = TypeVar("M", bound=HostMessage)
+
+
+class Link:
+    """The connection to host 0.
+
+    Attributes:
+        requests: `Prepare` and `Drop`, in order, for the event loop.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.requests: asyncio.Queue[Prepare | Drop] = asyncio.Queue()
+        self._loop = loop
+        self._writer = writer
+        self._inbox: queue.SimpleQueue[HostMessage | BaseException] = queue.SimpleQueue()
+        self._ended = False
+        self._task = loop.create_task(self._listen(reader))
+
+    def tell(self, message: HostMessage) -> None:
+        """Send a message to host 0; may be called from any thread."""
+        self._loop.call_soon_threadsafe(self._writer.write, frame(message))
+
+    def receive(self, kind: type[M]) -> M:
+        """The next message of host 0 that is no request; waits for it.
+
+        Raises:
+            HostLostError: host 0 is gone.
+        """
+        message = self._inbox.get()
+        if isinstance(message, BaseException):
+            raise message
+        if not isinstance(message, kind):
+            came = type(message).__name__
+            raise WireError("bad_kind", f"host 0 sends {came} where {kind.__name__} is due")
+        self._ended = self._ended or (isinstance(message, Turn) and message.then == "end")
+        return message
+
+    def fail(self, error: BaseException) -> None:
+        """End this life, at the training loop's next look."""
+        self._inbox.put(error)
+
+    async def close(self) -> None:
+        """End the connection."""
+        self._ended = True
+        await cancel(self._task)
+        self._writer.close()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                message = await read_message(reader)
+                if isinstance(message, Prepare | Drop):
+                    self.requests.put_nowait(message)
+                else:
+                    self._inbox.put(message)
+        except (OSError, EOFError):
+            if not self._ended:
+                self.fail(host_gone("host 0"))
+        except WireError as error:
+            self.fail(error)
+
+
+async def connect(host: int, address: str, secret: str) -> Link:
+    """Connect to host 0, as host number `host`."""
+    name, _, port = address.rpartition(":")
+    async with asyncio.timeout(MEET_S):
+        reader, writer = await asyncio.open_connection(name, int(port))
+    link = Link(asyncio.get_running_loop(), reader, writer)
+    link.tell(Hello(secret=secret, host=host))
+    return link
+
+
+class _Held(NamedTuple):
+    """What an attempt has brought onto the devices."""
+
+    attempt: int
+    tensors: Any
+
+
+class Worker:
+    """Boundaries and outbox of a training loop that host 0 directs.
+
+    Args:
+        context: the learner's; its bus is used by nobody here.
+        link: to host 0.
+        fetcher, uploader: of this host.
+        spawn: runs a coroutine on the event loop, beside training.
+        asked_to_leave: whether somebody wants this host to end.
+        go: the life that begins.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        link: Link,
+        fetcher: Fetcher,
+        uploader: Uploader,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        asked_to_leave: Callable[[], bool],
+        go: Go,
+    ) -> None:
+        self._context = context
+        self._link = link
+        self._fetcher = fetcher
+        self._uploader = uploader
+        self._spawn = spawn
+        self._asked = asked_to_leave
+        self._go = go
+        self._told = False
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._fetching: dict[int, asyncio.Task[None]] = {}
+
+    # For the training loop
+
+    def first_step(self) -> int:
+        """The run's clock for the step before the first boundary."""
+        return self._go.global_step
+
+    def next(self) -> Boundary:
+        """The next boundary, which host 0 planned some boundaries ago.
+
+        Raises:
+            HostLostError: host 0 is gone.
+        """
+        self._context.health.turned()
+        if self._asked() and not self._told:
+            self._told = True
+            self._link.tell(LeaveAsked())
+        return boundary_of(self._link.receive(Turn))
+
+    def payload(self, fragment: int, record_seq: int) -> Any:
+        """What a record brought, once; host 0 plans it only when it is here."""
+        held = self._held.pop((fragment, record_seq), None)
+        return None if held is None else held.tensors
+
+    def say(self, word: Outgoing | sync.Republish | Done) -> None:
+        """Store this host's shards of an update; all else is host 0's to say."""
+        if isinstance(word, Outgoing):
+            self._spawn(self._store(word))
+
+    # On the event loop
+
+    async def serve(self) -> None:
+        """Do what host 0 asks for beside training; never returns."""
+        try:
+            while True:
+                self._take(await self._link.requests.get())
+        finally:
+            await cancel(*self._fetching.values())
+
+    def _take(self, request: Prepare | Drop) -> None:
+        attempt = request.attempt
+        if isinstance(request, Prepare):
+            task = asyncio.ensure_future(self._prepare(attempt, request.change))
+            self._fetching[attempt] = task
+            task.add_done_callback(lambda task: self._fetched(attempt, task))
+            return
+        if attempt in self._fetching:
+            self._fetching[attempt].cancel()
+        for key in [key for key, held in list(self._held.items()) if held.attempt == attempt]:
+            del self._held[key]
+
+    def _fetched(self, attempt: int, task: "asyncio.Task[None]") -> None:
+        del self._fetching[attempt]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._link.fail(error)
+
+    async def _prepare(self, attempt: int, change: Change) -> None:
+        failure = None
+        try:
+            tensors = await self._context.runtime.retry(
+                "reading a version",
+                lambda: self._fetcher.fetch(change),
+                logger=self._context.logger,
+            )
+            self._held[change.fragment, change.record_seq] = _Held(attempt, tensors)
+        except (ObjectMissingError, IntegrityError) as error:
+            failure = Failure(missing=isinstance(error, ObjectMissingError), text=error.message)
+        self._link.tell(Prepared(attempt=attempt, failure=failure))
+
+    async def _store(self, outgoing: Outgoing) -> None:
+        send = outgoing.send
+        stored = await self._uploader.store(self._go.incarnation, send, outgoing.codes)
+        self._link.tell(Stored(fragment=send.fragment, seq=send.seq, shards=stored.shards))
+        self._context.traffic.updates_sent += 1
+
+
+def check_same(what: str, here: str, there: str) -> None:
+    """Refuse to train with host 0 on something else.
+
+    Raises:
+        DilocoError: the two differ.
+    """
+    if here != there:
+        raise DilocoError(
+            f"this host's {what} is {here}, that of host 0 {there}",
+            hint="give all hosts of a learner the same configuration and release",
+        )

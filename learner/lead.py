@@ -1,0 +1,266 @@
+"""A life as host 0: the only host of a learner, or the one that speaks to the run."""
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco.common import bus_nats, wire
+from diloco.common.bus import Bus
+from diloco.common.config import check_same_run, parse_settings
+from diloco.common.tape import load_specification
+from diloco.learner import instruments, sync
+from diloco.learner.adopt import Adopter, load
+from diloco.learner.background import Background
+from diloco.learner.checkpoint import CheckpointFolder
+from diloco.learner.context import Context
+from diloco.learner.fetch import Fetcher, start_at, whole
+from diloco.learner.hosts import messages
+from diloco.learner.hosts.channel import exchange_secret
+from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
+from diloco.learner.island import Island
+from diloco.learner.life import (
+    Host,
+    Life,
+    Parts,
+    compiled,
+    make_parts,
+    make_saver,
+    make_trainer,
+    own_folder,
+    own_parts,
+    read_constants,
+)
+from diloco.learner.peers import Alone
+from diloco.learner.planner import Planner
+from diloco.learner.position import position_after_join
+from diloco.learner.publish import Joined, Publisher, Uploader, join
+from diloco.learner.recovery import (
+    CheckpointId,
+    Checkpoints,
+    Restored,
+    restore,
+)
+from diloco.learner.replica import Replica
+from diloco.learner.task import Params
+from diloco.learner.train import Trainer
+
+CONNECT_S = 60.0
+
+
+@contextlib.contextmanager
+def lead(host: Host) -> Iterator[Life]:
+    """A life as the only host, or as the one that speaks to the run."""
+    background = host.background
+    with ExitStack() as stack:
+        bus = background.call(_connect(host))
+        stack.callback(lambda: background.call(bus.close()))
+        specification = background.call(load_specification(bus, host.config.run.name))
+        context = host.context(bus, specification.epoch)
+        peers = Alone() if jax.process_count() == 1 else _meet(host, stack)
+        stack.callback(background.close)
+        constants = _check_run(context, host.island, specification)
+        stack.enter_context(host.island.context())
+        yield _leading_life(host, context, specification, constants, peers)
+
+
+async def _connect(host: Host) -> Bus:
+    config = host.config
+    return await bus_nats.connect(
+        config.bus.url,
+        name=host.island.learner,
+        credentials=config.bus.credentials,
+        tls_ca=config.bus.tls_ca,
+        connect_timeout_s=CONNECT_S,
+    )
+
+
+def _meet(host: Host, stack: ExitStack) -> Coordinator:
+    """The workers of this learner, connected."""
+    background = host.background
+    address = host.config.learner.coordinator or ""
+    interface = socket.gethostname() if address == "auto" else address.split(":")[0]
+    listener = background.call(listen(interface))
+    _, secret = exchange_secret(listener.address)
+    coordinator = background.call(_coordinator(listener, secret, background))
+    stack.callback(lambda: background.call(coordinator.close()))
+    return coordinator
+
+
+async def _coordinator(listener: Listener, secret: str, background: Background) -> Coordinator:
+    connections = await listener.meet(jax.process_count(), secret)
+    return Coordinator(background.loop, connections, background.fail)
+
+
+def _check_run(context: Context, island: Island, specification: wire.Specification) -> Params:
+    """Refuse a run that is not this configuration's; the run's constants.
+
+    Raises:
+        RunMismatchError: settings or layout that disagree.
+    """
+    theirs = parse_settings(specification.settings)
+    check_same_run(context.settings, theirs, context.layout.digest, specification.layout)
+    return read_constants(context, island.constants, specification.constants)
+
+
+def _leading_life(
+    host: Host,
+    context: Context,
+    specification: wire.Specification,
+    constants: Params,
+    peers: Alone | Coordinator,
+) -> Life:
+    """Everything before the first step: versions, programs, the join, the place in the data."""
+    background = host.background
+    if isinstance(peers, Coordinator):
+        layout, constants_object = context.layout.digest, specification.constants
+        peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
+    replica, starts = _load_views(host, context, peers)
+    inner_step = compiled(host, replica, constants)
+    folder = own_folder(host, context)
+    chosen, found = _checkpoint(host, context, folder, peers)
+    parts = make_parts(host, context, replica, inner_step, found)
+    life = background.call(join(context, socket.gethostname()))
+    publisher = _publish_and_adopt(host, context, parts, starts, peers, life)
+    # Not before the join: an update of an earlier life that is still on its way is merged if it is
+    # stored before it, and rejected behind it.
+    position = background.call(position_after_join(context))
+    saver = make_saver(host, context, folder, life.incarnation)
+    planner = _planner(host, context, starts, peers, saver)
+    if isinstance(peers, Coordinator):
+        peers.say(
+            messages.Go(
+                incarnation=life.incarnation,
+                checkpoint=chosen,
+                position=position,
+                global_step=planner.first_step(),
+            )
+        )
+    trainer = make_trainer(
+        host,
+        parts,
+        position=position,
+        boundaries=planner,
+        outbox=lambda word: background.spawn(publisher.say(word)),
+        saver=saver,
+    )
+    context.metrics.on_scrape(lambda: instruments.show(context.metrics, trainer, planner.state))
+    return Life(
+        host=host,
+        context=context,
+        trainer=trainer,
+        leave_run=lambda: _leave(host, context, publisher, planner, trainer),
+    )
+
+
+def _checkpoint(
+    host: Host, context: Context, folder: CheckpointFolder | None, peers: Alone | Coordinator
+) -> tuple[CheckpointId | None, Restored | None]:
+    """The checkpoint to go on from; of several hosts, one of which each has its part."""
+    if isinstance(peers, Alone):
+        return None, _restore(host, context, folder)
+    parts = own_parts(host, context, folder)
+    chosen = _common_checkpoint(parts, host.background.call(peers.checkpoints()))
+    return chosen, None if chosen is None else parts[chosen]()
+
+
+def _publish_and_adopt(
+    host: Host,
+    context: Context,
+    parts: Parts,
+    starts: tuple[sync.Start, ...],
+    peers: Alone | Coordinator,
+    life: Joined,
+) -> Publisher:
+    """Begin to follow the records and to send heartbeats; what sends updates."""
+    background, tensors = host.background, parts.replica
+    uploader = Uploader(context, tensors, hosts=peers.hosts)
+    publisher = Publisher(context, background.post, uploader, peers, life)
+    fetcher = Fetcher(context, tensors)
+    adopter = Adopter(context, background.post, fetcher, peers, starts, life.incarnation)
+    background.spawn(adopter.follow())
+    every_s = host.config.learner.heartbeat_s
+    meter = parts.meter
+    background.spawn(publisher.beat(lambda: meter.heartbeat(life.incarnation), every_s))
+    return publisher
+
+
+def _load_views(
+    host: Host, context: Context, peers: Alone | Coordinator
+) -> tuple[Replica, tuple[sync.Start, ...]]:
+    """The learner's tensors with the newest view of every fragment, and which those are."""
+    starts: list[sync.Start] = []
+
+    def views() -> Iterator[np.ndarray]:
+        for fragment in range(len(context.layout.fragments)):
+            loaded = host.background.call(load(context, fragment))
+            starts.append(start_at(loaded))
+            if isinstance(peers, Coordinator):
+                peers.say(messages.Load(change=whole(loaded)))
+            yield loaded.view
+
+    return host.island.replica(views()), tuple(starts)
+
+
+def _common_checkpoint(
+    parts: dict[CheckpointId, Callable[[], Restored]], others: list[set[CheckpointId]]
+) -> CheckpointId | None:
+    """The checkpoint of most steps of which every host has its part."""
+    return max(set(parts).intersection(*others), key=lambda found: found[::-1], default=None)
+
+
+def _restore(host: Host, context: Context, folder: CheckpointFolder | None) -> Restored | None:
+    island, background = host.island, host.background
+
+    def fetch(what: str, function: Callable[[], Any]) -> Any:
+        runtime = context.runtime
+        return background.call(
+            runtime.retry(what, lambda: runtime.call(function), logger=context.logger)
+        )
+
+    found = restore(context, host.config.learner, folder, island.state, fetch)
+    if found is None:
+        return None
+    return found._replace(state=jax.device_put(found.state, island.state_shardings))
+
+
+def _planner(
+    host: Host,
+    context: Context,
+    starts: tuple[sync.Start, ...],
+    peers: Alone | Coordinator,
+    saver: Checkpoints,
+) -> Planner:
+    rules = sync.sync_rules(context.settings.sync)
+    return Planner(
+        rules=rules,
+        state=sync.begin(rules, starts),
+        inbox=host.background,
+        tokens_per_step=host.island.task.tokens_per_batch,
+        asked_to_leave=lambda: host.asked_to_leave() or peers.asked_to_leave(),
+        lookahead=peers.lookahead,
+        drain_timeout_s=host.config.learner.leave_s,
+        checkpoint_due=saver.due,
+        tell=peers.tell,
+        turned=context.health.turned,
+    )
+
+
+def _leave(
+    host: Host, context: Context, publisher: Publisher, planner: Planner, trainer: Trainer
+) -> str:
+    """Announce the end of this life, within the drain timeout; why it ends."""
+    lost = sync.unsent(planner.state)
+    if lost and not planner.state.ended:
+        context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
+    trainer.meter.state = "leaving"
+    within_s = host.config.learner.leave_s
+    try:
+        host.background.call(publisher.leave(trainer.position), within_s)
+    except TimeoutError:
+        context.logger.warning("left_silently", waited_s=within_s)
+    return "run ended" if planner.state.stopping else "asked to"

@@ -1,0 +1,244 @@
+"""Hosts of one learner: what they say to each other, and attempts that come to nothing."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgpack
+import pytest
+import structlog
+
+from diloco.common import wire
+from diloco.common.bus import MemoryBus
+from diloco.common.config import RunSettings
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.layout import Tensor, make_layout
+from diloco.common.service import Runtime, cancel
+from diloco.common.store import MemoryStore
+from diloco.learner import sync
+from diloco.learner.adopt import Adopter
+from diloco.learner.boundary import Boundary
+from diloco.learner.context import Context
+from diloco.learner.fetch import Change
+from diloco.learner.hosts import messages
+from diloco.learner.hosts.coordinator import Coordinator, listen
+from diloco.learner.hosts.worker import Link, Worker, connect
+
+REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
+CHANGE = Change(0, 44, "4" * 32, None, (REF,))
+READY = sync.Ready(1, 7, 3, "2" * 32, 12, 4, rolled_back=True)
+SEND = sync.Send(0, 2, 3, "3" * 32, 5, 50, final=True)
+EVERYTHING = [
+    messages.Begin(epoch=1, layout="1" * 32, constants=None),
+    messages.Load(change=CHANGE._replace(snapshot=REF, deltas=(REF, REF))),
+    messages.Go(incarnation=5, checkpoint=(3, 8), position=2, global_step=6),
+    messages.Prepare(attempt=1, change=CHANGE),
+    messages.Drop(attempt=1),
+    messages.Hello(secret="s", host=1),
+    messages.Have(checkpoints=((3, 8), (1, 2))),
+    messages.Prepared(attempt=1, failure=messages.Failure(missing=True, text="gone")),
+    messages.Stored(fragment=0, seq=1, shards=()),
+    messages.LeaveAsked(),
+]
+
+
+def sent(message):
+    return messages.unframe(messages.frame(message)[messages.LENGTH.size :])
+
+
+@pytest.mark.parametrize("message", EVERYTHING, ids=lambda message: type(message).__name__)
+def test_a_message_is_read_as_it_was_said(message):
+    assert sent(message) == message
+
+
+def test_the_other_hosts_read_what_host_0_plans():
+    effects = (sync.Adopt(READY, True), SEND, sync.Republish(0, 1, 1))
+    boundary = Boundary(effects, "hold", 9, "flushing", True)
+    read = messages.boundary_of(sent(messages.turn_of(boundary)))
+    assert read == boundary._replace(effects=effects[:2])
+
+
+def test_fields_go_by_name_so_that_a_new_one_shifts_no_other():
+    turn = messages.turn_of(Boundary((sync.Adopt(READY, True), SEND), "step", 9))
+    fields = msgpack.unpackb(messages.frame(turn)[messages.LENGTH.size :])
+    adopt, send = fields["effects"]
+    assert adopt["adopt"]["ready"] == READY._asdict()
+    assert send["send"] == SEND._asdict()
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"version": 1}, "version"),
+        ({"kind": "Rest"}, "version"),
+        ({"attempt": "1"}, "malformed"),
+        ({"new": 1}, "malformed"),
+    ],
+)
+def test_a_message_of_another_release_is_refused(changed, reason):
+    fields = {"version": messages.VERSION, "kind": "Drop", "attempt": 1}
+    assert messages.unframe(msgpack.packb(fields)) == messages.Drop(attempt=1)
+    with pytest.raises(WireError) as caught:
+        messages.unframe(msgpack.packb({**fields, **changed}))
+    assert caught.value.reason == reason
+
+
+# --- Attempts
+
+
+def make_context() -> Context:
+    settings = RunSettings.model_validate({"run": {"name": "r", "steps": 9}})
+    layout = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
+    return Context(
+        settings=settings, layout=layout, epoch=0, bus=MemoryBus(), store=MemoryStore(),
+        runtime=Runtime(), logger=structlog.get_logger(), learner="a",
+    )  # fmt: skip
+
+
+class Hands:
+    """A fetcher that does as it is told: what each call brings, or raises."""
+
+    def __init__(self, *answers) -> None:
+        self.answers = list(answers)
+        self.calls = 0
+        self.gates: dict[int, asyncio.Event] = {}
+
+    async def fetch(self, _change: Change):
+        number, self.calls = self.calls, self.calls + 1
+        if number in self.gates:
+            await self.gates[number].wait()
+        answer = self.answers[number]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+class Pair:
+    """A coordinator and one worker, over a real connection."""
+
+    def __init__(self, coordinator: Coordinator, link: Link, worker: Worker) -> None:
+        self.coordinator = coordinator
+        self.link = link
+        self.worker = worker
+
+    def held(self):
+        return [held.tensors for held in self.worker._held.values()]
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(30):
+            while not condition():  # noqa: ASYNC110 - no event tells of it
+                await asyncio.sleep(0.001)
+
+
+@contextlib.asynccontextmanager
+async def pair(hands: Hands) -> AsyncIterator[Pair]:
+    loop, tasks = asyncio.get_running_loop(), set()
+
+    def spawn(coroutine):
+        tasks.add(asyncio.ensure_future(coroutine))
+
+    listener = await listen("127.0.0.1")
+    link = await connect(1, listener.address, "secret")
+    coordinator = Coordinator(loop, await listener.meet(2, "secret"), lambda error: None)
+    go = messages.Go(incarnation=1, checkpoint=None, position=0, global_step=0)
+    worker = Worker(make_context(), link, hands, None, spawn, lambda: False, go)
+    spawn(worker.serve())
+    try:
+        yield Pair(coordinator, link, worker)
+    finally:
+        await cancel(*tasks)
+        link._ended = True
+        await coordinator.close()
+        await link.close()
+
+
+def test_what_failed_once_is_no_answer_to_the_next_attempt(run_async):
+    async def scenario():
+        async with pair(Hands(ObjectMissingError("gone"), "here")) as hosts:
+            first = hosts.coordinator.prepare(CHANGE)
+            with pytest.raises(ObjectMissingError, match="gone"):
+                await first.ready()
+            first.drop()
+            await hosts.coordinator.prepare(CHANGE).ready()
+            assert hosts.held() == ["here"]
+            assert hosts.worker.payload(0, 44) == "here"
+
+    run_async(scenario())
+
+
+def test_one_record_may_be_prepared_twice_at_once(run_async):
+    async def scenario():
+        async with pair(Hands("delta", "view")) as hosts:
+            first, second = (hosts.coordinator.prepare(CHANGE) for _ in range(2))
+            await first.ready()
+            await second.ready()
+            assert hosts.held() == ["view"]
+
+    run_async(scenario())
+
+
+def test_what_a_dropped_attempt_brought_leaves_the_devices(run_async):
+    async def scenario():
+        async with pair(Hands("delta", "view")) as hosts:
+            first = hosts.coordinator.prepare(CHANGE)
+            await first.ready()
+            first.drop()
+            await hosts.until(lambda: not hosts.held())
+            # What comes of the next attempt stays, although the first is dropped again.
+            await hosts.coordinator.prepare(CHANGE).ready()
+            first.drop()
+            await asyncio.sleep(0.05)
+            assert hosts.held() == ["view"]
+
+    run_async(scenario())
+
+
+def test_a_dropped_attempt_is_not_gone_on_with(run_async):
+    async def scenario():
+        hands = Hands("late", "view")
+        hands.gates[0] = asyncio.Event()
+        async with pair(hands) as hosts:
+            first = hosts.coordinator.prepare(CHANGE)
+            await hosts.until(lambda: hands.calls == 1)
+            first.drop()
+            await hosts.coordinator.prepare(CHANGE).ready()
+            hands.gates[0].set()
+            await asyncio.sleep(0.05)
+            assert hosts.held() == ["view"]
+
+    run_async(scenario())
+
+
+def test_host_0_drops_what_it_cannot_read_itself(run_async):
+    """The workers have it: they are told to free it."""
+
+    async def scenario():
+        async with pair(Hands("here")) as hosts:
+            start = sync.Start(0, "0" * 32, 1, 0)
+            own = Hands(IntegrityError("damaged"))
+            own.gates[0] = asyncio.Event()
+            adopter = Adopter(make_context(), lambda *_: None, own, hosts.coordinator, [start], 1)
+            prepared = asyncio.ensure_future(adopter._prepare(CHANGE))
+            await hosts.until(hosts.held)
+            own.gates[0].set()
+            with pytest.raises(IntegrityError):
+                await prepared
+            await hosts.until(lambda: not hosts.held())
+
+    run_async(scenario())
+
+
+def test_a_stranger_does_not_get_in(run_async):
+    async def scenario():
+        listener = await listen("127.0.0.1")
+        strangers = [await connect(1, listener.address, "guess") for _ in range(2)]
+        friend = await connect(1, listener.address, "secret")
+        found = await listener.meet(2, "secret")
+        assert list(found) == [1]
+        for link in (*strangers, friend):
+            link._ended = True
+            await link.close()
+        for connection in found.values():
+            connection.writer.close()
+
+    run_async(scenario())

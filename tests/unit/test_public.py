@@ -1,0 +1,91 @@
+"""What users import, and what is loaded by what: `import diloco` and --help stay light."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import diloco
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("jax", "matplotlib", "optax", "orbax", "google.cloud.storage")
+
+LOADED = f"""
+import json, sys
+{{code}}
+print(json.dumps([name for name in {HEAVY} if name in sys.modules]))
+"""
+
+EVERY_HELP = """
+from typer.core import TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
+from diloco.__main__ import app
+
+def paths(command, *before):
+    yield before
+    if isinstance(command, TyperGroup):
+        for name, part in command.commands.items():
+            yield from paths(part, *before, name)
+
+found = list(paths(get_command(app)))
+assert len(found) > 30
+for path in found:
+    assert CliRunner().invoke(app, [*path, "--help"]).exit_code == 0, path
+"""
+
+
+def loaded_by(code: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(code=code)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import diloco",
+        "from diloco import Config, ConfigError, TensorHint, __version__, load_config",
+        EVERY_HELP,
+        "import diloco.look.status_screen, diloco.look.runs, diloco.look.learners",
+        "import diloco.local.run, diloco.auth.guard, diloco.operate.collect, diloco.replay.tape",
+    ],
+    ids=["package", "names", "help", "look", "others"],
+)
+def test_what_does_not_compute_loads_nothing_heavy(code: str) -> None:
+    assert loaded_by(code) == []
+
+
+def test_what_computes_is_seen_to_load_jax() -> None:
+    assert "jax" in loaded_by("from diloco import Task")
+
+
+def test_every_public_name_is_there_and_found() -> None:
+    for name in diloco.__all__:
+        assert getattr(diloco, name) is not None
+    assert set(diloco.__all__) <= set(dir(diloco))
+    assert diloco.Task.__module__ == "diloco.learner.task"
+    with pytest.raises(AttributeError, match="no attribute 'Tasc'"):
+        diloco.Tasc  # noqa: B018
+
+
+def test_every_public_name_is_documented() -> None:
+    page = (ROOT / "docs" / "tasks.md").read_text()
+    table = page.partition("## What to import")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(diloco.__all__)
+
+
+def test_users_are_shown_no_other_names() -> None:
+    """Examples and pages for users import from `diloco` alone."""
+    pages = [ROOT / "README.md", ROOT / "docs" / "tasks.md", *(ROOT / "examples").glob("*.py")]
+    for page in pages:
+        assert not re.findall(r"(?:from|import) diloco\.[\w.]+", page.read_text()), page
