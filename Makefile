@@ -27,7 +27,8 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test wheel-test test-slow test-systemd chaos fuzz lint types imports check \
+.PHONY: help install demo reference docs test wheel-test test-slow test-systemd chaos fuzz lint types \
+	imports check \
 	bench headline quality quality-large sim terraform lock clean
 
 help: ## show this list
@@ -95,6 +96,14 @@ check: lint types imports ## lint, types and imports
 terraform: install ## check infra/terraform: fmt, validate, checkov; with STANDIN=... plan and test too
 	@.ci/terraform
 
+# Strict: a link that leads nowhere, or a page that no list names, is an error.
+docs: reference ## build the site of the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --quiet --strict $(ARGS)
+	@echo "look at it: $(BIN)/python -m http.server --directory site"
+
+reference: install ## write the generated parts of docs/ anew
+	@$(RUN) docs.generate
+
 bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
 	@for name in $(BENCHES); do \
 		echo "== bench.$$name"; \
@@ -131,6 +140,6 @@ lock: install ## resolve requirements.lock again; ARGS=--upgrade for newer versi
 		--output-file requirements.lock $(ARGS) >/dev/null
 
 clean: ## remove .venv, caches and build leftovers; runs/ stays
-	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

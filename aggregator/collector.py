@@ -102,7 +102,7 @@ class Collector:
             found,
             fleet=fleet,
             pinned=retained.of(self._fragment),
-            replay_s=context.gc.replay_s,
+            replay_window_s=context.gc.replay_window_s,
         )
         if plan is None:
             return

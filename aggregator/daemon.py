@@ -18,9 +18,9 @@ from diloco.common.config import (
     Config,
     check_same_run,
     parse_settings,
+    warnings,
 )
 from diloco.common.errors import ConfigError, IntegrityError
-from diloco.common.guard_rails import warnings
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.manager import report, tell, tell_stopping
 from diloco.common.probes import Probes, make_probes, serving
@@ -199,7 +199,7 @@ async def _serve(
         )
         _check_pinned(pinned, len(layout.fragments))
         logger.info("started", fragments=sorted(pinned) if pinned else len(layout.fragments))
-        leases = Leases(context, config.aggregator.lease_s, pinned)
+        leases = Leases(context, config.aggregator.lease_ttl_s, pinned)
         work = asyncio.ensure_future(aggregate(context, leases))
         stop = asyncio.ensure_future(asked.wait())
         reports = asyncio.ensure_future(report(probes.health, probes.manager))

@@ -1,6 +1,7 @@
 """Reads and verifies updates beside a fragment's machine, a few at a time."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from diloco.aggregator.arrays.fragment import Payload
@@ -15,6 +16,9 @@ from diloco.common.errors import ObjectMissingError, WireError
 
 # Payloads of one fragment that may be in memory before they are merged.
 FETCHES = 2
+# Between two attempts at an update that cannot be read for a reason that nobody knows.
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 30.0
 
 Answer = Callable[[events.Fetched | events.Failed, Payload | None], Awaitable[None]]
 
@@ -39,6 +43,7 @@ class Fetcher:
         self._answer = answer
         self._logger = logger
         self._free = asyncio.Semaphore(FETCHES)
+        self._passed: Counter[str] = Counter()
         self._tasks = tasks
 
     def start(self, fetch: Fetch) -> None:
@@ -51,23 +56,62 @@ class Fetcher:
 
     async def _fetch(self, fetch: Fetch) -> None:
         """Its payload waits with the answer until the machine's word."""
-        await self._free.acquire()
         runtime = self._context.runtime
         try:
-            payload = await runtime.retry(
-                "reading shards",
-                lambda: runtime.call(read_payload, self._context.store, fetch.manifest, self._grid),
-                logger=self._logger,
-            )
+            payload = await self._read_at_last(fetch)
         except ObjectMissingError as error:
             failed = events.Failed(runtime.clock(), fetch.update, "missing", error.message)
         except WireError as error:
             failed = events.Failed(runtime.clock(), fetch.update, error.reason, error.message)
         else:
+            self._passed[fetch.update.learner] += 1
             fetched = events.Fetched(runtime.clock(), fetch.update, payload.norm)
             received = sum(shard.size_bytes for shard in fetch.manifest.shards)
             self._context.metrics.add(metrics.RECEIVED, received)
             await self._answer(fetched, payload)
             return
-        self.release()
         await self._answer(failed, None)
+
+    async def _read_at_last(self, fetch: Fetch) -> Payload:
+        """The update, however long the store is away.
+
+        What is neither a passing fault nor explained by the sender's bytes may be a lack of memory
+        or of file handles, or a bug of ours: it is tried again, and is the sender's only once it
+        has failed twice while the updates of others passed.
+
+        Raises:
+            ObjectMissingError, WireError: as `read_payload`; reason "internal" for the last.
+        """
+        failures, pause_s = 0, FIRST_PAUSE_S
+        passed = self._passed_of_others(fetch)
+        while True:
+            try:
+                return await self._context.runtime.retry(
+                    "reading shards", lambda: self._read(fetch), logger=self._logger
+                )
+            except (ObjectMissingError, WireError):
+                raise
+            except Exception as error:
+                failures += 1
+                self._logger.exception(
+                    "reading_failed", update=list(fetch.update), failures=failures
+                )
+                if failures > 1 and self._passed_of_others(fetch) > passed:
+                    what = f"reading it failed {failures} times, while others were read: {error}"
+                    raise WireError("internal", what) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+    def _passed_of_others(self, fetch: Fetch) -> int:
+        return sum(self._passed.values()) - self._passed[fetch.update.learner]
+
+    async def _read(self, fetch: Fetch) -> Payload:
+        """One attempt; who waits for the next one keeps nobody's place."""
+        await self._free.acquire()
+        try:
+            return await self._context.runtime.call(
+                read_payload, self._context.store, fetch.manifest, self._grid
+            )
+        except BaseException:
+            self._free.release()
+            raise

@@ -14,8 +14,8 @@ from diloco.common.service import first_of
 class LivenessWatch:
     """Tells the owners' machines which learners are heard of.
 
-    A learner is dead once it was silent for `quorum.live_s` while another was heard: when nobody
-    is heard it is the bus that is silent, and nobody is taken for dead.
+    A learner is dead once it was silent for `quorum.liveness_timeout_s` while another was heard:
+    when nobody is heard it is the bus that is silent, and nobody is taken for dead.
     """
 
     def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
@@ -26,9 +26,9 @@ class LivenessWatch:
 
     def _live_s(self) -> float:
         """The longest silence of a live learner; owners follow changed settings one by one."""
-        own = self._context.settings.quorum.live_s
+        own = self._context.settings.quorum.liveness_timeout_s
         rules = [owner.tenure.rules for owner in self._owners if owner.tenure is not None]
-        return max((each.quorum.live_s for each in rules), default=own)
+        return max((each.quorum.liveness_timeout_s for each in rules), default=own)
 
     async def watch(self) -> None:
         """Read heartbeats and compare, for ever."""
@@ -63,6 +63,6 @@ class LivenessWatch:
         for name, member in tenure.state.members.items():
             # One that was never heard of counts from its join, or from our own beginning.
             heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
-            live = self._newest_s - heard_at_s < tenure.rules.quorum.live_s
+            live = self._newest_s - heard_at_s < tenure.rules.quorum.liveness_timeout_s
             if live != member.live and not member.left:
                 tenure.tell(events.Liveness(now_s, name, member.incarnation, live))

@@ -172,7 +172,7 @@ async def make_version(context: Context, arrays: FragmentArrays, state: State) -
     part = rounds.share(state) if settings.outer.participation else 1.0
     with instruments.timing(context.metrics, context.runtime.clock, "merge"):
         made = await context.runtime.call(arrays.close_round, state.admitted, part)
-    due = (state.version + 1) % settings.sync.snapshot_every == 0
+    due = (state.version + 1) % settings.sync.snapshot_interval_versions == 0
     return Version(made, context.runtime.clock(), due)
 
 

@@ -41,7 +41,7 @@ async def _find_version(context: RunContext, fragment: int, version: int) -> Rec
     raise ConfigError(
         f"fragment {fragment}: there is no record of version {version} on the tape, "
         f"which has {oldest} to {newest}",
-        hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
+        hint="choose a later version; garbage collection keeps gc.replay_window_s",
     )
 
 
@@ -64,7 +64,7 @@ async def _find_time(context: RunContext, fragment: int, at_s: float) -> Recorde
     if found is None:
         raise ConfigError(
             f"fragment {fragment}: the tape has no version so early",
-            hint="choose a later time; gc.replay_s sets how much garbage collection keeps",
+            hint="choose a later time; garbage collection keeps gc.replay_window_s",
         )
     return found
 
@@ -110,7 +110,7 @@ async def _rebuild(context: Context, target: Recorded) -> Recovered:
         raise ConfigError(
             f"fragment {target.record.fragment}: version {target.record.version} cannot be "
             f"recomputed: {missing.message}",
-            hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
+            hint="choose a later version; garbage collection keeps gc.replay_window_s",
         ) from error
 
 

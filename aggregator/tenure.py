@@ -23,7 +23,7 @@ from diloco.aggregator.core.effects import (
     OpenRound,
 )
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import Quarantine
+from diloco.aggregator.core.state import Quarantine, UpdateId, update_id
 from diloco.aggregator.fetcher import Fetcher
 from diloco.aggregator.last_update import LastUpdate
 from diloco.aggregator.quarantine import quarantine
@@ -46,6 +46,18 @@ QUEUE = 1024
 
 # What the tape and the fetches have for the machine, with the payload that it is about.
 Item = tuple[events.Event | RecordStored | SettingsStored | EndStored, Payload | None]
+
+
+# After a sum that broke: lack of memory passes, and a bug must not fill the log.
+BROKEN_PAUSE_S = 1.0
+
+
+class _MergeError(Exception):
+    """An update could not be added to the sum."""
+
+    def __init__(self, update: UpdateId) -> None:
+        super().__init__(update)
+        self.update = update
 
 
 class Tenure:
@@ -204,9 +216,17 @@ class Tenure:
         await self._take(change.event, None)
 
     async def _take(self, event: events.Event, payload: Payload | None) -> None:
-        self.state, effects = machine.step(self.rules, self.state, event)
-        for effect in effects:
-            await self._perform(effect, payload)
+        before = self.state
+        self.state, effects = machine.step(self.rules, before, event)
+        try:
+            for effect in effects:
+                await self._perform(effect, payload)
+        except _MergeError as error:
+            # What was decided on a sum that is not there is forgotten; nothing of it was done.
+            self._logger.exception("merging_failed", update=list(error.update))
+            self.state = before
+            await asyncio.sleep(BROKEN_PAUSE_S)
+            await self._take(events.Broke(self._context.runtime.clock(), error.update), None)
         if isinstance(event, events.Committed):
             self._check_ours()
 
@@ -222,7 +242,7 @@ class Tenure:
                 await self._context.runtime.call(self._arrays.discard)
             case Merge():
                 assert payload is not None
-                await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
+                await self._merge(payload, effect)
             case Ignored():
                 subject = names.update(self._context.run, effect.manifest.learner, self.fragment)
                 await self._samples.take(subject, effect.reason, f"seq {effect.manifest.seq}")
@@ -232,6 +252,13 @@ class Tenure:
                     await self._take(made, None)
             case Quarantine():
                 await self._quarantine(effect)
+
+    async def _merge(self, payload: Payload, effect: Merge) -> None:
+        try:
+            await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
+        except Exception as error:
+            # The buffers are donated range by range: after any failure the sum is nothing.
+            raise _MergeError(update_id(effect.admitted.manifest)) from error
 
     async def _quarantine(self, effect: Quarantine) -> None:
         """Tell everybody; each fragment's machine hears of it from the tape, this one too."""

@@ -255,13 +255,13 @@ class _Learner:
             self._go_on()
 
     def die(self) -> None:
-        """SIGKILL: what is not announced is lost; after `live_s` of silence all know."""
+        """SIGKILL: what is not announced is lost; all know after the liveness timeout."""
         world = self.world
         if world.stopped:
             return
         self.dead = True
         world.lost += sum(sync.unsent(self.state).values()) / len(self.state.fragments)
-        silent_s = world.settings.quorum.live_s
+        silent_s = world.settings.quorum.liveness_timeout_s
         world.after(silent_s, partial(world.silent, self.name, self.incarnation))
 
     def __getstate__(self) -> dict[str, Any]:

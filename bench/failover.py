@@ -154,7 +154,7 @@ def prepare(folder: Path, url: str, parameters: int) -> Config:
     document = {
         "run": {"name": "failover", "steps": 1 << 40},
         "sync": {"fragments": FRAGMENTS},
-        "quorum": {"pace": 0.1, "min_learners": 1 << 10, "live_s": 1e6},
+        "quorum": {"pace": 0.1, "min_learners": 1 << 10, "liveness_timeout_s": 1e6},
         "bus": {"url": url},
         "store": {"url": str(folder / "store")},
         "task": {"options": {"parameters": parameters}},
@@ -302,9 +302,9 @@ def main() -> None:
         NatsServer(Path(folder) / "nats") as server,
     ):
         trials = asyncio.run(measure(Path(folder), server.url, options))
-        lease_s = load_config(Path(folder) / "run.toml").aggregator.lease_s
-    last = [max(took) - lease_s for took in trials]
-    print(f"lease {lease_s:g} s, {options.parameters:,} parameters in {FRAGMENTS} fragments")
+        lease_ttl_s = load_config(Path(folder) / "run.toml").aggregator.lease_ttl_s
+    last = [max(took) - lease_ttl_s for took in trials]
+    print(f"lease {lease_ttl_s:g} s, {options.parameters:,} parameters in {FRAGMENTS} fragments")
     print(
         f"from SIGKILL to the next version of the last fragment, less the lease: median "
         f"{statistics.median(last):.2f} s, worst {max(last):.2f} s (goal: {GOAL_S:g} s)"

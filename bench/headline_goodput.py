@@ -143,13 +143,18 @@ class Ours:
                 "build": "bench.devices:build",
                 "options": {"preset": conditions.preset, "step_s": conditions.step_s},
             },
-            "sync": {"interval_steps": 4, "fragments": 4, "min_steps": 1, "snapshot_every": 16},
+            "sync": {
+                "interval_steps": 4,
+                "fragments": 4,
+                "min_steps": 1,
+                "snapshot_interval_versions": 16,
+            },
             "bus": {"url": self.server.url},
             "store": {"url": str(self.folder / "store")},
             "learner": {
-                "compile_cache": str(self.folder.parent / "compiled"),
+                "compilation_cache_dir": str(self.folder.parent / "compiled"),
                 "checkpoint_dir": str(self.folder / "checkpoints"),
-                "checkpoint_every_s": 10.0,
+                "checkpoint_interval_s": 10.0,
             },
         }
 

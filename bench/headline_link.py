@@ -197,7 +197,7 @@ def _write_config(fleet: Fleet, here: Place, folder: Path) -> Path:
         "sync": {"interval_steps": 24, "fragments": 8, "codec": "int4", "delta_codec": "int4"},
         "bus": {"url": f"nats://{here.address}:{NATS_PORT}"},
         "store": {"url": "gs://link/runs", "emulator": True},
-        "learner": {"compile_cache": str(folder.parent / "compiled")},
+        "learner": {"compilation_cache_dir": str(folder.parent / "compiled")},
     }
     (folder / "nats.conf").write_text(
         f'listen: "{here.address}:{NATS_PORT}"\n'

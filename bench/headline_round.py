@@ -60,7 +60,7 @@ def ours(codec: str, workers: int, parameters: int, rounds: int, folder: Path) -
                 "min_steps": 1,
                 "codec": codec,
                 "delta_codec": codec,
-                "snapshot_every": 64,
+                "snapshot_interval_versions": 64,
             },
             "quorum": {"min_learners": workers, "pace": 0.0},
             "bus": {"url": server.url},

@@ -6,10 +6,10 @@ Shapes: N elements of a vector, B = N / block blocks; G any leading axes of an a
 
 A block of elements shares one bfloat16 scale within [2^-64, 2^40]; a value is code x scale. The
 product of a code (7 bits) and a scale (8 bits) is exact in float32, and stays exact when a
-bfloat16 coefficient multiplies it too, so fused and unfused arithmetic agree (DESIGN.md, "Same
-bits everywhere"). What is smaller than half the least scale is sent as zero by every codec, so
-that adding a decoded vector to a normal one never gives a denormal number, which some machines
-flush and others keep.
+bfloat16 coefficient multiplies it too, so fused and unfused arithmetic agree
+(docs/design/design.md, "Same bits everywhere"). What is smaller than half the least scale is sent
+as zero by every codec, so that adding a decoded vector to a normal one never gives a denormal
+number, which some machines flush and others keep.
 
     codec     codes of a block of b elements                  its scale
     int4      uint8 [b / 2]: code + 8 in -7..7, two a byte    absmax / 7

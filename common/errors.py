@@ -3,7 +3,7 @@
 Each says whose fault it is, what was expected, what came, and what to do next; `retry` tells a
 caller whether the same call may succeed later, `patience_s` for how long it is worth trying (None:
 for ever). Exceptions of other libraries become one of these
-once, where they enter (`store*.py`, `bus*.py`, `config.py`, `wire.py`), and nowhere else.
+once, where they enter (`store*.py`, `bus*.py`, `config`, `wire`), and nowhere else.
 """
 
 

@@ -67,6 +67,6 @@ class Health:
         return Answer(live, live and not why, tuple(why), self.waiting(), view.state)
 
 
-def step_limit_s(hang_s: float, step_time_s: float) -> float:
+def step_limit_s(watchdog_timeout_s: float, step_time_s: float) -> float:
     """How long a learner's training loop may take for a turn: a slow step is not a hung one."""
-    return max(hang_s, SLOW_STEPS * step_time_s)
+    return max(watchdog_timeout_s, SLOW_STEPS * step_time_s)

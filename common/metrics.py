@@ -56,72 +56,76 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -
 
 
 # Of every daemon
-LIVE = _gauge("live", "1 while the main loop turns")
+LIVE = _gauge("live", "1 while the main loop makes progress")
 READY = _gauge("ready", "1 while the daemon can do its work")
-FAULTS = _counter("faults_total", "attempts that met a passing fault", "what", "cause")
-WAITING = _gauge("waiting", "calls that passing faults keep waiting", "what", "cause")
+FAULTS = _counter("faults_total", "attempts that failed with a transient fault", "what", "cause")
+WAITING = _gauge("waiting", "calls that retry after a transient fault", "what", "cause")
 
 # Of a learner
-TOKENS = _counter("learner_tokens_total", "tokens trained on by this process")
+TOKENS = _counter("learner_tokens_total", "tokens trained by this process")
 STEPS = _counter("learner_steps_total", "inner steps taken by this process")
-DATA_TOKENS = _gauge("learner_data_tokens", "tokens consumed")
-GLOBAL_STEP = _gauge("learner_global_step", "the run's clock, as this learner knows it")
+DATA_TOKENS = _gauge("learner_data_tokens", "tokens consumed, over all incarnations")
+GLOBAL_STEP = _gauge("learner_global_step", "newest global step known to the learner")
 LOSS = _gauge("learner_loss", "training loss, moving average over steps")
-STEP_TIME = _gauge("learner_step_seconds", "time of an inner step, moving average")
-STALL = _counter("learner_stall_seconds_total", "training thread's time in synchronization")
-RUN_TIME = _counter("learner_run_seconds_total", "training thread's time since its first step")
+STEP_TIME = _gauge("learner_step_seconds", "inner step time, moving average")
+STALL = _counter(
+    "learner_stall_seconds_total", "time that synchronization blocked the training thread"
+)
+RUN_TIME = _counter("learner_run_seconds_total", "time since the first step")
 UP = _counter("learner_uploaded_bytes_total", "bytes written to the store")
 DOWN = _counter("learner_downloaded_bytes_total", "bytes read from the store")
 SENT = _counter("learner_updates_sent_total", "updates announced")
-STATE = _gauge("learner_state", "1 for the state that the learner is in", "state")
+STATE = _gauge("learner_state", "1 for the current state", "state")
 ADOPTED = _gauge("learner_version", "version adopted", "fragment")
-UNSENT = _gauge("learner_unsent_steps", "inner steps that no announced update covers", "fragment")
-SENDING = _histogram("learner_send_seconds", "time of sending an update, by part", SECONDS, "part")
+UNSENT = _gauge("learner_unsent_steps", "inner steps not yet announced", "fragment")
+SENDING = _histogram("learner_send_seconds", "time to send an update, by phase", SECONDS, "part")
 
 # Of an aggregator
 FRAGMENTS = _gauge("aggregator_fragments", "fragments of the run")
 OWNED = _gauge("aggregator_fragments_owned", "fragments that this aggregator owns")
-STOPPED = _gauge("aggregator_fragments_stopped", "fragments that stand still: digests differ")
-VERSION = _counter("aggregator_versions_total", "versions of a fragment, on the tape", "fragment")
-CLOCK = _gauge("aggregator_global_step", "the run's clock at the newest version", "fragment")
+STOPPED = _gauge("aggregator_fragments_stopped", "fragments stopped by a digest mismatch")
+VERSION = _counter("aggregator_versions_total", "versions on the tape", "fragment")
+CLOCK = _gauge("aggregator_global_step", "global step of the newest version", "fragment")
 COMMITTED_AT = _gauge(
-    "aggregator_version_timestamp_seconds", "when the newest round was closed", "fragment"
+    "aggregator_version_timestamp_seconds", "time at which the newest round closed", "fragment"
 )
 MERGED = _counter("aggregator_updates_merged_total", "updates merged, on the tape", "fragment")
 REJECTED = _counter(
     "aggregator_updates_rejected_total", "updates rejected, on the tape", "fragment"
 )
 DELIVERED = _counter(
-    "aggregator_tokens_merged_total", "delivered tokens: of merged updates, on the tape", "fragment"
+    "aggregator_tokens_merged_total", "tokens of merged updates, on the tape", "fragment"
 )
 LOST = _counter(
     "aggregator_tokens_rejected_total", "tokens of rejected updates, on the tape", "fragment"
 )
 PENDING = _gauge("aggregator_pending_updates", "updates announced and not merged yet", "fragment")
-QUEUED = _gauge("aggregator_queued_events", "events that wait for the fragment's core", "fragment")
-LIVE_LEARNERS = _gauge("aggregator_live_learners", "learners taken for alive", "fragment")
+QUEUED = _gauge("aggregator_queued_events", "events queued for the fragment's core", "fragment")
+LIVE_LEARNERS = _gauge("aggregator_live_learners", "live learners", "fragment")
 QUARANTINED = _gauge(
     "aggregator_quarantined",
-    "1 for a learner that is shut out of a fragment",
+    "1 for a quarantined learner",
     "fragment",
     "learner",
 )
 VERDICTS = _counter(
     "aggregator_rejections_total", "updates rejected by this process", "learner", "reason"
 )
-IGNORED = _counter("aggregator_ignored_total", "messages that are no update", "reason")
+IGNORED = _counter("aggregator_ignored_total", "messages ignored: not a valid update", "reason")
 STALENESS = _histogram(
-    "aggregator_staleness_versions", "versions that merged updates were late", VERSIONS, "learner"
+    "aggregator_staleness_versions", "staleness of merged updates, in versions", VERSIONS, "learner"
 )
 ROUND_UPDATES = _histogram("aggregator_round_updates", "updates merged in a round", UPDATES)
-ROUND = _histogram("aggregator_round_seconds", "time of a round, by part", SECONDS, "part")
-RECOVERIES = _counter("aggregator_recoveries_total", "times that a fragment was recovered")
-MERGED_AGAIN = _counter("aggregator_versions_merged_again_total", "versions made anew to recover")
+ROUND = _histogram("aggregator_round_seconds", "round time, by phase", SECONDS, "part")
+RECOVERIES = _counter("aggregator_recoveries_total", "recoveries of a fragment")
+MERGED_AGAIN = _counter(
+    "aggregator_versions_merged_again_total", "versions merged again during recovery"
+)
 RECEIVED = _counter("aggregator_received_bytes_total", "bytes of updates read from the store")
 STORED = _counter("aggregator_stored_bytes_total", "bytes of versions written to the store")
-COLLECTED = _counter("aggregator_collected_bytes_total", "bytes removed as garbage")
-TAPE_SIZE = _gauge("tape_size_bytes", "size of the run's stream")
-TAPE_LIMIT = _gauge("tape_limit_bytes", "size at which the stream takes no more, 0 for no limit")
+COLLECTED = _counter("aggregator_collected_bytes_total", "bytes deleted by garbage collection")
+TAPE_SIZE = _gauge("tape_size_bytes", "size of the tape")
+TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
 DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (

@@ -67,8 +67,8 @@ def _configure(config: Config) -> None:
         HostLostError: they did not.
     """
     section = config.learner
-    if section.compile_cache:
-        jax.config.update("jax_compilation_cache_dir", section.compile_cache)
+    if section.compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", section.compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if section.cpu_devices:
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)

@@ -7,8 +7,8 @@ over the learner's mesh as the tensor is; where a cut would go through a block, 
 along another axis. So each device encodes what it holds, and codes do not depend on the mesh.
 
 Per fragment a learner holds theta (its leaves), the view V it last adopted, and the codes of the
-update in flight, q dequantized. What is not yet sent is V - q - theta (DESIGN.md, "Each step's
-work is sent once"):
+update in flight, q dequantized. What is not yet sent is V - q - theta (docs/design/design.md,
+"Each step's work is sent once"):
 
     send       codes = Q(V - theta)             settle     theta += q
     apply      V' = V + deQ(delta); theta += V' - V
@@ -136,7 +136,7 @@ class Kernels:
         return self._named(_replace(self._tuple(leaves), self._starts(), view, self.geometry))
 
     def mix(self, leaves: Leaves, view: Blocks, alpha: float) -> Leaves:
-        """Leaves and view in the shares alpha and 1 - alpha; leaves are donated (PAPER.md §1)."""
+        """Leaves and view in the shares alpha and 1 - alpha; leaves are donated (the paper, §1)."""
         mixed = _mix(self._tuple(leaves), self._starts(), view, np.float32(alpha), self.geometry)
         return self._named(mixed)
 

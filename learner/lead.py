@@ -183,7 +183,7 @@ def _publish_and_adopt(
     fetcher = Fetcher(context, tensors)
     adopter = Adopter(context, background.post, fetcher, peers, starts, life.incarnation)
     background.spawn(adopter.follow())
-    every_s = host.config.learner.heartbeat_s
+    every_s = host.config.learner.heartbeat_interval_s
     meter = parts.meter
     background.spawn(publisher.beat(lambda: meter.heartbeat(life.incarnation), every_s))
     return publisher
@@ -243,7 +243,7 @@ def _planner(
         tokens_per_step=host.island.task.tokens_per_batch,
         asked_to_leave=lambda: host.asked_to_leave() or peers.asked_to_leave(),
         lookahead=peers.lookahead,
-        drain_timeout_s=host.config.learner.leave_s,
+        drain_timeout_s=host.config.learner.drain_timeout_s,
         checkpoint_due=saver.due,
         tell=peers.tell,
         turned=context.health.turned,
@@ -258,7 +258,7 @@ def _leave(
     if lost and not planner.state.ended:
         context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
     trainer.meter.state = "leaving"
-    within_s = host.config.learner.leave_s
+    within_s = host.config.learner.drain_timeout_s
     try:
         host.background.call(publisher.leave(trainer.position), within_s)
     except TimeoutError:

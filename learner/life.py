@@ -90,7 +90,10 @@ class Life:
     def begin(self) -> None:
         """Say that it trains from now on."""
         manager, trainer = self.host.probes.manager, self.trainer
-        health, watchdog_timeout_s = self.context.health, self.host.config.learner.hang_s
+        health, watchdog_timeout_s = (
+            self.context.health,
+            self.host.config.learner.watchdog_timeout_s,
+        )
         health.limit_s = lambda: step_limit_s(watchdog_timeout_s, trainer.meter.step_time_s)
         health.view = lambda: instruments.view(trainer.meter)
         self.context.logger.info("started", position=trainer.position)

@@ -128,7 +128,7 @@ class Saver:
         """Whether it is time for a checkpoint, and none is being made."""
         waited_s = time.monotonic() - self._made_s
         idle = self._running is None or self._running.done()
-        return waited_s >= self._section.checkpoint_every_s and idle
+        return waited_s >= self._section.checkpoint_interval_s and idle
 
     def save(self, state: Any, progress: Progress) -> None:
         """Make a checkpoint, after the one that is being made."""

@@ -25,7 +25,7 @@ class SyncRules:
     warmup_steps: int
     warmup_interval_steps: int
     min_steps: int
-    announce_again_s: float
+    reannounce_timeout_s: float
     lockstep: bool
     overwrite: bool
 
@@ -37,7 +37,7 @@ def sync_rules(sync: SyncSection) -> SyncRules:
         warmup_steps=sync.warmup_steps,
         warmup_interval_steps=sync.warmup_interval_steps,
         min_steps=sync.min_steps,
-        announce_again_s=sync.announce_again_s,
+        reannounce_timeout_s=sync.reannounce_timeout_s,
         lockstep=sync.mode == "lockstep",
         overwrite=sync.adopt == "overwrite",
     )
@@ -344,7 +344,7 @@ def _send(
     flying = fragment.in_flight
     if flying is not None:
         waited_s = now_s - flying.announced_at_s
-        if not flying.announced_at_s or waited_s < rules.announce_again_s:
+        if not flying.announced_at_s or waited_s < rules.reannounce_timeout_s:
             return fragment
         again = flying._replace(announced_at_s=now_s, attempt=flying.attempt + 1)
         effects.append(Republish(index, flying.seq, again.attempt))

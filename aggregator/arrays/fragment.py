@@ -252,7 +252,7 @@ def payload_of(grid: Grid, codec: Codec, parts: tuple[Encoded, ...]) -> Payload:
 def _optimizer(settings: RunSettings) -> OuterOptimizer:
     section = settings.outer
     return outer.make_outer(
-        section.optimizer, delay=section.delay, delay_fraction=section.delay_fraction
+        section.optimizer, delay=section.delay_rounds, delay_fraction=section.delay_fraction
     )
 
 

@@ -145,7 +145,7 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
         RDA       (sum w S c |v| / sum w) / |A|,   0 if the directions cancel
 
     The denominators hold w without its discount, so that a stale update that is alone in its
-    round is discounted all the same (DESIGN.md, "A round and its merge").
+    round is discounted all the same (docs/design/design.md, "A round and its merge").
     """
     average = 1 / sum(float(ml_dtypes.bfloat16(update.weight)) for update in updates)
     if not grid.radial.any():

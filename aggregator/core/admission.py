@@ -105,8 +105,8 @@ def wrong_base(
         return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
     # Off by default: the discount makes old work small, and throwing it away costs tokens
     # (invariant 4 counts them as rejected).
-    if rules.staleness.maximum and staleness > rules.staleness.maximum:
-        return "stale", f"{staleness} versions old, at most {rules.staleness.maximum}"
+    if rules.staleness.max_versions and staleness > rules.staleness.max_versions:
+        return "stale", f"{staleness} versions old, at most {rules.staleness.max_versions}"
     return None
 
 

@@ -271,6 +271,8 @@ def _event(
                 if (taken.learner, taken.incarnation, taken.seq) == update:
                     return events.Failed(at_s, update, taken.reason, taken.detail)
             return events.Failed(at_s, update, "", "")
+        case "broke":
+            return events.Broke(at_s, update)
         case "cut":
             return events.CutKnown(at_s, observation.seq)
         case "made":

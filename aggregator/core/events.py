@@ -84,6 +84,13 @@ class Failed(NamedTuple):
     detail: str
 
 
+class Broke(NamedTuple):
+    """Adding an update to the sum failed, for a reason that its bytes do not explain."""
+
+    at_s: float
+    update: UpdateId
+
+
 class Liveness(NamedTuple):
     """A learner was heard of again, or has not been for too long."""
 
@@ -132,6 +139,7 @@ Event = (
     | Quarantined
     | Fetched
     | Failed
+    | Broke
     | Liveness
     | Timer
     | CutKnown

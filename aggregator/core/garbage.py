@@ -5,8 +5,8 @@ Rules of this file:
   says: first the tape, then the objects.
 - The floor is a version whose view and outer state are stored, and from which a fragment can be
   recovered: the older of the two newest such versions, or an earlier one if versions of the last
-  `replay_s` seconds could not be merged again otherwise. Of what is below the floor nothing stays
-  but what checkpoints pin; of what is above it everything that its records name.
+  `replay_window_s` seconds could not be merged again otherwise. Of what is below the floor nothing
+  stays but what checkpoints pin; of what is above it everything that its records name.
 - Where it cannot be known that something is not needed, it stays: an object of a version that is
   not committed yet, an update that may still be announced, a name that is not of our making.
 """
@@ -148,7 +148,7 @@ def plan(
     *,
     fleet: Fleet,
     pinned: Collection[int],
-    replay_s: float,
+    replay_window_s: float,
 ) -> GarbagePlan | None:
     """What of a fragment may go; None if its records hold no snapshot to begin from.
 
@@ -157,11 +157,11 @@ def plan(
         found: (name, bytes) of objects in the store; those of other fragments are passed over.
         fleet: who may still announce what.
         pinned: versions whose view and outer state checkpoints keep.
-        replay_s: versions not older than this stay such that they can be merged again.
+        replay_window_s: versions not older than this stay such that they can be merged again.
     """
     # Everything else follows from one version, so that what stays is whole: a floor, and all that
     # leads from it to the newest version.
-    index = _floor(ledger.entries, replay_s)
+    index = _floor(ledger.entries, replay_window_s)
     if index is None:
         return None
     floor = ledger.entries[index]
@@ -182,14 +182,14 @@ def plan(
     return GarbagePlan(floor.version, floor.record_seq, answered_seq, trims, tuple(garbage))
 
 
-def _floor(entries: list[Entry], replay_s: float) -> int | None:
+def _floor(entries: list[Entry], replay_window_s: float) -> int | None:
     """Index of the oldest record that stays."""
     wholes = [index for index, entry in enumerate(entries) if entry.whole]
     # With one snapshot and older records of a chain whose beginning is gone, nothing is certain.
     if not wholes or (len(wholes) == 1 and wholes[0] > 0):
         return None
     # The newest record is the clock: a machine whose own is wrong must not delete anything early.
-    since_s = entries[-1].stored_at_s - replay_s
+    since_s = entries[-1].stored_at_s - replay_window_s
     made = (i for i, entry in enumerate(entries) if entry.made and entry.stored_at_s > since_s)
     recent = next(made, len(entries) - 1)
     # To merge a version again one begins from the one before it.

@@ -10,7 +10,7 @@ Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
   or logging; times come in with events, in seconds since the epoch, and `rounds.deadline` says
   when the machine wants a `Timer`.
-- The machine trusts that messages were decoded (`common/wire.py`), and nothing else in them.
+- The machine trusts that messages were decoded (`common/wire`), and nothing else in them.
 - An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
   that record is committed its stream sequence stays at or above the position in the record, so
   that whoever recovers from the record meets it again.
@@ -254,6 +254,31 @@ def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Resu
     return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
 
 
+def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result:
+    """The sum is spoilt: it is made again from the others, and from this one once more.
+
+    Whatever it was (memory, a bug of ours), nobody's honest work is rejected for it: only an update
+    that breaks the sum again, beside others that do not, is.
+    """
+    pending = state.pending.get(event.update)
+    if pending is None:
+        return state, ()
+    state = with_observation(state, "broke", event.at_s, event.update, 0.0)
+    others = contributors(state) - {event.update.learner}
+    again = without_pending(awaiting(state), event.update)
+    if pending.broke and others:
+        detail = "adding it failed twice, while others were added"
+        refused = Refused(pending.manifest, pending.stream_seq, "internal", detail)
+        again, effects = rounds.go_on(rules, again, event.at_s)
+        again, more = rounds.reject(rules, again, refused, event.at_s)
+        return again, (Discard(), *effects, *more)
+    # Last of all, so that what others sent is in the sum by then.
+    once_more = pending._replace(fetching=False, broke=pending.broke + 1)
+    again = again._replace(pending={**again.pending, event.update: once_more})
+    again, effects = rounds.go_on(rules, again, event.at_s)
+    return again, (Discard(), *effects)
+
+
 def _on_liveness(rules: FragmentRules, state: State, event: events.Liveness) -> Result:
     member = state.members.get(event.learner)
     if member is None or member.incarnation != event.incarnation or member.left:
@@ -338,6 +363,7 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     events.Quarantined: _on_quarantined,
     events.Fetched: _on_fetched,
     events.Failed: _on_failed,
+    events.Broke: _on_broke,
     events.Liveness: _on_liveness,
     events.Timer: _on_timer,
     events.CutKnown: _on_cut_known,

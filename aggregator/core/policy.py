@@ -88,7 +88,7 @@ def weight(tokens: int, steps: int) -> float:
 
 
 def discount(rule: StalenessSection, staleness: int) -> float:
-    """S(s), the share of itself that an update s versions old keeps (PAPER.md, section 4)."""
+    """S(s), the share that an update s versions old keeps (docs/design/paper.md, section 4)."""
     # It shrinks the update itself and not only its share: numerators are multiplied by it and
     # denominators are not, so that a stale update alone in its round is discounted too.
     match rule.rule:
@@ -97,7 +97,7 @@ def discount(rule: StalenessSection, staleness: int) -> float:
         case "polynomial":
             return float((1 + staleness) ** -rule.power)
         case "hinge":
-            late = staleness - rule.knee
+            late = staleness - rule.threshold
             return 1.0 if late <= 0 else 1 / (rule.rate * late + 1)
         case "exponential":
             return math.exp(-rule.rate * staleness)
@@ -173,7 +173,7 @@ def judge_norm(
     if median == 0:
         return 1.0
     multiple = norm / steps / median
-    if multiple > bounds.norm_refuse:
+    if multiple > bounds.norm_reject:
         return None
     # Clipped before it is refused: most of what is somewhat too large is honest work after a bad
     # batch.

@@ -23,7 +23,8 @@ class Pending(NamedTuple):
     """An update that is announced and not yet verified; `fetching` once its shards are read.
 
     `passed`: it could not be read in the time of its round. It is merged when it comes, but no
-    later round waits for it, or one sender's slow object would hold up every version.
+    later round waits for it, or one sender's slow object would hold up every version. `broke`: how
+    often adding it to the sum failed.
     """
 
     manifest: wire.Manifest
@@ -31,6 +32,7 @@ class Pending(NamedTuple):
     announced_at_s: float
     fetching: bool = False
     passed: bool = False
+    broke: int = 0
 
 
 class Admitted(NamedTuple):

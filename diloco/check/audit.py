@@ -1,4 +1,4 @@
-"""Holds DESIGN.md's invariants against what a run has on its tape and in its store.
+"""Holds docs/design/design.md's invariants against what a run has on its tape and in its store.
 
 It wants nothing but read access, and believes no daemon: what a record claims is compared with the
 manifests it answers and the records before it. A run may be under way, and its tape trimmed; then

@@ -191,10 +191,10 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     assert message is not None
     # Within its travel time the message may have been stored at any moment.
     ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
-    live_s = context.settings.quorum.live_s
+    liveness_timeout_s = context.settings.quorum.liveness_timeout_s
     return [
         Finding(severity="ok", about="bus", sentence="NATS answers and accepts messages"),
-        symptoms.clock("this machine's clock", ahead_s, live_s),
+        symptoms.clock("this machine's clock", ahead_s, liveness_timeout_s),
         *symptoms.room(filled),
     ]
 

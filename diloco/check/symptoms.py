@@ -15,8 +15,7 @@ from diloco.check.audit import Audit, Breach, Objects
 from diloco.check.history import History
 from diloco.common import wire
 from diloco.common.bus import Filled
-from diloco.common.config import RunSettings
-from diloco.common.guard_rails import warnings
+from diloco.common.config import RunSettings, warnings
 from diloco.look.observe import LearnerView
 
 Severity = Literal["ok", "note", "warning", "error"]
@@ -35,7 +34,8 @@ DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 TAPE_FULL = "runbooks/tape-full.md"
 
-# Clocks that differ by more confuse deadlines and people; `quorum.live_s` is what breaks.
+# Clocks that differ by more confuse deadlines and people; what breaks is
+# `quorum.liveness_timeout_s`.
 SKEW_S = 1.0
 # Of a learner's updates, so many are looked back on.
 RECENT = 16
@@ -88,7 +88,7 @@ def configuration(settings: RunSettings) -> Iterator[Finding]:
         )
 
 
-def clock(about: str, ahead_s: float, live_s: float) -> Finding:
+def clock(about: str, ahead_s: float, liveness_timeout_s: float) -> Finding:
     """A clock that is `ahead_s` seconds ahead of the server's."""
     if abs(ahead_s) <= SKEW_S:
         return Finding(
@@ -96,7 +96,7 @@ def clock(about: str, ahead_s: float, live_s: float) -> Finding:
         )
     way = "ahead of" if ahead_s > 0 else "behind"
     return Finding(
-        severity="error" if abs(ahead_s) > live_s else "warning",
+        severity="error" if abs(ahead_s) > liveness_timeout_s else "warning",
         about=about,
         sentence=f"{abs(ahead_s):.1f} s {way} the NATS server's clock",
         advice="let all machines follow the same time service",
@@ -116,7 +116,7 @@ def aggregator_clocks(history: History) -> Iterator[Finding]:
     for name, ahead_s in sorted(ahead.items()):
         # Behind says nothing: closing a round takes its time.
         if ahead_s > SKEW_S:
-            yield clock(f"clock of {name}", ahead_s, history.settings.quorum.live_s)
+            yield clock(f"clock of {name}", ahead_s, history.settings.quorum.liveness_timeout_s)
 
 
 def learners(history: History, views: dict[str, LearnerView], now_s: float) -> Iterator[Finding]:
@@ -128,8 +128,8 @@ def learners(history: History, views: dict[str, LearnerView], now_s: float) -> I
         view = views.get(name)
         found = []
         if not leaves and not stop_seq:
-            live_s = history.settings.quorum.live_s
-            found = [*silence(name, view, now_s, live_s), *_usefulness(history, name)]
+            liveness_timeout_s = history.settings.quorum.liveness_timeout_s
+            found = [*silence(name, view, now_s, liveness_timeout_s), *_usefulness(history, name)]
         if found:
             yield from found
             continue
@@ -147,9 +147,11 @@ def _pace(view: LearnerView | None) -> str:
     return f"trains, {beat.tokens_per_s:,.0f} tokens/s, step {beat.local_step:,}"
 
 
-def silence(name: str, view: LearnerView | None, now_s: float, live_s: float) -> Iterator[Finding]:
-    """A learner that has joined, has not left, and was not heard of for `live_s`."""
-    if view is not None and now_s - view.heard_at_s <= live_s:
+def silence(
+    name: str, view: LearnerView | None, now_s: float, liveness_timeout_s: float
+) -> Iterator[Finding]:
+    """A learner that has joined, has not left, and was not heard of for `liveness_timeout_s`."""
+    if view is not None and now_s - view.heard_at_s <= liveness_timeout_s:
         return
     since = f"for {now_s - view.heard_at_s:,.0f} s" if view is not None else "since it joined"
     yield Finding(
@@ -230,7 +232,7 @@ def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]
 
 def patience_s(settings: RunSettings) -> float:
     """How long updates may wait for a record before their fragment stands still."""
-    return PATIENCE * settings.quorum.deadline_s + settings.sync.announce_again_s
+    return PATIENCE * settings.quorum.deadline_s + settings.sync.reannounce_timeout_s
 
 
 def standing_still(fragment: int, updates: int, waited_s: float) -> Finding:

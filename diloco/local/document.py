@@ -37,10 +37,10 @@ def local_document(
             "corpus": str(Path(options.corpus).absolute()),
         }
     learner = document.setdefault("learner", {})
-    learner.setdefault("compile_cache", str(run_dir / "compiled"))
+    learner.setdefault("compilation_cache_dir", str(run_dir / "compiled"))
     learner.setdefault("checkpoint_dir", str(run_dir / "checkpoints"))
-    learner.setdefault("checkpoint_every_s", CHECKPOINT_S)
-    learner.setdefault("leave_s", LEAVE_S)
+    learner.setdefault("checkpoint_interval_s", CHECKPOINT_S)
+    learner.setdefault("drain_timeout_s", LEAVE_S)
     if options.speed:
         learner["speed"] = _speeds(options.speed, learners)
     document["store"] = {"url": str(run_dir / "store")}

@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.live import Live
 
 from diloco.cli.opening import open_run
-from diloco.common.config import Config, make_config
+from diloco.common.config import Config, make_config, warnings
 from diloco.common.errors import ConfigError
-from diloco.common.guard_rails import warnings
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
 from diloco.local import screen

@@ -128,7 +128,7 @@ class Watch:
         now_s = context.runtime.clock()
         totals = [item.record.totals for item in observed.records.values()]
         learners = tuple(
-            _learner(observed, name, now_s, context.settings.quorum.live_s)
+            _learner(observed, name, now_s, context.settings.quorum.liveness_timeout_s)
             for name in sorted(_known(observed))
         )
         return Status(
@@ -176,7 +176,7 @@ class Watch:
         for name in sorted(_known(observed)):
             if not _has_left(observed, name):
                 view = observed.learners.get(name)
-                yield from symptoms.silence(name, view, now_s, settings.quorum.live_s)
+                yield from symptoms.silence(name, view, now_s, settings.quorum.liveness_timeout_s)
                 yield from symptoms.usefulness(name, symptoms.answers(observed.recent, name))
         longest_s = symptoms.patience_s(settings)
         for fragment, waiting in sorted(observed.waiting.items()):
@@ -224,11 +224,13 @@ def _has_left(observed: Observed, name: str) -> bool:
     )
 
 
-def _learner(observed: Observed, name: str, now_s: float, live_s: float) -> LearnerStatus:
+def _learner(
+    observed: Observed, name: str, now_s: float, liveness_timeout_s: float
+) -> LearnerStatus:
     view: LearnerView | None = observed.learners.get(name)
     beat = view.heartbeat if view is not None else None
     heard_s = None if view is None else max(0.0, now_s - view.heard_at_s)
-    silent = heard_s is None or heard_s > live_s
+    silent = heard_s is None or heard_s > liveness_timeout_s
     left = _has_left(observed, name) or observed.ended
     answers = symptoms.answers(observed.recent, name)
     stale = [answer.staleness for answer in answers if answer.staleness is not None]

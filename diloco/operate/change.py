@@ -15,9 +15,9 @@ from diloco.common.config import (
     check_same_run,
     load_config,
     parse_settings,
+    warnings,
 )
 from diloco.common.errors import ConfigError
-from diloco.common.guard_rails import warnings
 from diloco.common.layout import parse_layout
 from diloco.common.service import Runtime
 from diloco.common.store import open_store

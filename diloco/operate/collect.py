@@ -101,7 +101,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
             stored.objects[fragment],
             fleet=Fleet(lives, pending),
             pinned=retained.of(fragment),
-            replay_s=section.replay_s,
+            replay_window_s=section.replay_window_s,
         )
         answered.append(plan.answered_seq if plan else 0)
         if plan is not None:

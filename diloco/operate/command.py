@@ -35,7 +35,7 @@ def run_create(
     """Create a run: streams, specification, and version 0 of every fragment."""
     log.configure(log_level)
     loaded = load_config(config)
-    from diloco.common.guard_rails import warnings
+    from diloco.common.config import warnings
     from diloco.operate.create import create
 
     for sentence in warnings(loaded.settings()):

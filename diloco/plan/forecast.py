@@ -315,7 +315,7 @@ def _aggregator(
 def _aggregator_gbit(fleet: Fleet, sized: Sizes, interval_s: float) -> float:
     """The larger of what it reads and what it writes."""
     read = len(fleet.islands) * sized.update_bytes
-    written = sized.delta_bytes + sized.snapshot_bytes / sized.snapshot_every
+    written = sized.delta_bytes + sized.snapshot_bytes / sized.snapshot_interval_versions
     return 8 * max(read, written) / interval_s / 1e9
 
 
@@ -386,7 +386,7 @@ def _bandwidth(
 def _daily(sized: Sizes, rounds: Rounds, learners: int) -> Daily:
     """Learners that return, and garbage collection, are not counted."""
     each = DAY_S / rounds.interval_s  # Versions of every fragment.
-    snapshots = each / sized.snapshot_every
+    snapshots = each / sized.snapshot_interval_versions
     updates = each * rounds.participants
     return Daily(
         objects_written=updates * sized.update_objects

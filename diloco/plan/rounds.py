@@ -267,8 +267,10 @@ class _Line:
         for (begins_s, ends_s), still in zip(pairwise(times_s), stands, strict=True):
             if not still:
                 continue
-            if ends_s - begins_s > self._rules.quorum.live_s:
-                self._at(begins_s + self._rules.quorum.live_s, self._heard, learner, False)
+            if ends_s - begins_s > self._rules.quorum.liveness_timeout_s:
+                self._at(
+                    begins_s + self._rules.quorum.liveness_timeout_s, self._heard, learner, False
+                )
                 self._at(ends_s, self._heard, learner, True)
             # A trace takes the step under way back: a death lies within the standstill.
             died = [death for death in deaths if begins_s <= death < ends_s]

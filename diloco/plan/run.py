@@ -4,7 +4,7 @@ import json as jsonlib
 
 from rich.console import Console
 
-from diloco.common.guard_rails import warnings
+from diloco.common.config import warnings
 from diloco.plan import inputs
 from diloco.plan.forecast import make_plan, over_learners
 from diloco.plan.intervals import intervals

@@ -35,7 +35,7 @@ class Sizes:
         update_bytes: of one learner's updates; `update_objects` their shards.
         delta_bytes: of the versions' deltas, one object a fragment.
         snapshot_bytes: of the views and outer states, two objects a fragment every
-            `snapshot_every` versions.
+            `snapshot_interval_versions` versions.
         resident_bytes: of the aggregator's arrays.
     """
 
@@ -46,7 +46,7 @@ class Sizes:
     update_objects: int
     delta_bytes: int
     snapshot_bytes: int
-    snapshot_every: int
+    snapshot_interval_versions: int
     resident_bytes: int
 
 
@@ -71,7 +71,7 @@ def sizes(settings: RunSettings, fragments: Sequence[int]) -> Sizes:
     ]
     state = make_outer(
         settings.outer.optimizer,
-        delay=settings.outer.delay,
+        delay=settings.outer.delay_rounds,
         delay_fraction=settings.outer.delay_fraction,
     ).init(2 * run.block)
     slots = sum(array.size == 2 * run.block for array in state.values())
@@ -86,7 +86,7 @@ def sizes(settings: RunSettings, fragments: Sequence[int]) -> Sizes:
         update_objects=len(shards),
         delta_bytes=sum(encoded_bytes(run.delta_codec, size, run.block) for size in fragments),
         snapshot_bytes=4 * elements * (2 + slots),
-        snapshot_every=run.snapshot_every,
+        snapshot_interval_versions=run.snapshot_interval_versions,
         resident_bytes=4 * elements * (3 + slots) + payloads,
     )
 

@@ -57,5 +57,5 @@ async def _view_of(context: RunContext, record: wire.Record) -> Vector:
         raise ConfigError(
             f"version {record.version} of fragment {record.fragment} is no longer stored: "
             f"{error.message}",
-            hint="choose a later version; gc.replay_s sets how much garbage collection keeps",
+            hint="choose a later version; garbage collection keeps gc.replay_window_s",
         ) from error

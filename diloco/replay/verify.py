@@ -128,7 +128,7 @@ def chains(
             if not begins:
                 raise ConfigError(
                     f"fragment {fragment}: no view is stored of version {first} or before",
-                    hint="start later; gc.replay_s sets how much garbage collection keeps",
+                    hint="start later; gc.replay_window_s sets how much garbage collection keeps",
                 )
             chain = chain[begins[-1] :]
         found[fragment] = chain

@@ -1,7 +1,7 @@
 """`diloco replay --set`: a run's updates merged under other settings, and the model that makes.
 
 With other outer settings, or another discount of staleness, the rounds are the recorded ones and
-the result is exact. Other rules of admission (`quorum`, `bounds`, `staleness.maximum`,
+the result is exact. Other rules of admission (`quorum`, `bounds`, `staleness.max_versions`,
 `outer.participation`) are decided again in virtual time (`redecide.py`). In either case learners
 are not asked: their updates are those that they sent.
 """
@@ -36,7 +36,7 @@ from diloco.replay.verify import is_stored
 
 SECTIONS = ("outer", "staleness", "quorum", "bounds")
 # Settings that change which updates a round takes.
-DECIDING = ("quorum.", "bounds.", "staleness.maximum", "outer.participation")
+DECIDING = ("quorum.", "bounds.", "staleness.max_versions", "outer.participation")
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
@@ -177,7 +177,7 @@ def _whole(chain: Chain, there: set[str]) -> Chain:
         fragment = chain[0][1].fragment if chain else "?"
         raise ConfigError(
             f"fragment {fragment}: no version can be merged again, their updates are gone",
-            hint="garbage collection keeps what gc.replay_s says",
+            hint="garbage collection keeps what gc.replay_window_s says",
         )
     return chain[begin:]
 

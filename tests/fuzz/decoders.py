@@ -28,10 +28,9 @@ from diloco.common import names, shards, wire
 from diloco.common import tape_file as tape_files
 from diloco.common.bus import Message
 from diloco.common.codec import CODECS, Encoded, code_dtype
-from diloco.common.config import RunSettings, load_config, parse_settings
+from diloco.common.config import RunSettings, load_config, parse_settings, warnings
 from diloco.common.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.errors import IntegrityError, WireError
-from diloco.common.guard_rails import warnings
 from diloco.common.layout import Tensor, layout_bytes, make_layout, parse_layout
 from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
@@ -248,8 +247,8 @@ DOCUMENT: dict[str, dict[str, Any]] = {
     **SETTINGS.model_dump(exclude_none=True),
     "store": {"url": "/x"},
     "bus": {"url": "nats://x:1"},
-    "learner": {"heartbeat_s": 1.0},
-    "gc": {"replay_s": 1.0},
+    "learner": {"heartbeat_interval_s": 1.0},
+    "gc": {"replay_window_s": 1.0},
 }
 KEYS = sorted((section, key) for section, keys in DOCUMENT.items() for key in keys)
 

@@ -331,13 +331,13 @@ def tiny_document(name: str, folder: Path, url: str, **changes: dict[str, Any]) 
             "block": 16,
             "shard_elements": 1024,
             "min_steps": 3,
-            "snapshot_every": 3,
-            "announce_again_s": 3.0,
+            "snapshot_interval_versions": 3,
+            "reannounce_timeout_s": 3.0,
         },
-        "quorum": {"deadline_s": 8.0, "live_s": 4.0, "grace_cap_s": 1.0},
+        "quorum": {"deadline_s": 8.0, "liveness_timeout_s": 4.0, "grace_cap_s": 1.0},
         "bus": {"url": url},
         "store": {"url": str(folder / "store")},
-        "learner": {"heartbeat_s": 0.25},
+        "learner": {"heartbeat_interval_s": 0.25},
     }
     for section, keys in changes.items():
         document[section] = {**document.get(section, {}), **keys}

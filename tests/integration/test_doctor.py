@@ -154,9 +154,9 @@ def test_a_run_under_way_and_what_goes_wrong_with_it(
     world = new_world(
         server=own_nats_server,
         run={"steps": 1_000_000},
-        quorum={"deadline_s": 1.0, "live_s": 3.0},
-        sync={"announce_again_s": 1.0},
-        aggregator={"lease_s": 1.0},
+        quorum={"deadline_s": 1.0, "liveness_timeout_s": 3.0},
+        sync={"reannounce_timeout_s": 1.0},
+        aggregator={"lease_ttl_s": 1.0},
     )
     aggregator, learners = world.aggregator(), [world.learner(f"learner-{i}") for i in range(2)]
     world.until(lambda: min(read_tape(world).versions()) > 3, "versions")

@@ -11,7 +11,7 @@ SETTINGS = {
     "run": ENDLESS,
     "task": {"options": {"notes": "notes", "sleep_s": 0.02}},
     "sync": {"interval_steps": 8, "fragments": 6, "min_steps": 3},
-    "aggregator": {"lease_s": LEASE_S},
+    "aggregator": {"lease_ttl_s": LEASE_S},
 }
 LEARNERS = ("learner-0", "learner-1")
 
@@ -78,7 +78,7 @@ def test_aggregators_share_and_take_over_from_the_dead_and_the_paused(new_world)
 
 def test_a_clean_stop_hands_over_at_once(new_world):
     # Longer than anything here waits for.
-    lease = {"aggregator": {"lease_s": 600.0}}
+    lease = {"aggregator": {"lease_ttl_s": 600.0}}
     world = new_world(**{**SETTINGS, **lease})
     learners = [world.learner(name) for name in LEARNERS]
     one = aggregator(world, "one")

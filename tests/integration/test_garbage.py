@@ -6,7 +6,7 @@ import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, Process, World
 
-NOW = {"replay_s": 0.0}
+NOW = {"replay_window_s": 0.0}
 QUICK = {"options": {"notes": "notes", "sleep_s": 0.005}}
 # Of the tiny run: three fragments, of which one takes two shards.
 FRAGMENTS, SNAPSHOT_EVERY, SHARDS = 3, 3, 2

@@ -101,7 +101,7 @@ def check_second_signal_ends_at_once(server: NatsServer, learner: Process) -> No
         time.sleep(1.0)
         assert learner.running
         learner.signal(signal.SIGINT)
-        assert learner.wait(15) == 128 + signal.SIGINT  # `learner.leave_s` is 20
+        assert learner.wait(15) == 128 + signal.SIGINT  # `learner.drain_timeout_s` is 20
     finally:
         os.kill(server.pid, signal.SIGCONT)
 

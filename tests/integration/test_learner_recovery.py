@@ -23,9 +23,9 @@ SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 WHOLE = {"enabled": False}
 # Always at it, so that a kill falls into the middle of a save.
 BUSY = {
-    "heartbeat_s": 0.25,
+    "heartbeat_interval_s": 0.25,
     "checkpoint_dir": "checkpoints",
-    "checkpoint_every_s": 0.01,
+    "checkpoint_interval_s": 0.01,
     "checkpoint_upload": True,
 }
 
@@ -162,7 +162,7 @@ def test_who_returns_after_many_versions_catches_up_in_one_pass(new_world):
         return [item.record.version for item in loaded], store.read, counting.asked
 
     versions, read, asked = world.ask(load)
-    every = world.config.sync.snapshot_every
+    every = world.config.sync.snapshot_interval_versions
     assert min(versions) >= 20
     assert asked == {"last": len(versions)}
     assert len(read) == sum(1 + version % every for version in versions)

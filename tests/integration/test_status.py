@@ -102,8 +102,8 @@ def test_a_run_is_shown_as_it_goes_on(new_world) -> None:
 
 @pytest.mark.slow
 def test_alerts_come_with_what_is_amiss_and_go_with_it(new_world) -> None:
-    world = new_world(run=ENDLESS, quorum={"live_s": 2.0, "deadline_s": 1.0},
-                      sync={"announce_again_s": 0.5})  # fmt: skip
+    world = new_world(run=ENDLESS, quorum={"liveness_timeout_s": 2.0, "deadline_s": 1.0},
+                      sync={"reannounce_timeout_s": 0.5})  # fmt: skip
     aggregator = world.aggregator()
     learners = [world.learner("a"), world.learner("b")]
     world.until(lambda: status_of(world).updates_merged >= 12, "both are merged")

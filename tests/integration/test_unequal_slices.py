@@ -9,7 +9,11 @@ from diloco.common.nats_server import LOOPBACK, free_port
 # The tape keeps every life's messages, to be looked at afterwards.
 WHOLE = {"enabled": False}
 # Amid training, on each host by itself.
-OFTEN = {"heartbeat_s": 0.25, "checkpoint_dir": "checkpoints", "checkpoint_every_s": 1.0}
+OFTEN = {
+    "heartbeat_interval_s": 0.25,
+    "checkpoint_dir": "checkpoints",
+    "checkpoint_interval_s": 1.0,
+}
 
 
 def start(world: World, name: str, hosts: int, devices: int) -> list[Process]:

@@ -1,4 +1,4 @@
-"""DESIGN.md's invariant 7: without what is asynchronous, the system is what it decouples.
+"""docs/design/design.md's invariant 7: without what is asynchronous, the system is what it decouples.
 
 In lockstep with K = M, float32, plain average and no overlap it equals synchronous DiLoCo
 (arXiv 2311.08105, Algorithm 1); with one fragment, H = 1, inner and outer SGD, data-parallel
@@ -60,7 +60,7 @@ def views_of_the_system(*, interval_steps, steps, outer):
             "codec": "float32",
             "delta_codec": "float32",
             "block": 16,
-            "snapshot_every": 1,
+            "snapshot_interval_versions": 1,
             "overlap_steps": 0,
         },
         "outer": {"merge": "average", **outer},

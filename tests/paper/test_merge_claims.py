@@ -1,6 +1,6 @@
 """Claims of the papers on merging and on outer optimizers that can be checked with numbers alone.
 
-Each test names its section of PAPER.md.
+Each test names its section of docs/design/paper.md.
 """
 
 import numpy as np

@@ -72,7 +72,7 @@ class History:
 
     rng: random.Random
     every: int  # versions between snapshots
-    replay_s: float
+    replay_window_s: float
     keep: int
     resumed: bool
     haste: float  # how soon updates are merged
@@ -274,7 +274,7 @@ class History:
             list(self.store.items()),
             fleet=self.fleet(),
             pinned=self.pinned(),
-            replay_s=self.replay_s,
+            replay_window_s=self.replay_window_s,
         )
         assert plan is not None
         return plan
@@ -358,7 +358,7 @@ class History:
     def check_replay(self) -> None:
         """(iii) Each version of the window is made again from states stored before it."""
         for index, at in enumerate(self.tape):
-            young = at.at_s > self.newest.at_s - self.replay_s
+            young = at.at_s > self.newest.at_s - self.replay_window_s
             if young and at.record.inputs:
                 begin = max(whole for whole in self.wholes() if whole < index)
                 stored = self.tape[begin].record
@@ -428,14 +428,14 @@ class History:
         young = [
             index
             for index, at in enumerate(self.tape)
-            if at.record.inputs and at.at_s > self.newest.at_s - self.replay_s
+            if at.record.inputs and at.at_s > self.newest.at_s - self.replay_window_s
         ]
         stands_alone = [
             at
             for at in self.tape[:second]
             if at.record.what != "verdict"
             and not at.record.inputs
-            and at.at_s > self.newest.at_s - self.replay_s
+            and at.at_s > self.newest.at_s - self.replay_window_s
         ]
         assert (young and young[0] <= second) or stands_alone
 
@@ -460,7 +460,7 @@ def history(seed: int) -> History:
     return History(
         rng=rng,
         every=rng.choice([1, 2, 3, 8]),
-        replay_s=rng.choice([0.0, 0.0, 50.0, 300.0, 1e9]),
+        replay_window_s=rng.choice([0.0, 0.0, 50.0, 300.0, 1e9]),
         keep=rng.choice([1, 2, 3]),
         resumed=rng.random() < 0.3,
         haste=rng.choice([0.2, 0.6]),
@@ -480,11 +480,11 @@ def test_nothing_goes_where_the_records_do_not_reach_back_to_a_snapshot():
         played.announce()
         played.version()
     ledger = Ledger(RUN, FRAGMENT, EPOCH)
-    assert garbage.plan(ledger, [], fleet=played.fleet(), pinned=(), replay_s=0.0) is None
+    assert garbage.plan(ledger, [], fleet=played.fleet(), pinned=(), replay_window_s=0.0) is None
     hole = next(at for at in played.tape if at.record.snapshot_version < at.record.version)
     ledger.take(hole.record, hole.seq, hole.at_s, hole.body)
     found = list(played.store.items())
-    assert garbage.plan(ledger, found, fleet=played.fleet(), pinned=(), replay_s=0.0) is None
+    assert garbage.plan(ledger, found, fleet=played.fleet(), pinned=(), replay_window_s=0.0) is None
 
 
 def test_joins_and_leaves_stay_from_where_the_slowest_fragment_would_read_again():

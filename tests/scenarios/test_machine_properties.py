@@ -45,7 +45,7 @@ class History:
                     "quorum.min_learners": pick([1, 2, 3, 4]),
                     "quorum.pace": pick([0.0, 0.1, 0.9]),
                     "quorum.grace_fraction": pick([0.0, 0.9]),
-                    "staleness.maximum": pick([0, 0, 1]),
+                    "staleness.max_versions": pick([0, 0, 1]),
                     "bounds.max_steps_per_s": 10,
                 }
             )
@@ -150,7 +150,9 @@ class History:
         if not self.fetching:
             return
         update = self.fetching.pop(self.rng.randrange(len(self.fetching)))
-        if self.rng.random() < odds_of_failure:
+        if self.rng.random() < odds_of_failure / 2:
+            self.step(events.Broke(self.now_s, update))
+        elif self.rng.random() < odds_of_failure:
             self.step(events.Failed(self.now_s, update, "crc32c", "wrong bytes"))
         else:
             norm = self.rng.choice([0.0, 1.0, 1.0, 1.0, 1e9])

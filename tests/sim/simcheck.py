@@ -103,7 +103,7 @@ class Checkers:
         self.garbage = GarbageChecker(
             world.run_name,
             len(self.chains),
-            replay_s=world.gc.replay_s,
+            replay_window_s=world.gc.replay_window_s,
             keep_checkpoints=world.gc.keep_checkpoints,
             hold=self._hold,
             sent=self._may_be_merged,

@@ -56,9 +56,9 @@ class Needs:
             for shard in taken.shards:
                 self.shards[shard.name] = version
 
-    def floor(self, replay_s: float) -> Made:
+    def floor(self, replay_window_s: float) -> Made:
         """The oldest version from which everything that is needed can be made again."""
-        since_s = self.newest_stored_s - replay_s
+        since_s = self.newest_stored_s - replay_window_s
         floor = self.wholes[-2:][0]
         recent = next((made for made in self.made if made.stored_at_s > since_s), None)
         if recent is not None:
@@ -73,7 +73,7 @@ class GarbageChecker:
     Args:
         run: its name.
         fragments: how many.
-        replay_s, keep_checkpoints: as of the run's collectors.
+        replay_window_s, keep_checkpoints: as of the run's collectors.
         hold: raises unless its first argument is true.
         sent: whether an update may still be, or is yet to be, merged: by its shard's name.
     """
@@ -83,13 +83,13 @@ class GarbageChecker:
         run: str,
         fragments: int,
         *,
-        replay_s: float,
+        replay_window_s: float,
         keep_checkpoints: int,
         hold: Callable[[bool, str, object, str], None],
         sent: Callable[[names.ShardName], bool],
     ) -> None:
         self._run = run
-        self._replay_s = replay_s
+        self._replay_s = replay_window_s
         self._keep = keep_checkpoints
         self._hold = hold
         self._sent = sent

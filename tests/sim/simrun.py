@@ -121,9 +121,9 @@ def settings(plan: Trial) -> dict[str, Any]:
             "delta_codec": "float32",
             "block": 16,
             "shard_elements": 1 << 20 if plan.dense else 1024,
-            "snapshot_every": max(chance.choice([1, 2, 5]), plan.fragments // 3),
+            "snapshot_interval_versions": max(chance.choice([1, 2, 5]), plan.fragments // 3),
             "overlap_steps": chance.choice([0, 2]),
-            "announce_again_s": chance.choice([4.0, 20.0]),
+            "reannounce_timeout_s": chance.choice([4.0, 20.0]),
         },
         "outer": {
             "optimizer": "sgd",
@@ -131,13 +131,13 @@ def settings(plan: Trial) -> dict[str, Any]:
             "merge": "average",
             "participation": chance.random() < 0.3,
         },
-        "staleness": {"maximum": chance.choice([0, 0, 3])},
+        "staleness": {"max_versions": chance.choice([0, 0, 3])},
         "quorum": {
             "min_learners": chance.choice([1, 2, 3]),
-            "live_s": chance.choice([3.0, 6.0]),
+            "liveness_timeout_s": chance.choice([3.0, 6.0]),
             "deadline_s": chance.choice([8.0, 20.0]),
         },
-        "bounds": {"norm_refuse": 1e9, "norm_clip": 1e8},
+        "bounds": {"norm_reject": 1e9, "norm_clip": 1e8},
     }
 
 
@@ -172,7 +172,7 @@ class Scenario:
             tensors=Ledger(16 * 512) if plan.dense else Light(elements),
             faults=faults(plan),
             streams=BusSection(duplicate_window_s=plan.chance("window").choice([5.0, 30.0])),
-            gc=GcSection(replay_s=plan.chance("gc").choice([0.0, 20.0, 60.0])),
+            gc=GcSection(replay_window_s=plan.chance("gc").choice([0.0, 20.0, 60.0])),
             traced=plan.traced,
         )
         self.calm = False
@@ -208,8 +208,8 @@ class Scenario:
         await world.create()
         names: dict[str, float | None] = {"one": None}
         if plan.has("standby"):
-            lease_s = plan.chance("lease").choice([1.0, 2.5, 5.0])
-            names = dict.fromkeys(("one", "two", "three"), lease_s)
+            lease_ttl_s = plan.chance("lease").choice([1.0, 2.5, 5.0])
+            names = dict.fromkeys(("one", "two", "three"), lease_ttl_s)
             world.injected["standby"] += 2
         if plan.has("rivals"):
             names["rival"] = None  # It asks nobody, and believes that it owns everything.
@@ -244,12 +244,12 @@ class Scenario:
 
     # Processes
 
-    async def _keep_aggregating(self, name: str, lease_s: float | None) -> None:
+    async def _keep_aggregating(self, name: str, lease_ttl_s: float | None) -> None:
         chance = self.plan.chance(f"restarts-{name}")
 
         while True:
             await self._opened()
-            actor = self.world.aggregator(name, lease_s)
+            actor = self.world.aggregator(name, lease_ttl_s)
             self._begin(actor)
             await ended(actor)
             if not actor.dead:

@@ -49,7 +49,7 @@ from diloco.operate.streams import make_streams
 EPOCH_S = 1_000_000.0
 # Events kept for the trace of a failure.
 TRACE = 4000
-# As `learner.leave_s`.
+# As `learner.drain_timeout_s`.
 LEAVE_S = 20.0
 
 
@@ -216,15 +216,15 @@ class World:
         )
 
     def aggregator(
-        self, name: str = "aggregator", lease_s: float | None = None, **life: Any
+        self, name: str = "aggregator", lease_ttl_s: float | None = None, **life: Any
     ) -> Actor:
-        """Start one life of an aggregator; without `lease_s` it owns all fragments, unasked.
+        """Start one life of an aggregator; without `lease_ttl_s` it owns all fragments, unasked.
 
         `life` as of `Actor`.
         """
         actor = Actor(name, self, **{"faults": self.faults, **life})
         context = self._context(actor, name)
-        actor.spawn(aggregate(context, Leases(context, lease_s) if lease_s else None))
+        actor.spawn(aggregate(context, Leases(context, lease_ttl_s) if lease_ttl_s else None))
         return actor
 
     async def keep_aggregating(self, next_life: Callable[[], tuple[Actor, float]]) -> None:
@@ -316,7 +316,7 @@ class SimLearner:
         world: where it trains.
         index: its number; it is named after it.
         step_s: of an inner step.
-        heartbeat_s: between heartbeats.
+        heartbeat_interval_s: between heartbeats.
         hosts: numbers of hosts, one of which each life has.
         life: of `Actor`, for all its lives.
     """
@@ -327,7 +327,7 @@ class SimLearner:
         index: int,
         *,
         step_s: float = 1.0,
-        heartbeat_s: float = 1.0,
+        heartbeat_interval_s: float = 1.0,
         hosts: Sequence[int] = (1,),
         **life: Any,
     ) -> None:
@@ -335,7 +335,7 @@ class SimLearner:
         self.index = index
         self.name = f"learner-{index}"
         self.step_s = step_s
-        self.heartbeat_s = heartbeat_s
+        self.heartbeat_interval_s = heartbeat_interval_s
         self.hosts = hosts
         self.life = life
         self.steps = 0
@@ -382,7 +382,7 @@ class SimLearner:
         )
         background.spawn(adopter.follow())
         background.spawn(
-            publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_s)
+            publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_interval_s)
         )
         position = await position_after_join(context)
         tensors.begin(replica, position)

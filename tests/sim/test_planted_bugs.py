@@ -59,8 +59,8 @@ def garbage_one_version_early():
     """Collection takes what the oldest version that it keeps is to be made from."""
     floor = garbage._floor
 
-    def early(entries, replay_s):
-        index = floor(entries, replay_s)
+    def early(entries, replay_window_s):
+        index = floor(entries, replay_window_s)
         return None if index is None else min(index + 1, len(entries) - 1)
 
     return mock.patch("diloco.aggregator.core.garbage._floor", early)

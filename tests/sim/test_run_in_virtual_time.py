@@ -15,11 +15,11 @@ LEDGER = {
         "codec": "float32",
         "delta_codec": "float32",
         "block": 16,
-        "snapshot_every": 3,
-        "announce_again_s": 20.0,
+        "snapshot_interval_versions": 3,
+        "reannounce_timeout_s": 20.0,
     },
     "outer": {"optimizer": "sgd", "learning_rate": 1.0, "merge": "average"},
-    "bounds": {"norm_refuse": 1e9, "norm_clip": 1e8},
+    "bounds": {"norm_reject": 1e9, "norm_clip": 1e8},
 }
 
 
@@ -106,7 +106,7 @@ def test_the_same_seed_gives_the_same_run():
 
 LOCKSTEP = {
     "sync": {"mode": "lockstep"},
-    "quorum": {"min_learners": 3, "deadline_s": 3600.0, "live_s": 3600.0},
+    "quorum": {"min_learners": 3, "deadline_s": 3600.0, "liveness_timeout_s": 3600.0},
 }
 
 

@@ -26,18 +26,18 @@ fragments = 3
 block = 16
 shard_elements = 1024
 min_steps = 3
-snapshot_every = 3
-announce_again_s = 3.0
+snapshot_interval_versions = 3
+reannounce_timeout_s = 3.0
 [quorum]
 deadline_s = 8.0
-live_s = 4.0
+liveness_timeout_s = 4.0
 [bus]
 url = "tls://localhost:4222"
 tls_ca = "/etc/diloco/ca.pem"
 [store]
 url = "/srv/store"
 [learner]
-hang_s = 15.0
+watchdog_timeout_s = 15.0
 """
 # A folder as store is shared by all, who therefore are one user here.
 SHARED = "[Service]\nUser=diloco\nReadWritePaths=/srv/store\n"

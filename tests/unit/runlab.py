@@ -50,7 +50,7 @@ class Lab:
                 "codec": "float32",
                 "delta_codec": "float32",
                 "interval_steps": max(8, fragments),
-                "snapshot_every": SNAPSHOT_EVERY,
+                "snapshot_interval_versions": SNAPSHOT_EVERY,
             },
             "quorum": {"pace": 0.0, "grace_fraction": 0.0, "deadline_s": 1.0},
         }

@@ -196,7 +196,7 @@ def test_what_is_saved_is_of_the_step_at_which_it_was_asked(tmp_path):
 
 
 def test_one_at_a_time_and_only_when_due(tmp_path):
-    learner = Learner(tmp_path, checkpoint_every_s=1e-9)
+    learner = Learner(tmp_path, checkpoint_interval_s=1e-9)
     saver = Saver(learner.context, learner.section, learner.folder, 7)
     made = 0
     while made < 2:

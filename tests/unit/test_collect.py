@@ -10,7 +10,7 @@ from diloco.common.store import ObjectInfo
 from diloco.common.views import load_view
 from diloco.operate.collect import Found, find, table
 
-NOW = GcSection(replay_s=0, keep_checkpoints=1)
+NOW = GcSection(replay_window_s=0, keep_checkpoints=1)
 
 
 def kinds(found: Found) -> dict[str, int]:

@@ -29,7 +29,7 @@ async def collected_to(lab: Lab, floor: int, fragment: int = 0) -> None:
 
 def test_an_aggregator_collects_after_each_snapshot(run_async):
     async def scenario() -> None:
-        lab = Lab(fragments=2, replay_s=0)
+        lab = Lab(fragments=2, replay_window_s=0)
         await lab.create()
         async with lab.aggregating():
             await lab.join("a")
@@ -86,7 +86,7 @@ async def _has(logs, event: str) -> bool:
 
 def test_who_is_told_not_to_collect_does_not(run_async):
     async def scenario() -> None:
-        lab = Lab(replay_s=0, enabled=False)
+        lab = Lab(replay_window_s=0, enabled=False)
         await lab.create()
         async with lab.aggregating():
             await lab.join("a")
@@ -99,7 +99,7 @@ def test_who_is_told_not_to_collect_does_not(run_async):
 
 def test_nothing_is_collected_before_the_tape_was_read_again(run_async):
     async def scenario() -> None:
-        lab = Lab(replay_s=0, enabled=False)
+        lab = Lab(replay_window_s=0, enabled=False)
         await lab.create()
         async with lab.aggregating():
             await lab.join("a")
@@ -119,7 +119,7 @@ def test_nothing_is_collected_before_the_tape_was_read_again(run_async):
 
 def test_an_update_that_waits_for_its_announcement_keeps_its_shards(run_async):
     async def scenario() -> None:
-        lab = Lab(replay_s=0)
+        lab = Lab(replay_window_s=0)
         await lab.create()
         async with lab.aggregating():
             await lab.join("a")
@@ -146,7 +146,7 @@ def test_an_update_that_waits_for_its_announcement_keeps_its_shards(run_async):
 
 def test_checkpoints_keep_their_objects_and_the_oldest_go(run_async):
     async def scenario() -> None:
-        lab = Lab(replay_s=0, keep_checkpoints=2)
+        lab = Lab(replay_window_s=0, keep_checkpoints=2)
         await lab.create()
         async with lab.aggregating():
             await lab.join("a")
@@ -222,7 +222,7 @@ def test_whatever_the_machine_has_not_committed_is_pending():
 
 def test_a_newer_epoch_is_left_alone(run_async):
     async def scenario() -> None:
-        lab = Lab(replay_s=0)
+        lab = Lab(replay_window_s=0)
         await lab.create()
         lab.store.put(names.epoch_object(RUN, 1), b"claimed")
         with capture_logs() as logs:
@@ -249,7 +249,7 @@ def test_what_passes_is_tried_again_and_commits_go_on_meanwhile(run_async, monke
         raise BusUnavailableError("away")
 
     async def scenario() -> None:
-        lab = Lab(replay_s=0)
+        lab = Lab(replay_window_s=0)
         await lab.create()
         where = lab.bus if fault == "trim" else lab.store
         async with lab.aggregating():
@@ -266,7 +266,7 @@ def test_what_passes_is_tried_again_and_commits_go_on_meanwhile(run_async, monke
 
 def test_a_bug_in_it_does_not_stop_the_fragment(run_async, monkeypatch):
     async def scenario() -> None:
-        lab = Lab(replay_s=0)
+        lab = Lab(replay_window_s=0)
         await lab.create()
         monkeypatch.setattr(lab.store, "list", lambda _prefix: [None])
         with capture_logs() as logs:

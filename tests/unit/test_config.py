@@ -12,9 +12,9 @@ from diloco.common.config import (
     make_config,
     parse_settings,
     storage_emulator,
+    warnings,
 )
 from diloco.common.errors import ConfigError, RunMismatchError
-from diloco.common.guard_rails import warnings
 
 LEAST = {"run": {"name": "r", "steps": 100}, "store": {"url": "file:///tmp/x"}}
 
@@ -40,13 +40,13 @@ def refusal(**sections) -> str:
 
 def test_a_name_a_length_and_a_store_are_enough():
     config = make()
-    # The paper's schedule, int4 on both links, Nesterov, K = 1 with grace (PAPER.md, section 1).
+    # The paper's schedule, int4 on both links, Nesterov, K = 1 with grace (docs/design/paper.md, section 1).
     assert (config.sync.interval_steps, config.sync.overlap_steps) == (24, 2)
     assert (config.sync.codec, config.sync.delta_codec) == ("int4", "int4")
     assert (config.outer.optimizer, config.outer.merge) == ("sgd", "rda")
     assert (config.quorum.min_learners, config.quorum.grace_fraction) == (1, 0.9)
     assert (config.staleness.rule, config.staleness.power) == ("polynomial", 0.5)
-    assert config.staleness.maximum == 0
+    assert config.staleness.max_versions == 0
     assert warnings(config) == []
 
 
@@ -68,35 +68,35 @@ REFUSED = [
     ("sync", "mode", "sync"),
     ("sync", "adopt", "mix"),
     ("sync", "alpha", 1.5),
-    ("sync", "snapshot_every", 0),
-    ("sync", "announce_again_s", 0),
+    ("sync", "snapshot_interval_versions", 0),
+    ("sync", "reannounce_timeout_s", 0),
     ("outer", "optimizer", "adam"),
     ("outer", "learning_rate", 0),
     ("outer", "momentum", 1),
-    ("outer", "delay", 0),
+    ("outer", "delay_rounds", 0),
     ("outer", "delay_fraction", 2),
     ("outer", "merge", "ties"),
     ("staleness", "rule", "linear"),
     ("staleness", "power", -1),
     ("staleness", "rate", -0.5),
-    ("staleness", "knee", -1),
-    ("staleness", "maximum", -1),
+    ("staleness", "threshold", -1),
+    ("staleness", "max_versions", -1),
     ("quorum", "min_learners", 0),
     ("quorum", "grace_fraction", 1.1),
     ("quorum", "grace_cap_s", -1),
     ("quorum", "deadline_s", 0),
     ("quorum", "pace", -0.1),
-    ("quorum", "live_s", 0),
+    ("quorum", "liveness_timeout_s", 0),
     ("bounds", "max_tokens_per_step", 0),
     ("bounds", "max_steps_per_s", 0),
     ("bounds", "norm_clip", 1),
-    ("bounds", "norm_refuse", 0.5),
+    ("bounds", "norm_reject", 0.5),
     ("bus", "replicas", 6),
     ("bus", "duplicate_window_s", 0),
     ("bus", "ops_max_bytes", 1),
-    ("learner", "heartbeat_s", 0),
-    ("learner", "leave_s", -1),
-    ("learner", "checkpoint_every_s", 0),
+    ("learner", "heartbeat_interval_s", 0),
+    ("learner", "drain_timeout_s", -1),
+    ("learner", "checkpoint_interval_s", 0),
     ("learner", "checkpoint_keep", 0),
     ("aggregator", "name", "A b"),
     ("outer", "learning_rate", float("nan")),
@@ -257,7 +257,9 @@ def test_the_environment_does_not_hide_a_section_that_is_no_table(path, monkeypa
 
 def test_the_daemons_sections_are_not_the_runs():
     assert set(Config.model_fields) - set(RunSettings.model_fields) == set(DAEMON_SECTIONS)
-    here = make(bus={"url": "nats://a:1"}, learner={"heartbeat_s": 9.0}, aggregator={"name": "x"})
+    here = make(
+        bus={"url": "nats://a:1"}, learner={"heartbeat_interval_s": 9.0}, aggregator={"name": "x"}
+    )
     assert here.settings() == make().settings()
     assert type(here.settings()) is RunSettings
 

@@ -111,7 +111,7 @@ async def trimmed(lab: Lab) -> bool:
 
 
 def test_a_tape_that_was_trimmed_is_followed_from_where_it_can_be():
-    _, history = play(collected, replay_s=0.0)
+    _, history = play(collected, replay_window_s=0.0)
     found = outcomes(history)
     assert "different" not in found
     assert found[-1] == "same"
@@ -181,7 +181,7 @@ def test_what_if_nothing_were_another_is_what_was():
     _, history = play(plain)
     plan, was, would = played(history, "staleness.power=0.75")
     assert np.array_equal(was, would)  # Nothing was stale: no discount differs.
-    plan, was, would = played(history, "bounds.norm_refuse=99")
+    plan, was, would = played(history, "bounds.norm_reject=99")
     assert plan.decided
     assert len(plan.rounds) == 8
     assert np.array_equal(was, would)
@@ -233,7 +233,7 @@ def test_what_if_refuses_what_learners_would_have_done_otherwise():
 
 
 def test_what_if_says_what_was_collected():
-    _, history = play(collected, replay_s=0.0)
+    _, history = play(collected, replay_window_s=0.0)
     plan, was, _ = played(history, "outer.learning_rate=0.1")
     assert any("as it is" in sentence or "as it was" in sentence for sentence in plan.sentences)
     assert shards.digest(was) == history.records[0][-1][1].view_digest

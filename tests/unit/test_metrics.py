@@ -1,7 +1,6 @@
-"""Counts: their page, their names, how Prometheus reads them."""
+"""Counts: their names, how Prometheus reads them."""
 
 import threading
-from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,7 +8,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from diloco.common import metrics
 from diloco.common.metrics import Metrics
 
-ROOT = Path(__file__).parents[2]
 CATALOGUE = metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR
 UNITS = ("_seconds", "_bytes", "_tokens", "_steps", "_updates", "_versions")
 
@@ -22,25 +20,6 @@ def read(counted: Metrics) -> dict[str, float]:
         for family in text_string_to_metric_families(counted.exposition().decode())
         for sample in family.samples
     }  # fmt: skip
-
-
-def listed() -> list[tuple[str, ...]]:
-    page = (ROOT / "docs" / "metrics.md").read_text()
-    rows = [line[1:-1].split("|") for line in page.splitlines() if line.startswith("| `diloco_")]
-    return [tuple(cell.strip() for cell in row) for row in rows]
-
-
-def test_the_page_lists_every_metric() -> None:
-    expected = [
-        (
-            f"`{metric.name}`",
-            metric.kind,
-            ", ".join(f"`{label}`" for label in metric.labels) or "-",
-            metric.help,
-        )
-        for metric in CATALOGUE
-    ]
-    assert listed() == expected
 
 
 def test_every_definition_is_in_the_catalogue() -> None:

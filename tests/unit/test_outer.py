@@ -159,7 +159,7 @@ def test_coefficients_stay_where_products_are_exact(norm, expected):
 @settings(max_examples=40, deadline=None)
 @given(codecs, st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_merge_is_the_formula_of_the_paper(codec, count, seed):
-    """PAPER.md §1, with w S in the numerators and w in the denominators."""
+    """docs/design/paper.md §1, with w S in the numerators and w in the denominators."""
     updates = random_updates(codec, count, seed)
     accumulator = accumulated(codec, updates)
     factor_S = factors(GRID, accumulator, [contribution for _, contribution in updates])
@@ -268,7 +268,7 @@ def reference_step(
     delay: int,
     c: float,
 ) -> np.ndarray:
-    """PAPER.md §3 word for word, whole vectors at a time, one float32 rounding per operation."""
+    """docs/design/paper.md §3 word for word, whole vectors at a time, one float32 rounding per operation."""
     f = np.float32
     rate, mu_ = f(rate), f(mu)
     if name == "sgd":

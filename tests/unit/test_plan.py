@@ -294,7 +294,7 @@ def test_a_learner_that_dies_loses_what_it_had_not_sent():
 
 
 def test_nobody_waits_long_for_a_learner_that_is_silent():
-    """Of two one falls silent for a while; after `live_s` a quorum of two is one."""
+    """Of two one falls silent for a while; after `liveness_timeout_s` a quorum of two is one."""
     still = plan_outages.Trace(
         2000.0, np.asarray([0.0, 200.0, 1800.0]), np.asarray([1.0, 0.0, 1.0]), (), ()
     )
@@ -305,7 +305,7 @@ def test_nobody_waits_long_for_a_learner_that_is_silent():
 
 def test_too_stale_updates_are_no_part_of_goodput():
     slow = worker(1.0, upload_s=60.0)
-    assert rounds_of([worker(), slow], staleness={"maximum": 1}).kept < 0.8
+    assert rounds_of([worker(), slow], staleness={"max_versions": 1}).kept < 0.8
     assert rounds_of([worker(), slow]).kept == 1
 
 

@@ -9,7 +9,7 @@ from diloco.learner.boundary import Arrived, Boundary
 from diloco.learner.planner import Planner
 
 RULES = sync.SyncRules(
-    interval_steps=6, min_steps=2, announce_again_s=30.0, lockstep=False, overwrite=False,
+    interval_steps=6, min_steps=2, reannounce_timeout_s=30.0, lockstep=False, overwrite=False,
     warmup_steps=0, warmup_interval_steps=6,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The aggregator's rules: PAPER.md's formulas, and what is believed of a manifest."""
+"""The aggregator's rules: docs/design/paper.md's formulas, and what is believed of a manifest."""
 
 import math
 
@@ -44,12 +44,12 @@ def test_the_weight_is_quantity_times_quality(tokens, steps, expected):
     assert policy.weight(tokens, steps) == expected
 
 
-# PAPER.md, section 4, worked out by hand.
+# docs/design/paper.md, section 4, worked out by hand.
 DISCOUNTS = [
     ("constant", {}, {0: 1, 1: 1, 100: 1}),
     ("polynomial", {"power": 0.5}, {0: 1, 3: 0.5, 8: 1 / 3, 99: 0.1}),
     ("polynomial", {"power": 1}, {0: 1, 1: 0.5, 3: 0.25}),
-    ("hinge", {"rate": 10, "knee": 4}, {0: 1, 4: 1, 5: 1 / 11, 6: 1 / 21}),
+    ("hinge", {"rate": 10, "threshold": 4}, {0: 1, 4: 1, 5: 1 / 11, 6: 1 / 21}),
     ("exponential", {"rate": 0.5}, {0: 1, 1: 0.6065306597, 2: 0.3678794412}),
     ("inverse", {"rate": 0.25}, {0: 1, 1: 0.8, 4: 0.5, 12: 0.25}),
 ]
@@ -67,7 +67,7 @@ sections = st.builds(
     rule=st.sampled_from(["constant", "polynomial", "hinge", "exponential", "inverse"]),
     power=st.floats(0, 4),
     rate=st.floats(0, 20),
-    knee=st.integers(0, 20),
+    threshold=st.integers(0, 20),
 )
 
 
@@ -140,7 +140,7 @@ def test_grace_is_a_share_of_the_slack():
 # Norms
 
 
-BOUNDS = BoundsSection(norm_clip=10, norm_refuse=100)
+BOUNDS = BoundsSection(norm_clip=10, norm_reject=100)
 MEDIAN_TWO = [2.0] * policy.NORM_LEAST
 
 

@@ -43,7 +43,7 @@ async def made(versions: int, **gc) -> Lab:
 async def more(lab: Lab, versions: int) -> None:
     async with lab.aggregating():
         await lab.send_many("a", versions)
-        floor = lab.context.gc.replay_s == 0.0
+        floor = lab.context.gc.replay_window_s == 0.0
         newest, _ = await lab.newest()
 
         async def collected() -> bool:
@@ -98,7 +98,7 @@ def lose(lab: Lab, ref: wire.ObjectRef, how: str) -> None:
 @pytest.mark.parametrize("part", ["snapshot", "outer"])
 def test_an_outer_state_that_is_lost_is_made_again_from_the_one_before(run_async, loss, part):
     async def scenario() -> None:
-        lab = await made(ODD, replay_s=0)
+        lab = await made(ODD, replay_window_s=0)
         record, _ = await lab.newest()
         lose(lab, getattr(record, part), loss)
         with capture_logs() as logs:
@@ -121,7 +121,7 @@ def test_what_cannot_be_had_is_named_with_its_runbook(run_async):
             await load_view(lab.context, 0)
         assert caught.value.hint == "runbooks/missing-object.md"
 
-        lab = await made(ODD, replay_s=0)
+        lab = await made(ODD, replay_window_s=0)
         for item in await lab.records():
             lab.remove([item.record.outer])
         with pytest.raises(IntegrityError, match="-outer-") as caught:
@@ -167,7 +167,7 @@ def test_who_read_a_record_before_a_collection_reads_the_newest(
         monkeypatch.setattr(wire, "RECORD_BYTES", 100)
 
     async def scenario() -> None:
-        lab = await made(1, replay_s=0)
+        lab = await made(1, replay_window_s=0)
         stale = await lab.bus.last(lab.context.tape, names.record(RUN, 0))
         await more(lab, ODD)
         loaded = await load(stale_context(lab, stale), 0)
@@ -180,7 +180,7 @@ def test_records_that_are_collected_while_they_are_read_are_passed_over(run_asyn
     monkeypatch.setattr(wire, "RECORD_BYTES", 100)
 
     async def scenario() -> None:
-        lab = await made(1, replay_s=0)
+        lab = await made(1, replay_window_s=0)
         # The next message may be on its way to the reader while it is trimmed from the tape.
         follows = lab.bus.read
         held = [m async for m in some(follows(lab.context.tape, [names.record(RUN, 0)], 1), 2)]
@@ -355,7 +355,7 @@ def test_a_reload_takes_nothing_older_than_the_record_that_called_for_it(run_asy
 
 def test_a_learner_that_slept_across_collections_jumps_to_the_newest_view(run_async):
     async def scenario() -> None:
-        lab = await made(1, replay_s=0)
+        lab = await made(1, replay_window_s=0)
         followed = Followed(lab)
         await followed.load()
         await more(lab, ODD)

@@ -14,22 +14,25 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("
 PICTURES = {"docs/demo.png"}
 
 
-def blocks(language: str) -> list[str]:
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_readme_is_one_screen() -> None:
     text = (ROOT / "README.md").read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-def test_the_example_is_the_file() -> None:
-    assert blocks("python") == [(ROOT / "examples" / "digits.py").read_text()]
+    assert len(text.splitlines()) < 70
+    assert "docs/tutorial.md" in text
+    assert len(blocks("README.md", "sh")[0].splitlines()) == 2
 
 
 def test_the_example_is_short() -> None:
-    assert len(blocks("python")[0].splitlines()) < 40
+    assert len((ROOT / "examples" / "digits.py").read_text().splitlines()) < 40
 
 
-def test_the_configuration_loads() -> None:
-    for text in blocks("toml"):
-        make_config(tomllib.loads(text), source="README.md")
+@pytest.mark.parametrize("page", ["docs/start.md"])
+def test_the_configuration_loads(page: str) -> None:
+    for text in blocks(page, "toml"):
+        make_config(tomllib.loads(text), source=page)
 
 
 def anchors(page: Path) -> set[str]:

@@ -8,7 +8,7 @@ for a model of their own knows better.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from diloco.common.config import RunSettings
+from diloco.common.config.run import RunSettings
 
 # Rounds of a fragment below which a momentum of 0.8 or more had lost in every sweep.
 FEW_ROUNDS = 200

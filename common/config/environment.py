@@ -1,0 +1,68 @@
+"""What the environment says. The only module that reads it.
+
+DILOCO_<SECTION>_<KEY> overrides a key of the daemon sections.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from diloco.common.config.daemon import DAEMON_SECTIONS
+from diloco.common.errors import ConfigError
+
+
+def store_url() -> str | None:
+    """The object store that the environment names."""
+    return os.environ.get("DILOCO_STORE_URL")
+
+
+def storage_emulator(*, asked_for: bool) -> str | None:
+    """Address of the server that stands for Google Cloud Storage in tests; None for the real one.
+
+    Raises:
+        ConfigError: the environment has one that the configuration did not ask for, or lacks it.
+    """
+    host = os.environ.get("STORAGE_EMULATOR_HOST")
+    if asked_for and not host:
+        raise ConfigError(
+            "store.emulator is true, but STORAGE_EMULATOR_HOST is not set",
+            hint="set it to the server's address, such as http://127.0.0.1:9000",
+        )
+    if host and not asked_for:
+        raise ConfigError(
+            f"STORAGE_EMULATOR_HOST is set to {host!r}, but store.emulator is false: it would"
+            " take the place of Google Cloud Storage, without credentials",
+            hint="unset it; for a test, set store.emulator = true",
+        )
+    return host if not host or "://" in host else f"http://{host}"
+
+
+class ServiceManager(NamedTuple):
+    """The systemd that started this process.
+
+    Attributes:
+        address: of the socket on which it wants to hear of the process; "" for none.
+        watchdog_s: it wants to hear from the main loop within so many seconds; 0 for never.
+    """
+
+    address: str = ""
+    watchdog_s: float = 0.0
+
+
+def service_manager() -> ServiceManager:
+    """Who started this process and asks to be told how it fares."""
+    watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    watchdog_us = os.environ.get("WATCHDOG_USEC", "0") if watched else "0"
+    return ServiceManager(os.environ.get("NOTIFY_SOCKET", ""), int(watchdog_us) / 1e6)
+
+
+def with_environment(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document, with DILOCO_BUS_URL and the like over the keys of the daemon sections."""
+    merged = dict(document)
+    for variable, value in os.environ.items():
+        parts = variable.lower().split("_", 2)
+        if len(parts) == 3 and parts[0] == "diloco" and parts[1] in DAEMON_SECTIONS:
+            section = merged.get(parts[1], {})
+            if isinstance(section, dict):  # What is no table is refused with the rest of the file.
+                merged[parts[1]] = {**section, parts[2]: value}
+    return merged

@@ -1,0 +1,98 @@
+"""From a TOML file to a checked configuration."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from diloco.common.config.daemon import Config
+from diloco.common.config.environment import with_environment
+from diloco.common.config.renamed import RENAMED, with_new_names
+from diloco.common.config.run import RunSettings
+from diloco.common.errors import ConfigError
+
+
+def load_config(path: Path) -> Config:
+    """The configuration in the TOML file `path`.
+
+    Raises:
+        ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"there is no configuration file {str(path)!r}",
+            hint="give its path with --config; docs/configuration.md shows one",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return make_config(with_environment(document), source=str(path))
+
+
+def placed_config(document: Mapping[str, Any]) -> Config:
+    """As `make_config`, with what the environment says of the daemon sections.
+
+    Raises:
+        ConfigError: a key is missing, unknown or out of range.
+    """
+    return make_config(with_environment(document), source="the command line")
+
+
+def make_config(document: Mapping[str, Any], *, source: str) -> Config:
+    """A checked configuration from the sections in `document`; `source` is named in errors.
+
+    Raises:
+        ConfigError: a key is missing, unknown or out of range.
+    """
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{source}: {_explain(error)}", hint="docs/configuration.md lists every key"
+        ) from error
+
+
+def with_mesh(config: Config, learner: str, mesh: str) -> Config:
+    """The configuration with another mesh for one learner: "fsdp=4,tensor=2".
+
+    Raises:
+        ConfigError: it is no mesh.
+    """
+    document = config.model_dump()
+    islands = document["learner"]["islands"]
+    islands[learner] = {**islands.get(learner, {}), "mesh": mesh}
+    return make_config(document, source=f"--mesh {mesh!r}")
+
+
+def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
+    """The settings of a run's specification, which may have keys' old names.
+
+    Raises:
+        ConfigError: this program does not know such settings: it is older or newer than the run.
+    """
+    try:
+        return RunSettings.model_validate(with_new_names(fields))
+    except ValidationError as error:
+        raise ConfigError(
+            f"the run's specification: {_explain(error)}",
+            hint="was the run created by another version of this program?",
+        ) from error
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            new = RENAMED.get(key)
+            lines.append(f"{key!r} is now {new!r}" if new else f"unknown key {key!r}")
+        elif item["type"] == "missing":
+            lines.append(f"{key!r} is missing")
+        else:
+            lines.append(f"{key!r}: {item['msg']}, got {item['input']!r}"[:300])
+    return "; ".join(lines)

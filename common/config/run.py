@@ -1,0 +1,250 @@
+"""The sections that define a run; they go into its specification."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from diloco.common.config.fields import Fraction, NonNegative, Seconds, Section, Steps
+from diloco.common.layout import Rhythm
+from diloco.common.names import NAME
+
+# The built-in task, and its name in runs of 0.1.0, whose packages had top-level names.
+BUILT_IN_TASK = "diloco.learner.model:build"
+BUILT_IN_TASK_0_1 = "learner.model:build"
+
+CodecName = Literal["float32", "bfloat16", "int8", "int4"]
+
+
+class RunSection(Section):
+    """What is trained, and for how long."""
+
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")] = Field(
+        description="name of the run: `[a-z0-9][a-z0-9-]{0,39}`; part of streams, subjects and"
+        " object names"
+    )
+    steps: Steps = Field(description="length of the run on its global clock, in inner steps")
+    tokens: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="stops the run earlier, once every fragment has merged this many tokens;"
+        " 0: no limit",
+    )
+    seed: int = Field(default=0, description="seeds the first parameters; passed to the task")
+
+
+class TaskSection(Section):
+    """What a learner trains."""
+
+    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
+        default=BUILT_IN_TASK,
+        description='function that builds the task: `"package.module:function"`',
+    )
+    options: dict[str, Any] = Field(default={}, description="keyword arguments of that function")
+
+
+class SyncSection(Section):
+    """How learners send and adopt."""
+
+    interval_steps: Steps = Field(
+        default=24, description="H: inner steps between two updates of a fragment"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="until this global step, H is `warmup_interval_steps`"
+    )
+    warmup_interval_steps: Steps = Field(
+        default=6, description="H during the warm-up; at least `min_steps`"
+    )
+    fragments: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=8, description="P: number of fragments; at most H"
+    )
+    codec: CodecName = Field(default="int4", description="codec of updates")
+    delta_codec: CodecName = Field(default="int4", description="codec of version deltas")
+    block: Literal[16, 32, 64, 128, 256, 512] = Field(
+        default=64, description="quantization block: elements that share one scale"
+    )
+    shard_elements: Annotated[int, Field(ge=1 << 10)] = Field(
+        default=1 << 26, description="an update of more elements is cut into several shards"
+    )
+    overlap_steps: Annotated[int, Field(ge=0)] = Field(
+        default=2,
+        description="τ: inner steps that an update and its version may travel; the grace window"
+        " follows from it",
+    )
+    min_steps: Steps = Field(
+        default=6,
+        description="fewest inner steps worth sending when a round is open; at most H",
+    )
+    mode: Literal["async", "lockstep"] = Field(
+        default="async",
+        description='`"lockstep"`: learners wait for each version, rounds for'
+        " `quorum.min_learners`; for tests and baselines",
+    )
+    adopt: Literal["rebase", "overwrite"] = Field(
+        default="rebase",
+        description='`"rebase"` keeps the steps taken while an update travelled; `"overwrite"`'
+        " mixes θ ← α θ + (1 - α) view",
+    )
+    alpha: Fraction = Field(
+        default=0.0, description='α of `adopt = "overwrite"`; 0 is the paper\'s rule'
+    )
+    anchor: Literal["device", "host"] = Field(
+        default="device",
+        description="memory that holds the adopted views, which are as large as the parameters:"
+        " the device's, or the host's, from where devices fetch them to send and to adopt",
+    )
+    snapshot_interval_versions: Steps = Field(
+        default=8, description="versions of a fragment between two stored views and outer states"
+    )
+    reannounce_timeout_s: Seconds = Field(
+        default=30.0, description="an update without a verdict for this long is announced again"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "SyncSection":
+        if self.min_steps > self.interval_steps:
+            raise ValueError(
+                f"min_steps ({self.min_steps}) is more than interval_steps ({self.interval_steps})"
+            )
+        if self.warmup_steps and self.min_steps > self.warmup_interval_steps:
+            raise ValueError(
+                f"min_steps ({self.min_steps}) is more than warmup_interval_steps "
+                f"({self.warmup_interval_steps})"
+            )
+        if self.fragments > self.interval_steps:
+            raise ValueError(
+                f"fragments ({self.fragments}) is more than interval_steps "
+                f"({self.interval_steps}): two would fall on one step"
+            )
+        if self.alpha and self.adopt != "overwrite":
+            raise ValueError("alpha mixes only with adopt = 'overwrite'")
+        return self
+
+    def rhythm(self, fragment: int) -> Rhythm:
+        """How often a fragment is due."""
+        return Rhythm(
+            fragment,
+            self.fragments,
+            self.interval_steps,
+            self.warmup_steps,
+            self.warmup_interval_steps,
+        )
+
+
+class OuterSection(Section):
+    """The merge and the outer optimizer."""
+
+    optimizer: Literal["sgd", "momentum", "nesterov", "delayed_nesterov"] = Field(
+        default="sgd", description="outer optimizer"
+    )
+    learning_rate: Annotated[float, Field(gt=0)] = Field(
+        default=0.9, description="outer learning rate"
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.9, description="outer momentum; unused by `sgd`"
+    )
+    delay_rounds: Steps = Field(
+        default=4, description="N of Delayed Nesterov: rounds between two updates of the momentum"
+    )
+    delay_fraction: Fraction = Field(
+        default=0.0,
+        description="c of Delayed Nesterov: share of the momentum applied in the other rounds",
+    )
+    merge: Literal["rda", "average"] = Field(
+        default="rda",
+        description='`"rda"`: radial-directional averaging where the layout says so, weighted'
+        ' averaging elsewhere; `"average"`: weighted averaging everywhere',
+    )
+    participation: bool = Field(
+        default=False,
+        description="a round that holds a share f of the live fleet's weight takes f of an outer"
+        " step: learning rate × f, momentum^f",
+    )
+
+
+class StalenessSection(Section):
+    """How much an old update still counts."""
+
+    rule: Literal["constant", "polynomial", "hinge", "exponential", "inverse"] = Field(
+        default="polynomial", description="discount S(s) of an update s versions old"
+    )
+    power: NonNegative = Field(default=0.5, description='p of `"polynomial"`')
+    rate: NonNegative = Field(
+        default=0.25, description='a of `"hinge"` and `"exponential"`, λ of `"inverse"`'
+    )
+    threshold: Annotated[int, Field(ge=0)] = Field(default=4, description='b of `"hinge"`')
+    max_versions: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="staler updates are rejected; 0: no limit"
+    )
+
+
+class QuorumSection(Section):
+    """When a round opens and closes."""
+
+    min_learners: Steps = Field(
+        default=1, description="K: the quorum of a round is min(K, live learners)"
+    )
+    grace_fraction: Fraction = Field(
+        default=0.9,
+        description="γ of the grace window γ × (τ × step time - time to quorum - sync time)",
+    )
+    grace_cap_s: NonNegative = Field(default=30.0, description="longest grace window")
+    deadline_s: Seconds = Field(
+        default=60.0,
+        description="hard deadline: a round ends this long after it opened, with what was announced"
+        " for it; so does the run's end after the stop",
+    )
+    read_timeout_s: Seconds = Field(
+        default=60.0,
+        description="longest time after a round's end that the aggregator reads what was announced"
+        " for it; the rest waits for the next round",
+    )
+    pace: NonNegative = Field(
+        default=0.9,
+        description="shortest time from one round's close to the next one's opening, in shares of"
+        " the time that the fastest live learner needs for H steps; 0: none",
+    )
+    liveness_timeout_s: Seconds = Field(
+        default=10.0, description="rounds stop waiting for a learner that is silent for this long"
+    )
+
+
+class BoundsSection(Section):
+    """What the aggregator accepts in a manifest."""
+
+    max_tokens_per_step: Annotated[int, Field(ge=1)] = Field(
+        default=1 << 32, description="most tokens that one inner step may claim"
+    )
+    max_steps_per_s: Annotated[float, Field(gt=0)] = Field(
+        default=1000.0,
+        description="most inner steps that a learner may claim for each second since its last"
+        " message, plus 60 s",
+    )
+    norm_clip: Annotated[float, Field(gt=1)] = Field(
+        default=10.0,
+        description="an update whose norm per step exceeds this many running medians is clipped"
+        " to them",
+    )
+    norm_reject: Annotated[float, Field(gt=1)] = Field(
+        default=100.0, description="beyond this many running medians it is rejected"
+    )
+    max_updates_per_s: Annotated[float, Field(gt=0)] = Field(
+        default=20.0,
+        description="rate limit: updates of one fragment that a learner may announce, averaged"
+        " over ten seconds; a rejected one counts as ten. The excess is dropped without a verdict",
+    )
+    quarantine_offences: Annotated[int, Field(ge=0)] = Field(
+        default=16,
+        description="a learner is quarantined once its offences exceed its merged updates by this"
+        " many, in one fragment; 0: never",
+    )
+
+
+class RunSettings(Section):
+    """The sections that all parties of a run share; they go into its specification."""
+
+    run: RunSection
+    task: TaskSection = TaskSection()
+    sync: SyncSection = SyncSection()
+    outer: OuterSection = OuterSection()
+    staleness: StalenessSection = StalenessSection()
+    quorum: QuorumSection = QuorumSection()
+    bounds: BoundsSection = BoundsSection()

@@ -1,0 +1,87 @@
+"""Messages to bytes and back."""
+
+from typing import Any, TypeVar
+
+import msgpack
+from pydantic import ValidationError
+
+from diloco.common.errors import WireError
+from diloco.common.wire.fields import (
+    MAX_ITEMS,
+    MAX_KEYS,
+    MESSAGE_BYTES,
+    READABLE,
+    SCHEMA,
+    Body,
+)
+from diloco.common.wire.records import Record, RecordPointer
+
+T = TypeVar("T", bound=Body)
+
+
+def encode(body: Body) -> bytes:
+    """The message's bytes."""
+    fields = body.model_dump()
+    fields["schema"] = SCHEMA
+    fields["kind"] = body.kind
+    packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    return packed
+
+
+def decode(expected: type[T], payload: bytes) -> T:
+    """The message in `payload`, which must be of the kind `expected`.
+
+    Raises:
+        WireError: reason "oversize", "undecodable", "schema", "kind" or "malformed".
+    """
+    return _parse(expected, _unpack(payload, expected.limit_bytes))
+
+
+def _parse(expected: type[T], fields: dict[str, Any]) -> T:
+    if fields.pop("kind", None) != expected.kind:
+        raise WireError("kind", f"expected a message of kind {expected.kind!r}")
+    try:
+        return expected.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200]
+        raise WireError(
+            "malformed", f"{expected.kind} message: field {where!r}: {first['msg'][:200]}"
+        ) from error
+
+
+def decode_record(payload: bytes) -> "Record | RecordPointer":
+    """A record, or the pointer that stands for one.
+
+    Raises:
+        WireError: as `decode`.
+    """
+    fields = _unpack(payload, MESSAGE_BYTES)
+    if fields.get("kind") == RecordPointer.kind:
+        return _parse(RecordPointer, fields)
+    return _parse(Record, fields)
+
+
+def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
+    if len(payload) > limit_bytes:
+        raise WireError("oversize", f"message of {len(payload)} bytes, at most {limit_bytes}")
+    limits = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}
+    try:
+        # An array takes its memory when its length is read: see first that its items are there.
+        look = msgpack.Unpacker(max_buffer_size=max(1, len(payload)), **limits)
+        look.feed(payload)
+        look.skip()
+        fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **limits)
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        why = str(error) or type(error).__name__
+        raise WireError("undecodable", f"not a msgpack message: {why}"[:300]) from error
+    if not isinstance(fields, dict):
+        raise WireError("undecodable", f"expected a map, got {type(fields).__name__}")
+    schema = fields.pop("schema", None)
+    if type(schema) is not int or schema not in READABLE:
+        raise WireError(
+            "schema",
+            f"message of schema {str(schema)[:40]}; this program reads {sorted(READABLE)}",
+            hint="upgrade the older side: docs/operations.md, Upgrading",
+        )
+    return fields

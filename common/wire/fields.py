@@ -1,0 +1,49 @@
+"""What messages are made of: types of fields, and their limits."""
+
+from typing import Annotated, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diloco.common.names import NAME
+
+SCHEMA = 1
+# A reader accepts its own schema and the one before; schema 0 was never published. A new schema is
+# read by one release and written by the next, so that two releases in a row read each other.
+READABLE = frozenset({SCHEMA})
+MESSAGE_BYTES = 1 << 20
+# A record larger than this keeps its body in an object, so that streams stay small.
+RECORD_BYTES = 256 << 10
+MAX_ITEMS = 1 << 16
+MAX_KEYS = 1 << 12
+# Of a shard; and axes of a slice.
+MAX_SLICES = 1 << 12
+MAX_AXES = 4
+GREATEST = (1 << 63) - 1
+# Longer than any run, and so small that sums and products of times stay finite.
+GREATEST_S = 1e12
+
+Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
+Count = Annotated[int, Field(ge=0, le=GREATEST)]
+Positive = Annotated[int, Field(ge=1, le=GREATEST)]
+CheckpointName = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{12}$")]
+Seconds = Annotated[float, Field(ge=0, le=GREATEST_S)]
+Rate = Annotated[float, Field(ge=0)]
+Text = Annotated[str, Field(max_length=2000)]
+Item = TypeVar("Item")
+# The first wrong item ends it: an error for each of 65,536 takes 300 MB.
+Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]
+
+
+class Part(BaseModel):
+    """A record within a message."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Body(Part):
+    """A message; `kind` names it on the wire."""
+
+    kind: ClassVar[str]
+    limit_bytes: ClassVar[int] = MESSAGE_BYTES

@@ -1,0 +1,239 @@
+"""The aggregator's records: what each one commits, and the machine's memory after it."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from diloco.common.wire.fields import (
+    Body,
+    Count,
+    Digest,
+    Name,
+    ObjectName,
+    Part,
+    Positive,
+    Seconds,
+    Several,
+    Text,
+)
+from diloco.common.wire.updates import Shard
+
+
+class ObjectRef(Part):
+    """An object that the aggregator stored."""
+
+    name: ObjectName = Field(description="name of the object")
+    size_bytes: Positive = Field(description="of the object")
+    crc32c: Annotated[int, Field(ge=0, lt=1 << 32)] = Field(description="of the object")
+
+
+class Input(Part):
+    """One merged update, with all that merging it again needs."""
+
+    learner: Name = Field(description="whose")
+    incarnation: Positive = Field(description="of which life")
+    seq: Positive = Field(description="the manifest's")
+    stream_seq: Positive = Field(description="of the manifest in the stream")
+    codec: str = Field(description="the manifest's")
+    shards: Several[Shard] = Field(description="the manifest's")
+    weight: float = Field(description="tokens² / steps")
+    staleness: Count = Field(description="version being built on less base version")
+    discount: float = Field(description="S(staleness)")
+    clip: float = Field(description="factor that its norm was shortened by; 1 for none")
+    norm: float = Field(description="L2 norm of the update as it came")
+    tokens: Positive = Field(description="the manifest's")
+    steps: Positive = Field(description="the manifest's")
+    loss: float = Field(description="the manifest's")
+    final: bool = Field(description="the manifest's")
+    coefficients: bytes = Field(
+        description="bfloat16 per segment, little endian: what code × scale was multiplied by"
+    )
+
+
+class Rejected(Part):
+    """One well-formed update that was not merged, and why."""
+
+    learner: Name = Field(description="whose")
+    incarnation: Positive = Field(description="of which life")
+    seq: Positive = Field(description="the manifest's")
+    stream_seq: Positive = Field(description="of the manifest in the stream")
+    tokens: Positive = Field(description="the manifest's")
+    steps: Positive = Field(description="the manifest's")
+    reason: Text = Field(description="a reason of rejection")
+    detail: Text = Field(description="a sentence for people")
+
+
+class Observation(Part):
+    """An input of the machine that is not on the tape, in the order it was taken."""
+
+    what: str = Field(
+        description="`fetched`, `failed`, `live`, `dead` or `timer`; `committed`: it heard that"
+        " the record before stands; `resumed`: it began from the record before"
+    )
+    at_s: float = Field(description="when")
+    after_seq: Count = Field(
+        description="highest stream sequence that the machine had taken before"
+    )
+    learner: str = Field(
+        description="whom it is about; empty for `timer`, `committed` and `resumed`"
+    )
+    incarnation: Count = Field(description="its life; 0 where `learner` is empty")
+    seq: Count = Field(description="of the update, for `fetched` and `failed`; else 0")
+    value: float = Field(description="the update's norm for `fetched`; else 0")
+
+
+class Mark(Part):
+    """The highest resolved update of an incarnation.
+
+    A learner finds in it what became of its update.
+    """
+
+    learner: Name = Field(description="whose")
+    incarnation: Positive = Field(description="of which life")
+    seq: Count = Field(description="every update up to this one is resolved")
+    stream_seq: Count = Field(description="of that update's manifest in the stream")
+
+
+class MemberState(Part):
+    """What the machine of one fragment knows of a learner."""
+
+    learner: Name = Field(description="who")
+    incarnation: Positive = Field(description="its newest life")
+    live: bool = Field(description="rounds wait for it")
+    left: bool = Field(description="it ended on purpose")
+    final: bool = Field(description="its last update of this fragment is announced")
+    step_time_s: Seconds = Field(description="moving average")
+    weight: float = Field(description="moving average of its updates' weights")
+    heard_at_s: float = Field(description="when its last join or update was stored")
+    offences: Count = Field(
+        description="how many more of its updates were rejected for what they are than were merged"
+    )
+
+
+class Allowance(Part):
+    """How many updates of the fragment a learner may announce at once.
+
+    `bounds.max_updates_per_s` more for each second, up to those of ten seconds. A rejection takes
+    ten.
+    """
+
+    learner: Name = Field(description="who")
+    left: float = Field(description="how many")
+    at_s: float = Field(description="at this time")
+
+
+class PolicyState(Part):
+    """The machine's memory after a record."""
+
+    members: Several[MemberState] = Field(description="the learners")
+    marks: Several[Mark] = Field(description="of the last four lives of each learner")
+    quarantined: Several[Name] = Field(description="quarantined learners")
+    allowances: Several[Allowance] = Field(description="of every learner that announced an update")
+    seen_seq: Count = Field(
+        description="highest stream sequence that this memory comes from; what lies between"
+        " `position` and it is met again after a recovery, and does not count twice"
+    )
+    floor: Count = Field(
+        description="version of the newest rollback: what builds on an older one is rejected"
+    )
+    settings_seq: Count = Field(
+        description="stream sequence of the settings in force; 0: the specification's"
+    )
+    closed_at_s: float = Field(description="when the last round that made a version closed")
+    stopping_at_s: float = Field(description="when the stop was stored; 0: not stopped")
+    quorum_s: Seconds = Field(description="moving average: from opening to quorum")
+    sync_s: Seconds = Field(description="moving average: from closing to the committed record")
+    norms: Several[float] = Field(description="norms per step of the last 32 merged updates")
+
+
+class Totals(Part):
+    """Sums over all records of a fragment, up to and including this one."""
+
+    updates_merged: Count = Field(description="updates merged")
+    updates_rejected: Count = Field(description="updates rejected")
+    tokens_merged: Count = Field(description="their tokens")
+    tokens_rejected: Count = Field(description="tokens of the rejected ones")
+    steps_merged: Count = Field(description="inner steps of the merged ones")
+
+
+class Record(Body):
+    """Commits a version of a fragment, or verdicts alone. Its compare-and-swap is the commit."""
+
+    kind: ClassVar[str] = "record"
+    limit_bytes: ClassVar[int] = 64 << 20
+    what: Literal["version", "verdict", "restore", "restored"] = Field(
+        description="`verdict`: updates were rejected and there was nothing to publish;"
+        " `restore`: a rollback; `restored`: the first record of an epoch after the"
+        " first"
+    )
+    run: Name = Field(description="the run")
+    epoch: Count = Field(description="of the tape: all sequences here are of it")
+    fragment: Count = Field(description="the fragment")
+    version: Count = Field(description="of the view after this record")
+    restored_version: Count | None = Field(
+        description="the version whose contents a `restore` repeats; nil for others"
+    )
+    base_seq: Count = Field(
+        description="stream sequence of the fragment's record before this one; 0 for the first"
+    )
+    base_digest: str = Field(description="digest of the view before; empty for the first")
+    layout: Digest = Field(description="the run's")
+    global_step: Count = Field(
+        description="the run's clock: 0 at version 0, the fragment's offset at version 1, H more"
+        " at each next one, at most `run.steps`; a rollback sets it back"
+    )
+    inputs: Several[Input] = Field(description="merged updates, in the order they were added")
+    rejected: Several[Rejected] = Field(description="updates that were not merged")
+    reason: Text = Field(
+        description="why the round closed: `created`, `complete`, `grace`, `deadline`, `final`,"
+        " `rejections`, `rollback`, `resumed`"
+    )
+    factors: bytes = Field(
+        description="float32 per segment, little endian: what the sum was multiplied by"
+    )
+    learning_rate: float = Field(description="of this outer step")
+    momentum: float = Field(description="of this outer step")
+    delta: ObjectRef | None = Field(
+        description="new view less the old one; nil for all but later versions"
+    )
+    snapshot: ObjectRef = Field(description="newest stored view")
+    snapshot_version: Count = Field(description="its version")
+    deltas: Several[ObjectRef] = Field(
+        description="lead from the snapshot to this version, in order"
+    )
+    outer: ObjectRef = Field(description="newest stored outer state")
+    outer_version: Count = Field(description="its version")
+    outer_seq: Count = Field(
+        description="stream sequence of the record that committed it; 0: this one"
+    )
+    view_digest: Digest = Field(description="of the view after this record")
+    outer_digest: Digest = Field(
+        description="of master parameters and outer-optimizer state after it"
+    )
+    position: Positive = Field(
+        description="lowest stream sequence that is not resolved: a new owner reads from here"
+    )
+    totals: Totals = Field(description="sums over all records of the fragment up to this one")
+    observations: Several[Observation] = Field(
+        description="inputs of the machine that are not on the tape"
+    )
+    policy: PolicyState = Field(description="the machine's memory after this record")
+    final: bool = Field(description="no version of this fragment follows")
+    opened_at_s: float = Field(description="when the round opened")
+    quorum_at_s: float = Field(description="when it had its quorum; 0: never")
+    closed_at_s: float = Field(description="when it closed")
+    merged_at_s: float = Field(
+        description="when its outer step was taken; storing the objects and publishing follow;"
+        " `closed_at_s` where nothing was merged"
+    )
+    aggregator: str = Field(description="who made the record")
+    attempt_id: str = Field(description="equal to the message id: tells whose record stands")
+
+
+class RecordPointer(Body):
+    """Stands on the tape for a record of more than 256 KiB, whose body is in an object."""
+
+    kind: ClassVar[str] = "record_pointer"
+    fragment: Count = Field(description="the fragment")
+    body: ObjectRef = Field(description="the record's message, whole")
+    attempt_id: str = Field(description="the record's")

@@ -1,0 +1,154 @@
+"""A run's beginning, its parties, its settings and its end."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from diloco.common.wire.fields import (
+    Body,
+    CheckpointName,
+    Count,
+    Digest,
+    Name,
+    ObjectName,
+    Positive,
+    Seconds,
+    Several,
+    Text,
+)
+from diloco.common.wire.records import Record
+
+
+class Specification(Body):
+    """What a run is: the tape's first message.
+
+    Sequence numbers are of their epoch: of the tape that holds this message.
+    """
+
+    kind: ClassVar[str] = "spec"
+    run: Name = Field(description="the run")
+    epoch: Count = Field(description="0; one more each time the run is resumed on a new tape")
+    positions: dict[Name, Count] = Field(
+        description="where data resumes, in batches, for learners of earlier epochs"
+    )
+    layout: Digest = Field(description="of the layout object")
+    settings: dict[str, Any] = Field(
+        description="sections `run`, `task`, `sync`, `outer`, `staleness`, `quorum`, `bounds` of"
+        " the configuration, every key"
+    )
+    constants: ObjectName | None = Field(description="object with the leaves that are not trained")
+    created_at_s: Seconds = Field(description="when")
+
+
+class Join(Body):
+    """A learner begins a life; the message's sequence in the stream is its incarnation."""
+
+    kind: ClassVar[str] = "join"
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="the learner, as in the subject")
+    layout: Digest = Field(description="the layout that the learner computed from its task")
+    host: Text = Field(description="for people")
+
+
+class Leave(Body):
+    """A learner ends a life on purpose: nothing more comes from this incarnation.
+
+    With `fragments` the life goes on, but sends nothing more of these: it had nothing unsent of
+    them when the run stopped.
+    """
+
+    kind: ClassVar[str] = "leave"
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="the learner")
+    incarnation: Positive = Field(description="the life")
+    position: Count = Field(
+        description="data position, in batches, where its next incarnation resumes"
+    )
+    fragments: Several[Count] = Field(description="empty: the life ends")
+
+
+class Settings(Body):
+    """Changed settings of the run.
+
+    They hold from each fragment's next version on; a learner follows them at its next step
+    boundary. Only changeable keys may differ from the specification's.
+    """
+
+    kind: ClassVar[str] = "settings"
+    run: Name = Field(description="the run")
+    settings: dict[str, Any] = Field(description="all of them, as in the specification")
+    changed: Several[Text] = Field(description="what is new, for people")
+
+
+class Quarantine(Body):
+    """Quarantines a learner in all fragments, or releases it.
+
+    The machine of a fragment asks for it after `bounds.quarantine_offences`; an operator lifts it,
+    or imposes it.
+    """
+
+    kind: ClassVar[str] = "quarantine"
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="who")
+    active: bool = Field(description="true: quarantined; false: released, its offences forgotten")
+    reason: Text = Field(description="for people")
+    by: Text = Field(description="the aggregator's name, or `operator`")
+
+
+class Checkpoint(Body):
+    """A point from which the run can be resumed.
+
+    It is published before its objects are stored, and garbage collection keeps view and outer
+    state of its versions.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+    run: Name = Field(description="the run")
+    name: CheckpointName = Field(
+        description="epoch and stream sequence of the point: `0000-000000001234`"
+    )
+    versions: Several[Count] = Field(description="of each fragment")
+    record_seqs: Several[Positive] = Field(
+        description="stream sequences of the records that made them"
+    )
+    created_at_s: Seconds = Field(description="when")
+
+
+class CheckpointFile(Body):
+    """All that a new epoch begins from.
+
+    The body of the object `{run}/checkpoint/{name}`, on no stream. At most 64 MiB.
+    """
+
+    kind: ClassVar[str] = "checkpoint_file"
+    limit_bytes: ClassVar[int] = 64 << 20
+    name: CheckpointName = Field(description="the checkpoint's")
+    specification: Specification = Field(
+        description="of the new epoch, with the learners' data positions"
+    )
+    settings: dict[str, Any] = Field(description="the settings in force")
+    records: Several[Record] = Field(
+        description="one for each fragment, of kind `restored`, with snapshot and outer state of"
+        " its version"
+    )
+    created_at_s: Seconds = Field(description="when")
+
+
+class Stop(Body):
+    """The stop rule was met; learners send what is unsent and leave."""
+
+    kind: ClassVar[str] = "stop"
+    run: Name = Field(description="the run")
+    global_step: Count = Field(description="the run's clock")
+    reason: Text = Field(description="`steps` or `tokens`")
+
+
+class End(Body):
+    """Every fragment's last record is committed; the versions are the run's result."""
+
+    kind: ClassVar[str] = "end"
+    run: Name = Field(description="the run")
+    versions: Several[Count] = Field(description="of each fragment")
+    record_seqs: Several[Positive] = Field(
+        description="stream sequences of the fragments' last records"
+    )

@@ -1,0 +1,1 @@
+"""The documentation; a package for the sake of `docs.generate`."""

@@ -1,0 +1,19 @@
+"""Pages made of other files: the list of decisions, the example of a task."""
+
+from pathlib import Path
+
+from docs.generate.markdown import fence
+
+ROOT = Path(__file__).parents[2]
+ADR = ROOT / "docs" / "adr"
+
+
+def blocks() -> dict[str, str]:
+    """A line for each decision; the example."""
+    pages = sorted(
+        path for path in (ROOT / "docs" / "adr").glob("*.md") if path.name != "README.md"
+    )
+    titles = [path.read_text().partition("\n")[0].removeprefix("# ") for path in pages]
+    lines = [f"- [{title}]({path.name})" for path, title in zip(pages, titles, strict=True)]
+    example = fence("python", (ROOT / "examples" / "digits.py").read_text())
+    return {"decisions": "\n".join(lines), "example digits": example}

@@ -1,0 +1,27 @@
+"""docs/metrics.md: the tables of metrics, from `diloco.common.metrics`."""
+
+from diloco.common import metrics
+from docs.generate.markdown import table
+
+
+def listed(catalogue: tuple[metrics.Definition, ...]) -> str:
+    """One table."""
+    rows = [
+        (
+            f"`{metric.name}`",
+            metric.kind,
+            ", ".join(f"`{label}`" for label in metric.labels) or "-",
+            metric.help,
+        )
+        for metric in catalogue
+    ]
+    return table(["metric", "type", "labels", "meaning"], rows)
+
+
+def blocks() -> dict[str, str]:
+    """A table for every daemon, one for learners, one for aggregators."""
+    return {
+        "metrics daemon": listed(metrics.DAEMON),
+        "metrics learner": listed(metrics.LEARNER),
+        "metrics aggregator": listed(metrics.AGGREGATOR),
+    }

@@ -1,0 +1,121 @@
+"""docs/protocol.md: one update on its way, byte for byte, made by the code of both sides."""
+
+import json
+
+import numpy as np
+
+from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.shard_reader import read_payload
+from diloco.common import names, shards, slices, wire
+from diloco.common.codec import Codec, decode_numpy
+from diloco.common.config import RunSettings
+from diloco.common.layout import Tensor, layout_bytes, make_layout
+from diloco.common.quantize import encode
+from diloco.common.store import MemoryStore
+from docs.generate.markdown import fence
+
+CODEC: Codec = "int4"
+BLOCK = 16
+RUN = "demo"
+LEARNER = "learner-0"
+INCARNATION = 7
+
+
+SETTINGS = RunSettings.model_validate(
+    {
+        "run": {"name": RUN, "steps": 24},
+        "sync": {"fragments": 1, "block": BLOCK, "codec": CODEC, "delta_codec": CODEC},
+        "outer": {"optimizer": "sgd", "learning_rate": 1.0, "momentum": 0.0},
+    }
+)
+LAYOUT = make_layout([Tensor(name="w", shape=(4, 8), dtype="float32")], fragments=1, block=BLOCK)
+UPDATE = (np.arange(32, dtype=np.float32) - 16) / 8
+
+
+def manifest_of(packed: bytes, base_digest: str) -> wire.Manifest:
+    """The announcement of the one shard."""
+    shard = wire.Shard(
+        name=names.shard(RUN, LEARNER, 0, 0, INCARNATION, 1, 0),
+        size_bytes=len(packed),
+        crc32c=shards.crc32c(packed),
+        slices=slices.of_range(0, 32, BLOCK),
+    )
+    # fmt: off
+    return wire.Manifest(
+        run=RUN, learner=LEARNER, epoch=0, incarnation=INCARNATION, seq=1, fragment=0,
+        base_version=0, base_digest=base_digest, layout=LAYOUT.digest, codec=CODEC, shards=(shard,),
+        tokens=2400, steps=24, position=24, local_step=24, loss=2.5,
+        step_time_s=0.25, encode_s=0.0, upload_s=0.0, attempt=0, final=False,
+    )
+    # fmt: on
+
+
+def sent(packed: bytes, manifest: wire.Manifest) -> dict[str, str]:
+    """What the learner says and stores."""
+    join = wire.Join(run=RUN, learner=LEARNER, layout=LAYOUT.digest, host="island-a")
+    decoded = decode_numpy(CODEC, shards.unpack(packed, codec=CODEC, count=32, block=BLOCK), BLOCK)
+    return {
+        "layout": hexdump(layout_bytes(LAYOUT)) + f"\ndigest {LAYOUT.digest}",
+        "join": hexdump(wire.encode(join)),
+        "update-values": numbers(UPDATE),
+        "shard": hexdump(packed),
+        "shard-values": numbers(decoded),
+        "manifest-fields": json.dumps(manifest.model_dump(), indent=1),
+        "manifest": hexdump(wire.encode(manifest)),
+    }
+
+
+def merged(packed: bytes, manifest: wire.Manifest, arrays: FragmentArrays) -> dict[str, str]:
+    """What the aggregator makes of it."""
+    store = MemoryStore()
+    store.put(manifest.shards[0].name, packed)
+    payload = read_payload(store, manifest, arrays.grid)
+    weight = manifest.tokens**2 / manifest.steps
+    admitted = Admitted(manifest, 9, weight, 0, 1.0, 1.0, payload.norm)
+    arrays.merge(payload, admitted)
+    made = arrays.close_round([admitted], 1.0)
+    delta = names.version_object(RUN, 0, 1, "delta", shards.digest(made.delta))
+    figures = [
+        f"weight        {weight!r}",
+        f"norm          {payload.norm!r}",
+        f"coefficients  {made.inputs[0].coefficients.hex()}",
+        f"factors       {made.factors.hex()}",
+        f"view_digest   {made.view_digest}",
+        f"outer_digest  {made.outer_digest}",
+    ]
+    return {
+        "round": hexdump(wire.encode(wire.RoundOpen(fragment=0, version=1))),
+        "merge": "\n".join(figures),
+        "delta": f"{delta}\n{hexdump(made.delta)}",
+        "view-values": numbers(arrays.view),
+    }
+
+
+def example() -> dict[str, str]:
+    """Each block of the page's example, by name."""
+    view = np.zeros(LAYOUT.fragments[0].size, np.float32)
+    arrays = FragmentArrays.from_view(SETTINGS, LAYOUT, 0, view)
+    packed = shards.pack(CODEC, encode(CODEC, UPDATE, BLOCK), BLOCK)
+    manifest = manifest_of(packed, shards.digest(view))
+    return sent(packed, manifest) | merged(packed, manifest, arrays)
+
+
+def hexdump(data: bytes) -> str:
+    """Offsets and bytes, 16 a line, in groups of four."""
+    lines = []
+    for start in range(0, len(data), 16):
+        groups = [data[i : i + 4].hex() for i in range(start, min(start + 16, len(data)), 4)]
+        lines.append(f"{start:04x}  {' '.join(groups)}")
+    return "\n".join(lines)
+
+
+def numbers(values: np.ndarray) -> str:
+    """Values in full, eight a line."""
+    rows = values.reshape(-1, 8).tolist()
+    return "\n".join(" ".join(f"{value:g}" for value in row) for row in rows)
+
+
+def blocks() -> dict[str, str]:
+    """Each block of the example."""
+    return {f"example {name}": fence("text", text) for name, text in example().items()}
