@@ -184,6 +184,8 @@ def proof(budget: int, seed: int) -> list[Case]:
         case("kills", settings=CLOSE, fleet="kills"),
         case("equal", settings=CLOSE),
         case("unequal, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}, fleet="unequal"),
+        case("kills, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}, fleet="kills"),
+        case("equal, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}),
         case("nesterov 0.5/0.5, kills", settings=CLOSE | outer("nesterov 0.5/0.5"), fleet="kills"),
         case("unequal", settings=CLOSE, fleet="unequal"),
         case("no latency", settings=CLOSE, latency_steps=0.0),

@@ -36,6 +36,8 @@ PROOF_LABELS = {
     "data-parallel": "data-parallel, Muon",
     "kills": "H = 6, learners killed",
     "equal": "H = 6, equal learners",
+    "kills, tau = 2": "H = 6, learners killed, τ = 2",
+    "equal, tau = 2": "H = 6, equal learners, τ = 2",
     "nesterov 0.5/0.5, kills": "H = 6, learners killed, outer Nesterov 0.5 / 0.5",
     "unequal": "H = 6, speeds 1, 1, ½, ¼, τ = 4",
     "unequal, tau = 2": "H = 6, speeds 1, 1, ½, ¼, τ = 2",
