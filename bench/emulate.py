@@ -141,7 +141,7 @@ class _Owner:
     inputs: list[int] = field(default_factory=list)
 
     def take(self, event: events.Event) -> None:
-        self.state, effects = machine.step(self.rules, self.state, event)
+        self.state, effects = machine.step_at(self.rules, self.state, event, self.world.now_s)
         with _merging():
             for effect in effects:
                 self._perform(effect)
