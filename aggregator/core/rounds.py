@@ -228,8 +228,8 @@ def _without_empty_round(state: State) -> State:
 
 
 def _open(rules: FragmentRules, state: State, now_s: float) -> Result:
-    opens_at_s = _opens_at_s(rules, state)
-    if state.phase != "idle" or opens_at_s is None or now_s < opens_at_s:
+    opens_at_s = _opens_at_s(rules, state) if state.phase == "idle" else None
+    if opens_at_s is None or now_s < opens_at_s:
         return state, ()
     state = state._replace(phase="open", opened_at_s=opens_at_s, quorum_at_s=0.0)
     return state, (OpenRound(state.version + 1),)
