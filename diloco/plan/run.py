@@ -5,9 +5,11 @@ import json as jsonlib
 from rich.console import Console
 
 from diloco.plan import inputs
+from diloco.plan.costs import compare
 from diloco.plan.forecast import make_plan, over_learners
 from diloco.plan.options import PlanOptions
-from diloco.plan.tables import as_json, tables
+from diloco.plan.prices import read_prices
+from diloco.plan.tables import as_json, cost_table, costs_as_json, tables
 
 # Numbers of learners that a picture shows, beside the one that was asked for.
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -23,9 +25,12 @@ def run_plan(options: PlanOptions) -> None:
     model = inputs.read_model(options, settings)
     fleet = inputs.read_fleet(options, model.step_tokens)
     tokens = inputs.read_tokens(options, settings, fleet)
+    prices = read_prices(options.prices)
+    regions = inputs.read_regions(options, prices)
     made = make_plan(
         settings, fleet, model.parameters, model.sizes, tokens=tokens, seed=options.seed
     )
+    costs = compare(prices, regions, made)
     if options.plot is not None:
         counts = sorted({n for n in COUNTS if n <= fleet.chips} | {made.learners})
         others = over_learners(
@@ -35,9 +40,12 @@ def run_plan(options: PlanOptions) -> None:
 
         draw(others, made, options.plot)
     if options.json:
-        print(jsonlib.dumps(as_json(made, model.parameters, tokens), allow_nan=False))  # noqa: T201
+        document = as_json(made, model.parameters, tokens)
+        document["costs"] = costs_as_json(costs, prices, regions, made)
+        print(jsonlib.dumps(document, allow_nan=False))  # noqa: T201
         return
     console = Console()
-    for table in tables(settings, fleet, made, model.parameters, tokens):
+    found = tables(settings, fleet, made, model.parameters, tokens)
+    for table in [*found, cost_table(costs, prices, regions, made)]:
         console.print(table)
         console.print()
