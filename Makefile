@@ -11,9 +11,12 @@ INTENSITY ?= 1
 WORKERS ?= 3
 SECONDS ?= 600
 CASES ?= 1000000
-BENCHES ?= merge encode stall wire quality events failover flood store_gcs report
+BENCHES ?= merge encode stall wire quality events failover flood store_gcs report rounds
 ROOTFS ?= .rootfs
 RESULTS ?= runs/quality.jsonl
+LARGE ?= runs/large
+SIZE ?= 10m
+PIECE ?= 9
 PEER ?=
 HEADLINE ?= runs/headline
 LINK ?= ../shared/tools/wan/netns.py
@@ -26,7 +29,7 @@ RUN := $(BIN)/python -m
 .DELETE_ON_ERROR:
 .PHONY: help install demo reference docs test wheel-test test-slow test-systemd chaos fuzz lint types \
 	imports check \
-	bench headline quality sim terraform lock clean
+	bench headline quality quality-large sim terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,6 +118,9 @@ quality: install ## sweep the quality of training, for two hours of one core; RE
 	done
 	@$(RUN) bench.curves --results $(RESULTS) --task student
 	@$(RUN) bench.curves --results $(RESULTS) --plot $(dir $(RESULTS))quality.png
+
+quality-large: install ## quality of SIZE=10m or 35m on an accelerator, PIECE=9 minutes at a time
+	@$(RUN) bench.large --folder $(LARGE) --size $(SIZE) --minutes $(PIECE) $(ARGS)
 
 # LINK joins two network namespaces, as root; PEER is a Python that has torch and torchft.
 headline: install ## goodput, a slow link and one round, beside peers; ARGS=--short; LINK=... PEER=...

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from diloco.aggregator.context import Context, commit_record, identity, swap
+from diloco.aggregator.context import Context, identity
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.quarantine import quarantined_learners
@@ -19,6 +19,7 @@ from diloco.aggregator.records import compose, contents_of
 from diloco.aggregator.recovery import rebuild
 from diloco.aggregator.rollback import whole
 from diloco.aggregator.settings import effective_settings
+from diloco.aggregator.swap import commit_record, swap
 from diloco.common import names, wire
 from diloco.common.bus import Bus
 from diloco.common.errors import (

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from diloco.aggregator import instruments
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.context import Context, commit_record
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.core.decisions import decide
 from diloco.aggregator.core.effects import Commit
@@ -19,6 +19,7 @@ from diloco.aggregator.records import (
     unchanged,
 )
 from diloco.aggregator.samples import Samples
+from diloco.aggregator.swap import commit_record
 from diloco.aggregator.tasks import Tasks
 from diloco.common import log, wire
 

@@ -6,7 +6,8 @@ subject, and whoever comes second is content.
 
 from dataclasses import dataclass, field
 
-from diloco.aggregator.context import Context, identity, swap
+from diloco.aggregator.context import Context, identity
+from diloco.aggregator.swap import swap
 from diloco.common import names, wire
 from diloco.common.bus import Message
 from diloco.common.config import RunSettings

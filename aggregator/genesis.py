@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.context import Context, commit_record, store_version_object
+from diloco.aggregator.context import Context, store_version_object
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.records import NOTHING, Contents, compose
+from diloco.aggregator.swap import commit_record
 from diloco.common import names, shards, wire
 from diloco.common.errors import RunMismatchError, SwapLostError
 from diloco.common.tape import decode

@@ -8,12 +8,13 @@ back, as long as garbage collection has left what is needed.
 import asyncio
 from collections.abc import Mapping
 
-from diloco.aggregator.context import Context, commit_record
+from diloco.aggregator.context import Context
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.records import Contents, compose, contents_of, with_snapshot
 from diloco.aggregator.recovery import Recovered, missing_object, rebuild
 from diloco.aggregator.settings import check_goes_on
+from diloco.aggregator.swap import commit_record
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, SwapLostError
 from diloco.common.tape import Recorded, RunContext, last_record, records_of

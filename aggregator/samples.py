@@ -43,7 +43,7 @@ class Samples:
             incarnation=incarnation,
             seq=seq,
             reason=reason,
-            detail=detail,
+            detail=wire.note(detail),
         )
         subject = names.rejected(self._context.run, learner)
         try:

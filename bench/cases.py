@@ -6,7 +6,7 @@ gets a longer run for it, and its learning rate follows that run.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -15,15 +15,19 @@ from bench.emulate import Life, Weather
 LEARNERS = 4
 BUDGETS = (120, 360, 1080, 3240)
 MIDDLE, LONG = BUDGETS[1:3]
-SEEDS = {"language": (0, 1, 2), "student": tuple(range(6))}
+SEEDS = {"language": (0, 1, 2), "student": tuple(range(6)), "transfer": (0, 1, 2)}
+PROOF_SEEDS = tuple(range(8))
+# Cases of the proof that are run with every seed before the others.
+FIRST = 5
 UNEQUAL = (1.0, 1.0, 0.5, 0.25)
 # Of the kills: a learner lives for so many steps on average, and is away for so many.
 LIFE_STEPS, AWAY_STEPS = 200.0, 20.0
-# Steps that die with a learner, on average over fragments: half an interval, and what travels.
-LOST_STEPS = 13.0
+# Steps that die with a learner beside half an interval: those of the update that travels.
+TRAVEL_STEPS = 1.0
 EXTRA = (0.25, 0.5, 1.0, 3.0)
 
-Kind = Literal["language", "student"]
+Kind = Literal["language", "student", "transfer"]
+Inner = Literal["adamw", "muon"]
 Fleet = Literal["equal", "unequal", "kills", "scavenging"]
 Settings = dict[str, Any]
 
@@ -34,6 +38,13 @@ SYNCHRONOUS: Settings = {
     "sync.codec": "float32",
     "sync.delta_codec": "float32",
     "quorum.min_learners": LEARNERS,
+}
+# Four times the defaults' bytes: what a link carries that is not slow.
+CLOSE: Settings = {
+    "sync.interval_steps": 6,
+    "sync.fragments": 6,
+    "sync.min_steps": 3,
+    "sync.overlap_steps": 4,
 }
 FLOAT32: Settings = {"sync.codec": "float32", "sync.delta_codec": "float32"}
 
@@ -46,6 +57,9 @@ class Case:
         group: the table it belongs to; `name`: its row.
         budget: inner steps of each of `LEARNERS` equal learners.
         data_parallel: no system: one learner with all batches in one.
+        alone: no system: one learner with its own batches.
+        optimizer: of the learners.
+        rate: their peak rate; the task's for this optimizer, if None.
         settings: "section.key" -> value, on top of the defaults.
         latency_steps: that a message travels.
         extra: of scavenging: learners that join at half of the tokens, as a share of the others.
@@ -58,6 +72,9 @@ class Case:
     budget: int
     seed: int
     data_parallel: bool = False
+    alone: bool = False
+    optimizer: Inner = "adamw"
+    rate: float | None = None
     settings: Settings = field(default_factory=dict)
     fleet: Fleet = "equal"
     latency_steps: float = 0.5
@@ -86,7 +103,8 @@ class Case:
         if self.fleet == "scavenging":
             return round(self.budget * expected_time(self.extra))
         if self.fleet == "kills":
-            return _steps_until(self.budget * LEARNERS, self._lives())
+            lost = self.settings.get("sync.interval_steps", 24) / 2 + TRAVEL_STEPS
+            return _steps_until(self.budget * LEARNERS, self._lives(), lost)
         return round(self.budget * LEARNERS / sum(self._speeds()))
 
     def _speeds(self) -> tuple[float, ...]:
@@ -120,14 +138,17 @@ def _lives(rng: np.random.Generator, until_s: float) -> tuple[Life, ...]:
     return tuple(lives)
 
 
-def _steps_until(wanted: float, lives: tuple[tuple[Life, ...], ...]) -> int:
-    """Virtual time by which learners at full speed have taken so many steps that count."""
+def _steps_until(wanted: float, lives: tuple[tuple[Life, ...], ...], lost: float) -> int:
+    """Virtual time by which learners at full speed have taken so many steps that count.
+
+    With each learner that is killed `lost` steps die, on average over fragments.
+    """
     done, step = 0.0, 0
     ends = sorted(life.until_s for learner in lives for life in learner)
     while done < wanted:
         alive = sum(life.from_s <= step < life.until_s for learner in lives for life in learner)
         killed = sum(step <= end < step + 1 for end in ends)
-        done += alive - LOST_STEPS * killed
+        done += alive - lost * killed
         step += 1
     return step
 
@@ -144,6 +165,55 @@ def main_cases(budget: int, seed: int) -> list[Case]:
         case("uniform"),
         case("unequal", fleet="unequal"),
         case("kills", fleet="kills"),
+    ]
+
+
+def proof(budget: int, seed: int) -> list[Case]:
+    """Muon inside against both data-parallel baselines, the case that carries the claim first."""
+
+    def case(name: str, optimizer: Inner = "muon", **fields: Any) -> Case:
+        return Case(
+            group="proof", name=name, budget=budget, seed=seed, optimizer=optimizer, **fields
+        )
+
+    # An update and its version travel in three messages: two steps of a learner a whole H.
+    late: Settings = CLOSE | {"sync.overlap_steps": 6}
+    return [
+        case("adamw, data-parallel", "adamw", data_parallel=True),
+        case("data-parallel", data_parallel=True),
+        case("kills", settings=CLOSE, fleet="kills"),
+        case("equal", settings=CLOSE),
+        case("unequal, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}, fleet="unequal"),
+        case("kills, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}, fleet="kills"),
+        case("equal, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}),
+        case("nesterov 0.5/0.5, kills", settings=CLOSE | outer("nesterov 0.5/0.5"), fleet="kills"),
+        case("unequal", settings=CLOSE, fleet="unequal"),
+        case("no latency", settings=CLOSE, latency_steps=0.0),
+        case("a travel of H", settings=late, latency_steps=2.0),
+        case("adamw, kills", "adamw", settings=CLOSE, fleet="kills"),
+        case("H = 24, kills", fleet="kills"),
+        case("synchronous, H = 6", settings=SYNCHRONOUS | {"sync.interval_steps": 6}),
+        case("alone", alone=True),
+    ]
+
+
+def rates(kind: Kind) -> list[Case]:
+    """Peak rates of each inner optimizer, in data-parallel and in the system."""
+    choices = {"adamw": (4e-3, 8e-3, 1.6e-2), "muon": (4e-3, 8e-3, 1.6e-2, 3.2e-2)}
+    return [
+        Case(
+            group="rates",
+            name=f"{optimizer}, {system}, {rate:g}",
+            budget=LONG if kind != "student" else MIDDLE,
+            seed=0,
+            optimizer=optimizer,
+            rate=rate,
+            data_parallel=system == "data-parallel",
+            settings={} if system == "data-parallel" else CLOSE,
+        )
+        for system in ("data-parallel", "system")
+        for optimizer in get_args(Inner)
+        for rate in choices[optimizer]
     ]
 
 
@@ -270,7 +340,12 @@ def scavenging(seed: int) -> list[Case]:
 
 def matrix(task: Kind) -> list[Case]:
     """All cases of a task, the most telling first."""
-    seeds, cases = SEEDS[task], []
+    seeds, cases = SEEDS[task], rates(task)
+    proofs = [proof(LONG, seed) for seed in PROOF_SEEDS]
+    for part in (slice(0, FIRST), slice(FIRST, None)):
+        cases += [case for proof in proofs for case in proof[part]]
+    if task == "transfer":
+        return [replace(case, task=task) for case in cases]
     for budget in (MIDDLE, LONG, BUDGETS[0]):
         for seed in seeds:
             cases += main_cases(budget, seed)

@@ -1,6 +1,7 @@
 """Tables and a figure of the quality sweep's results.
 
-    .venv/bin/python -m bench.curves --results FILE [--task language|student] [--plot PNG]
+    .venv/bin/python -m bench.curves --results FILE [--task language|student|transfer] [--plot PNG]
+        [--proof PNG]
 
 A ratio is the mean over seeds of the ratios of each seed, with its standard error: runs of one
 seed begin alike and draw the same batches.
@@ -26,6 +27,26 @@ MAIN = {
     "uniform": (style.VERMILLION, "-", "this system, equal learners"),
     "unequal": (style.GREEN, "-.", "speeds 1, 1, ½, ¼"),
     "kills": (style.PURPLE, ":", "learners killed"),
+}
+
+
+PROOF_BASES = ("adamw, data-parallel", "data-parallel")
+PROOF_LABELS = {
+    "adamw, data-parallel": "data-parallel, AdamW",
+    "data-parallel": "data-parallel, Muon",
+    "kills": "H = 6, learners killed",
+    "equal": "H = 6, equal learners",
+    "kills, tau = 2": "H = 6, learners killed, τ = 2",
+    "equal, tau = 2": "H = 6, equal learners, τ = 2",
+    "nesterov 0.5/0.5, kills": "H = 6, learners killed, outer Nesterov 0.5 / 0.5",
+    "unequal": "H = 6, speeds 1, 1, ½, ¼, τ = 4",
+    "unequal, tau = 2": "H = 6, speeds 1, 1, ½, ¼, τ = 2",
+    "no latency": "H = 6, no latency",
+    "a travel of H": "H = 6, latency of a whole H",
+    "adamw, kills": "H = 6, learners killed, AdamW inside",
+    "H = 24, kills": "H = 24, learners killed",
+    "synchronous, H = 6": "synchronous DiLoCo, H = 6",
+    "alone": "one learner alone",
 }
 
 
@@ -105,6 +126,53 @@ def group_table(results: Results, group: str) -> None:
         mean = np.mean(list(losses.values()))
         inputs, stale = (results.mean(*key, field) for field in ("inputs", "staleness"))
         print(f"| {name} | {len(losses)} | {mean:.4f} | {over} | {inputs:.2f} | {stale:.2f} |")
+
+
+def proof_table(results: Results) -> None:
+    """Muon inside, against both data-parallel baselines."""
+    names = results.names("proof")
+    if not names:
+        return
+    print("\n| system | seeds | loss | over data-parallel AdamW, % | over data-parallel Muon, % |")
+    print("|---|---|---|---|---|")
+    for name, budget in names:
+        losses = results.losses("proof", name, budget)
+        over = [
+            _percent(losses, results.losses("proof", base, budget)) if name != base else ""
+            for base in PROOF_BASES
+        ]
+        mean = np.mean(list(losses.values()))
+        print(f"| {name} | {len(losses)} | {mean:.4f} | {' | '.join(over)} |")
+
+
+def rates_table(results: Results) -> None:
+    """Loss at each peak rate."""
+    if results.names("rates"):
+        print("\n| optimizer, system, rate | seeds | loss |")
+        print("|---|---|---|")
+    for name, budget in results.names("rates"):
+        losses = results.losses("rates", name, budget)
+        print(f"| {name} | {len(losses)} | {np.mean(list(losses.values())):.4f} |")
+
+
+def proof_plot(results: Results, path: Path) -> None:
+    """What each system of the proof exceeds data-parallel AdamW by, the best first."""
+    rows = []
+    for name, budget in results.names("proof"):
+        base = results.losses("proof", PROOF_BASES[0], budget)
+        mean, error, seeds = excess(results.losses("proof", name, budget), base)
+        if seeds:
+            rows.append((mean, error if seeds > 1 else 0.0, f"{PROOF_LABELS[name]} ({seeds})"))
+    rows.sort(reverse=True)
+    with style.look():
+        figure, (axes,) = style.panels(1, 0.5 + 0.3 * len(rows))
+        for height, (mean, error, label) in enumerate(rows):
+            colour = style.BLACK if "data-parallel" in label else style.VERMILLION
+            axes.errorbar(mean, height, xerr=error, fmt="o", color=colour, ms=4, capsize=2)
+        axes.axvline(0, color=style.BLACK, lw=0.8)
+        axes.set_yticks(range(len(rows)), [label for _, _, label in rows])
+        axes.set(xlabel="held-out loss over data-parallel AdamW (%); seeds in brackets")
+        figure.savefig(path, dpi=150)
 
 
 def scavenging_table(results: Results) -> None:
@@ -195,13 +263,20 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--task", default="language", choices=get_args(Kind))
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--proof", type=Path, help="a figure of the proof alone")
     options = parser.parse_args()
     results = read(options.results, options.task)
-    main_table(results)
+    if results.names("main"):
+        main_table(results)
     for group in dict.fromkeys(group for group, _, _ in results.lines):
-        if group not in ("main", "scavenging"):
+        if group not in ("main", "scavenging", "proof", "rates"):
             group_table(results, group)
-    scavenging_table(results)
+    if results.names("scavenging"):
+        scavenging_table(results)
+    rates_table(results)
+    proof_table(results)
+    if options.proof:
+        proof_plot(results, options.proof)
     if options.plot:
         all_tasks = {task: read(options.results, task) for task in get_args(Kind)}
         plot(results, all_tasks, options.plot)

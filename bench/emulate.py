@@ -8,13 +8,17 @@ a fraction of the time that processes would need, with speeds and latencies as c
 Learners may be killed, come back and join late (`Life`). Who is killed loses what is unsent, and
 begins its next life as a daemon does: with the newest views, the data behind its last manifest,
 and the inner optimizer of its last checkpoint, if it has one.
+
+Learners train on JAX's default device, aggregators merge on the CPU, as in a real run. What is to
+happen is data (bound methods and their arguments), so that a world can be kept in a file between
+two pieces of a run (`bench/keep.py`).
 """
 
 import heapq
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +66,7 @@ class Weather(NamedTuple):
         checkpoint_steps: own steps between two checkpoints of the inner optimizer; 0 for none.
         stop_steps: the run is stopped once so many inner steps were taken that are not lost, by
             all learners together; 0: its settings say when.
+        look_steps: inner steps of all learners between two looks at the held-out loss; 0: none.
     """
 
     speeds: tuple[float, ...]
@@ -70,6 +75,7 @@ class Weather(NamedTuple):
     lives: tuple[tuple[Life, ...], ...] = ()
     checkpoint_steps: int = 60
     stop_steps: int = 0
+    look_steps: int = 0
 
 
 class Outcome(NamedTuple):
@@ -83,6 +89,7 @@ class Outcome(NamedTuple):
         versions: of all fragments.
         inputs: updates a version; `staleness`: their mean.
         took_s: virtual time until the run's stop.
+        looks: (inner steps of all learners, held-out loss) on the way.
     """
 
     loss: float
@@ -93,6 +100,7 @@ class Outcome(NamedTuple):
     inputs: float
     staleness: float
     took_s: float
+    looks: tuple[tuple[int, float], ...] = ()
 
 
 class Start(NamedTuple):
@@ -110,14 +118,21 @@ def begin(settings: RunSettings, task: Task) -> Start:
 
 def emulate(settings: RunSettings, start: Start, weather: Weather) -> Outcome:
     """Train a run to its end."""
-    return _World(settings, start, weather).run()
+    outcome = World(settings, start, weather).run()
+    assert outcome is not None
+    return outcome
+
+
+def _merging() -> Any:
+    """Arrays made within this are on the CPU."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 @dataclass
 class _Owner:
     """The aggregator of one fragment."""
 
-    world: "_World"
+    world: "World"
     rules: policy.FragmentRules
     arrays: FragmentArrays
     state: State
@@ -127,11 +142,20 @@ class _Owner:
 
     def take(self, event: events.Event) -> None:
         self.state, effects = machine.step_at(self.rules, self.state, event, self.world.now_s)
-        for effect in effects:
-            self._perform(effect)
+        with _merging():
+            for effect in effects:
+                self._perform(effect)
         due_s = rounds.deadline(self.rules, self.state)
         if due_s is not None:
-            self.world.at(due_s, lambda: self._ring(due_s))
+            self.world.at(due_s, partial(self._ring, due_s))
+
+    def hear_of(self, update: UpdateId, norm: float) -> None:
+        """An update has been read."""
+        self.take(events.Fetched(self.world.now_s, update, norm))
+
+    def stop(self, seq: int) -> None:
+        """The run's stop message arrived."""
+        self.take(events.Stopped(self.world.now_s, seq))
 
     def _ring(self, due_s: float) -> None:
         if rounds.deadline(self.rules, self.state) == due_s:
@@ -142,7 +166,7 @@ class _Owner:
         match effect:
             case Fetch(update):
                 norm = self.payloads[update].norm
-                world.later(lambda: self.take(events.Fetched(world.now_s, update, norm)))
+                world.later(partial(self.hear_of, update, norm))
             case OpenRound(version):
                 world.tell_all(sync.RoundOpened(fragment, version))
             case Merge(admitted):
@@ -184,15 +208,15 @@ class _Owner:
 class _Learner:
     """One life of a learner: `diloco.learner.train.Trainer` with virtual time for its clock."""
 
-    world: "_World"
+    world: "World"
     name: str
     incarnation: int
     speed: float
     replica: Replica
     optimizer_state: Any
-    batches: Iterator[Batch]
     state: sync.State
     position: int = 0
+    batches: Iterator[Batch] | None = None
     steps: int = 0
     dead: bool = False
     waiting: bool = False
@@ -202,6 +226,8 @@ class _Learner:
         world, task = self.world, self.world.start.task
         if self.state.stopping or self.dead:
             return
+        if self.batches is None:
+            self.batches = task.batches(self.name, self.position)
         clock = np.int32(sync.clock(world.sync_rules, self.state))
         self.replica.trained, self.optimizer_state, _ = world.start.params.inner_step(
             self.replica.trained, self.optimizer_state, next(self.batches), clock
@@ -213,6 +239,7 @@ class _Learner:
         if every and self.steps % every == 0:
             world.checkpoints[self.name] = copied(self.optimizer_state)
         self._exchange(task.tokens_per_batch, 1)
+        world.look()
         world.watch()
         self._go_on()
 
@@ -235,7 +262,10 @@ class _Learner:
         self.dead = True
         world.lost += sum(sync.unsent(self.state).values()) / len(self.state.fragments)
         silent_s = world.settings.quorum.liveness_timeout_s
-        world.after(silent_s, lambda: world.silent(self))
+        world.after(silent_s, partial(world.silent, self.name, self.incarnation))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"batches": None}
 
     def _go_on(self) -> None:
         self.waiting = sync.must_wait(self.world.sync_rules, self.state)
@@ -262,22 +292,25 @@ class _Learner:
         rows = self.replica.collect(send.fragment, self.replica.send(send.fragment))
         parts = (Encoded(rows.scales, rows.codes.reshape(-1)),)
         manifest = _manifest(world, self, send)
-        norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
+        with _merging():
+            norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
         payload = Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
         owner.payloads[UpdateId(*_identity(manifest))] = payload
+        world.later(partial(self._arrive, manifest))
 
-        def arrive() -> None:
-            if self.dead:
-                return
-            world.positions[self.name] = manifest.position
-            published = sync.Published(world.now_s, send.fragment, send.seq)
-            self.state, _ = sync.step(world.sync_rules, self.state, published)
-            owner.take(events.Announced(world.now_s, world.next_seq(), manifest))
+    def _arrive(self, manifest: wire.Manifest) -> None:
+        """A manifest is on the tape; who died before is not heard."""
+        if self.dead:
+            return
+        world = self.world
+        world.positions[self.name] = manifest.position
+        published = sync.Published(world.now_s, manifest.fragment, manifest.seq)
+        self.state, _ = sync.step(world.sync_rules, self.state, published)
+        owner = world.owners[manifest.fragment]
+        owner.take(events.Announced(world.now_s, world.next_seq(), manifest))
 
-        world.later(arrive)
 
-
-class _World:
+class World:
     """Virtual time, and everybody in it."""
 
     def __init__(self, settings: RunSettings, start: Start, weather: Weather) -> None:
@@ -285,8 +318,8 @@ class _World:
         self.now_s = BEGAN_S
         self.sync_rules = sync.sync_rules(settings.sync)
         self.stopped = False
-        self._seq = itertools.count(1)
-        self._order = itertools.count()
+        self._seq = 0
+        self._order = 0
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._rng = np.random.default_rng(settings.run.seed)
         self.owners = [self._owner(f.index) for f in start.layout.fragments]
@@ -296,10 +329,14 @@ class _World:
         self.steps = 0
         self.lost = 0.0
         self.stopped_at_s = 0.0
-
-    def run(self) -> Outcome:
+        self.looks: list[tuple[int, float]] = []
         self._schedule_lives()
+
+    def run(self, pause: loops.Pause = loops.never) -> Outcome | None:
+        """Train to the end; None if it has paused before, and is to go on."""
         while not all(owner.state.final for owner in self.owners):
+            if pause():
+                return None
             self.now_s, _, call = heapq.heappop(self._calls)
             call()
         versions = sum(owner.state.version for owner in self.owners)
@@ -313,13 +350,16 @@ class _World:
             inputs=len(staleness) / versions,
             staleness=float(np.mean(staleness)),
             took_s=self.stopped_at_s - BEGAN_S,
+            looks=tuple(self.looks),
         )
 
     def next_seq(self) -> int:
-        return next(self._seq)
+        self._seq += 1
+        return self._seq
 
     def at(self, when_s: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._calls, (max(when_s, self.now_s), next(self._order), call))
+        self._order += 1
+        heapq.heappush(self._calls, (max(when_s, self.now_s), self._order, call))
 
     def after(self, wait_s: float, call: Callable[[], None]) -> None:
         self.at(self.now_s + wait_s, call)
@@ -331,21 +371,25 @@ class _World:
         return (1 + self.weather.jitter * float(self._rng.uniform(-1, 1))) / speed
 
     def tell(self, learner: _Learner, event: sync.Event, payload: Encoded | None = None) -> None:
-        self.later(lambda: learner.hear(event, payload))
+        self.later(partial(learner.hear, event, payload))
 
     def tell_all(self, event: sync.Event) -> None:
         for learner in self.learners.values():
             self.tell(learner, event)
 
     def finished(self, learner: _Learner, fragments: tuple[int, ...]) -> None:
-        def arrive() -> None:
-            seq = self.next_seq()
-            for fragment in fragments:
-                self.owners[fragment].take(
-                    events.Finished(self.now_s, seq, learner.name, learner.incarnation)
-                )
+        self.later(partial(self._finished, learner.name, learner.incarnation, fragments))
 
-        self.later(arrive)
+    def _finished(self, name: str, incarnation: int, fragments: tuple[int, ...]) -> None:
+        seq = self.next_seq()
+        for fragment in fragments:
+            self.owners[fragment].take(events.Finished(self.now_s, seq, name, incarnation))
+
+    def look(self) -> None:
+        """Note the held-out loss of the newest versions, if it is time."""
+        every = self.weather.look_steps
+        if every and self.steps % every == 0:
+            self.looks.append((self.steps, self.start.task.evaluate(self._view())))
 
     def watch(self) -> None:
         """Stop the run when the conductor would, or after the steps that were asked for."""
@@ -355,7 +399,7 @@ class _World:
         self.stopped_at_s = self.now_s
         seq = self.next_seq()
         for owner in self.owners:
-            self.later(lambda owner=owner: owner.take(events.Stopped(self.now_s, seq)))  # type: ignore[misc]
+            self.later(partial(owner.stop, seq))
         self.tell_all(sync.Stop())
 
     def _owner(self, fragment: int) -> _Owner:
@@ -383,17 +427,17 @@ class _World:
         newest = {owner.rules.fragment: _newest(owner) for owner in self.owners}
         return stop_reason(self.settings, newest) is not None
 
-    def silent(self, learner: _Learner) -> None:
+    def silent(self, name: str, incarnation: int) -> None:
         """Tell the aggregators that a life is over; who has begun another is not meant."""
         for owner in self.owners:
-            owner.take(events.Liveness(self.now_s, learner.name, learner.incarnation, False))
+            owner.take(events.Liveness(self.now_s, name, incarnation, False))
 
     def _schedule_lives(self) -> None:
         speeds = self.weather.speeds
         for index, speed in enumerate(speeds):
             for life in self.weather.lives[index] if self.weather.lives else ALWAYS:
                 first_s = BEGAN_S + life.from_s + index / len(speeds)
-                self.at(first_s, lambda i=index, v=speed, u=life.until_s: self._live(i, v, u))  # type: ignore[misc]
+                self.at(first_s, partial(self._live, index, speed, life.until_s))
 
     def _live(self, index: int, speed: float, until_s: float) -> None:
         """Begin a life; none begins once the run stops."""
@@ -423,7 +467,6 @@ class _World:
             optimizer_state=start.task.optimizer.init(replica.trained)
             if fresh
             else copied(checkpoint),
-            batches=start.task.batches(name, position),
             state=sync.begin(sync.sync_rules(settings.sync), tuple(starts)),
             position=position,
         )
@@ -465,7 +508,7 @@ def _decoded(settings: RunSettings, delta: bytes, size: int) -> Encoded:
     return shards.unpack_delta(delta, codec=section.delta_codec, count=size, block=section.block)
 
 
-def _manifest(world: _World, learner: _Learner, send: sync.Send) -> wire.Manifest:
+def _manifest(world: World, learner: _Learner, send: sync.Send) -> wire.Manifest:
     section, run = world.settings.sync, world.settings.run.name
     ranges = shard_ranges(
         world.owners[send.fragment].rules.size, section.block, section.shard_elements

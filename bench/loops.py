@@ -4,6 +4,7 @@ They share the task, its inner step and its schedule with the system, and nothin
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,6 +48,46 @@ def together(iterators: list[Iterator[Batch]]) -> Iterator[Batch]:
         yield jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
 
 
+# Asked between two steps whether to leave the rest for later.
+Pause = Callable[[], bool]
+
+
+def never() -> bool:
+    """No pause."""
+    return False
+
+
+@dataclass
+class DataParallel:
+    """The learners' batches in one, to `steps`; a look at the held-out loss each `look_steps`."""
+
+    task: Task
+    began: Start
+    learners: int
+    steps: int
+    look_steps: int = 0
+    step: int = 0
+    state: tuple[Params, Any] | None = None
+    looks: list[tuple[int, float]] = field(default_factory=list)
+
+    def run(self, pause: Pause = never) -> float | None:
+        """Held-out loss at the end; None if it has paused before, and is to go on."""
+        names, task = learner_names(self.learners), self.task
+        batches = together([task.batches(name, self.step) for name in names])
+        trained, state = self.state or (self.began.trained, task.optimizer.init(self.began.trained))
+        while self.step < self.steps and not pause():
+            trained, state, _ = self.began.inner_step(
+                trained, state, next(batches), np.int32(self.step)
+            )
+            self.state, self.step = (trained, state), self.step + 1
+            if self.look_steps and self.step % self.look_steps == 0:
+                self.looks.append((self.step * self.learners, self._loss(trained)))
+        return self._loss(trained) if self.step == self.steps else None
+
+    def _loss(self, trained: Params) -> float:
+        return self.task.evaluate(tree.join(trained, self.began.constants))
+
+
 def data_parallel(
     task: Task, *, steps: int, seed: int, learners: int, began: Start | None = None
 ) -> float:
@@ -54,14 +95,9 @@ def data_parallel(
 
     `began`: where it begins, if not where the task's seed says.
     """
-    began = began or start(task, seed)
-    trained, optimizer_state = began.trained, task.optimizer.init(began.trained)
-    batches = together([task.batches(name, 0) for name in learner_names(learners)])
-    for step in range(steps):
-        trained, optimizer_state, _ = began.inner_step(
-            trained, optimizer_state, next(batches), np.int32(step)
-        )
-    return task.evaluate(tree.join(trained, began.constants))
+    loss = DataParallel(task, began or start(task, seed), learners, steps).run()
+    assert loss is not None
+    return loss
 
 
 class Nesterov(NamedTuple):

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.learner.optimizer import adamw, warmup_cosine
+from diloco.learner.optimizer import adamw, muon, warmup_cosine
 from diloco.learner.task import Batch, Params, Task
 
 BATCH, INPUTS, HIDDEN, NOISE = 8, 16, 32, 0.5
 POOL, HELD_OUT = 1 << 15, 1 << 12
+RATE = 1e-2
 
 
 def predict(params: Params, x_BxI: jax.Array) -> jax.Array:
@@ -51,7 +52,9 @@ def examples(seed: int, count: int) -> Batch:
     return {"x": x_BxI, "y": taught_BxI + noise_BxI}
 
 
-def build(*, steps: int, seed: int, learning_rate: float = 1e-2) -> Task:
+def build(
+    *, steps: int, seed: int, optimizer: str = "adamw", learning_rate: float | None = None
+) -> Task:
     """The task; a seed draws the batches, and by the run's `init` the student."""
     pool, held_out = examples(0, POOL), examples(1, HELD_OUT)
     held_out_loss = jax.jit(loss)
@@ -70,6 +73,6 @@ def build(*, steps: int, seed: int, learning_rate: float = 1e-2) -> Task:
         batches=batches,
         evaluate=lambda params: float(held_out_loss(params, held_out)),
         tokens_per_batch=BATCH,
-        optimizer=adamw(weight_decay=0.0),
-        schedule=warmup_cosine(steps=steps, peak=learning_rate, warmup_steps=steps // 10),
+        optimizer=(muon if optimizer == "muon" else adamw)(weight_decay=0.0),
+        schedule=warmup_cosine(steps=steps, peak=learning_rate or RATE, warmup_steps=steps // 10),
     )

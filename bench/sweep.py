@@ -1,6 +1,7 @@
 """The quality sweep: every case of `bench/cases.py` in virtual time, one line of JSON for each.
 
-    .venv/bin/python -m bench.sweep --results FILE [--task language|student] [--only GROUP,...]
+    .venv/bin/python -m bench.sweep --results FILE [--task language|student|transfer]
+        [--only GROUP,...] [--seeds 0,1,...] [--named TEXT]
 
 Cases that FILE has are not run again, so a sweep that was stopped goes on where it was.
 """
@@ -11,12 +12,12 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 
 from bench import cases, emulate, loops, student, tasks
-from bench.cases import Case, Kind
+from bench.cases import Case, Inner, Kind
 from diloco.common.config import RunSettings, make_config
 from diloco.learner import tree
 from diloco.learner.task import Batch, Params, Task
@@ -30,25 +31,44 @@ SMALL: cases.Settings = {"sync.fragments": 4, "sync.block": 16}
 SCHEDULE_STEPS = 1000
 
 
+class Recipe(NamedTuple):
+    """What is compiled: a task and its inner optimizer; a rate of 0 is the task's own."""
+
+    kind: Kind
+    optimizer: Inner
+    rate: float
+
+    @classmethod
+    def of(cls, case: Case) -> Self:
+        """A case's."""
+        return cls(case.task, case.optimizer, case.rate or 0.0)
+
+
 @functools.cache
-def task_of(kind: Kind, seed: int) -> Task:
+def task_of(recipe: Recipe, seed: int) -> Task:
     """The task of a seed; it is measured with the functions of seed 0, which are compiled."""
-    if kind == "student":
-        task = student.build(steps=SCHEDULE_STEPS, seed=seed)
+    options: dict[str, Any] = {
+        "optimizer": recipe.optimizer,
+        "learning_rate": recipe.rate or None,
+    }
+    if recipe.kind == "student":
+        task = student.build(steps=SCHEDULE_STEPS, seed=seed, **options)
     else:
-        task = tasks.build(steps=SCHEDULE_STEPS, seed=seed, **SIZE)
-    return task if seed == 0 else replace(task, evaluate=task_of(kind, 0).evaluate)
+        text = tasks.other_text() if recipe.kind == "transfer" else {}
+        task = tasks.build(steps=SCHEDULE_STEPS, seed=seed, **text, **SIZE, **options)
+    return task if seed == 0 else replace(task, evaluate=task_of(recipe, 0).evaluate)
 
 
 @functools.cache
-def _inner_step(kind: Kind) -> InnerStep:
-    return loops.start(task_of(kind, 0), 0).inner_step
+def _inner_step(recipe: Recipe) -> InnerStep:
+    return loops.start(task_of(recipe, 0), 0).inner_step
 
 
 def start_of(case: Case) -> loops.Start:
     """Where the case begins; its learning rate goes through its schedule once in its run."""
-    inner_step, scale = _inner_step(case.task), SCHEDULE_STEPS / case.steps()
-    began = loops.start(task_of(case.task, case.seed), case.seed)
+    recipe = Recipe.of(case)
+    inner_step, scale = _inner_step(recipe), SCHEDULE_STEPS / case.steps()
+    began = loops.start(task_of(recipe, case.seed), case.seed)
 
     def scaled(trained: Params, state: Any, batch: Batch, step: Any) -> tuple[Params, Any, Any]:
         return inner_step(trained, state, batch, np.float32(step * scale))
@@ -71,10 +91,11 @@ def settings_of(case: Case) -> RunSettings:
 
 def run(case: Case) -> dict[str, Any]:
     """What a case came to: its loss, and for the system what `emulate.Outcome` says."""
-    task, start = task_of(case.task, case.seed), start_of(case)
-    if case.data_parallel:
+    task, start = task_of(Recipe.of(case), case.seed), start_of(case)
+    if case.data_parallel or case.alone:
+        learners = 1 if case.alone else cases.LEARNERS
         loss = loops.data_parallel(
-            task, steps=case.budget, seed=case.seed, learners=cases.LEARNERS, began=start
+            task, steps=case.budget, seed=case.seed, learners=learners, began=start
         )
         return {"loss": loss, "share_of_tokens": 1.0}
     settings = settings_of(case)
@@ -96,16 +117,23 @@ def known(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _is_wanted(case: Case, options: argparse.Namespace) -> bool:
+    groups = options.only.split(",") if options.only else [case.group]
+    seeds = options.seeds.split(",") if options.seeds else [str(case.seed)]
+    return case.group in groups and str(case.seed) in seeds and options.named in case.name
+
+
 def main() -> None:
     """Run what is not yet there."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, required=True, help="file of JSON lines")
     parser.add_argument("--task", default="language", choices=get_args(Kind))
     parser.add_argument("--only", default="", help="groups, joined by commas")
+    parser.add_argument("--seeds", default="", help="joined by commas")
+    parser.add_argument("--named", default="", help="a part of the names of the cases to run")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     options = parser.parse_args()
-    groups = options.only.split(",") if options.only else None
-    wanted = [c for c in cases.matrix(options.task) if groups is None or c.group in groups]
+    wanted = [case for case in cases.matrix(options.task) if _is_wanted(case, options)]
     there = known(options.results)
     missing = [case for case in wanted if case.key not in there]
     print(f"{len(wanted)} cases, {len(missing)} to run", flush=True)

@@ -1,5 +1,10 @@
-"""Tasks of the benches: the built-in one, and a size small enough for sweeps."""
+"""Tasks of the benches: the built-in one, and sizes small enough for sweeps."""
 
+import functools
+import tempfile
+from importlib import resources
+from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
 from diloco.learner import model
@@ -18,3 +23,23 @@ def build(*, steps: int, seed: int, preset: str = "1m", **options: Any) -> Task:
         model.PRESETS.setdefault(preset, SMALL[preset])
         options = {"length": 64, **options}
     return model.build(steps=steps, seed=seed, preset=preset, **options)
+
+
+@functools.cache
+def other_text() -> dict[str, str]:
+    """Options of a corpus whose held-out text is of another kind: JAX's source, Python's manual.
+
+    Both are pinned with the interpreter and the requirements, so that they are the same anywhere.
+    """
+    root = Path(tempfile.mkdtemp(prefix="diloco-text-"))
+    for name in ("source", "manual"):
+        (root / name).mkdir()
+    sources = sorted(p for p in _files(resources.files("jax")) if p.suffix == ".py")
+    code = b"".join(path.read_bytes() for path in sources)
+    (root / "source" / "jax.py").write_bytes(code)
+    (root / "manual" / "topics.txt").write_text("\n".join(topics.topics.values()))
+    return {"corpus": str(root / "source"), "held_out": str(root / "manual")}
+
+
+def _files(root: Any) -> list[Path]:
+    return [path for path in Path(root).rglob("*") if path.is_file()]

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     )
     from diloco.common.layout import TensorHint
     from diloco.learner.mesh import constrain
-    from diloco.learner.optimizer import adamw, warmup_cosine
+    from diloco.learner.optimizer import (
+        Matrices,
+        adamw,
+        matrices_by_hint,
+        muon,
+        warmup_cosine,
+    )
     from diloco.learner.task import Batch, Params, Task, check_task, load_task
 
     __version__: str
@@ -32,6 +38,7 @@ __all__ = [
     "ConfigError",
     "DilocoError",
     "IntegrityError",
+    "Matrices",
     "Params",
     "RunMismatchError",
     "StoreError",
@@ -44,6 +51,8 @@ __all__ = [
     "constrain",
     "load_config",
     "load_task",
+    "matrices_by_hint",
+    "muon",
     "warmup_cosine",
 ]
 
@@ -55,6 +64,7 @@ _HOMES = {
     "ConfigError": _ERRORS,
     "DilocoError": _ERRORS,
     "IntegrityError": _ERRORS,
+    "Matrices": "diloco.learner.optimizer",
     "Params": "diloco.learner.task",
     "RunMismatchError": _ERRORS,
     "StoreError": _ERRORS,
@@ -66,6 +76,8 @@ _HOMES = {
     "constrain": "diloco.learner.mesh",
     "load_config": "diloco.common.config",
     "load_task": "diloco.learner.task",
+    "matrices_by_hint": "diloco.learner.optimizer",
+    "muon": "diloco.learner.optimizer",
     "warmup_cosine": "diloco.learner.optimizer",
 }
 

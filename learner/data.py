@@ -68,8 +68,10 @@ def held_out_names(names: "dict[str, bytes] | list[str]") -> set[str]:
     return (chosen or {by_hash[0]}) - ({by_hash[-1]} if len(chosen) == len(by_hash) else set())
 
 
-def load_corpus(where: str) -> Corpus:
+def load_corpus(where: str, held_out: str | None = None) -> Corpus:
     """Read the corpus `where`: "stdlib", or the path of a folder of text.
+
+    With `held_out`, the path of another folder, all of `where` trains and all of that is held out.
 
     "stdlib" is Python's own standard library (*.py in path order, without installed packages, the
     first 24 MB), so a demonstration needs no download. A folder is read recursively and as
@@ -78,7 +80,11 @@ def load_corpus(where: str) -> Corpus:
     Raises:
         TaskError: the folder is missing, is not a folder, cannot be read or holds no text.
     """
-    return _stdlib() if where == STDLIB else Corpus.of_files(_read_folder(Path(where)))
+    if held_out is None:
+        return _stdlib() if where == STDLIB else Corpus.of_files(_read_folder(Path(where)))
+    files = _stdlib_files() if where == STDLIB else _read_folder(Path(where))
+    other = _read_folder(Path(held_out), "held_out")
+    return Corpus(train=_as_array(list(files.values())), held_out=_as_array(list(other.values())))
 
 
 def batches(
@@ -141,6 +147,10 @@ def _as_array(contents: list[bytes]) -> Bytes:
 
 @functools.cache
 def _stdlib() -> Corpus:
+    return Corpus.of_files(_stdlib_files())
+
+
+def _stdlib_files() -> dict[str, bytes]:
     root = Path(sysconfig.get_path("stdlib"))
     files: dict[str, bytes] = {}
     room = STDLIB_MAX_BYTES
@@ -154,27 +164,28 @@ def _stdlib() -> Corpus:
         room -= len(files[name])
         if room == 0:
             break
-    return Corpus.of_files(files)
+    return files
 
 
-def _read_folder(root: Path) -> dict[str, bytes]:
+def _read_folder(root: Path, option: str = "corpus") -> dict[str, bytes]:
     if not root.is_dir():
         raise TaskError(
-            f"corpus={str(root)!r} must be {STDLIB!r} or an existing folder of text files, "
-            f"but it is {'a file' if root.exists() else 'missing'}",
+            f"{option}={str(root)!r} must be {'' if option == 'held_out' else f'{STDLIB!r} or '}"
+            "an existing folder of text files, but "
+            f"it is {'a file' if root.exists() else 'missing'}",
             hint=f"give a folder's path (seen from {Path.cwd()}), or corpus={STDLIB!r}",
         )
     try:
         read = {path: p.read_bytes() for path, p in _visible_files(root)}
     except OSError as error:
         raise TaskError(
-            f"corpus={str(root)!r}: a file cannot be read: {error}",
+            f"{option}={str(root)!r}: a file cannot be read: {error}",
             hint="make the file readable, or move it out of the folder",
         ) from error
     files = {path: contents for path, contents in read.items() if contents}
     if not files:
         raise TaskError(
-            f"corpus={str(root)!r} must hold text, but no visible file in it has any bytes",
+            f"{option}={str(root)!r} must hold text, but no visible file in it has any bytes",
             hint="put text files in it; names that begin with a dot are skipped",
         )
     return files

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -25,7 +25,7 @@ from diloco.common.errors import TaskError
 from diloco.common.layout import TensorHint
 from diloco.learner import data
 from diloco.learner.mesh import constrain
-from diloco.learner.optimizer import adamw, warmup_cosine
+from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
 from diloco.learner.sample import BYTES, make_sampler
 from diloco.learner.task import Batch, Params, Task
 
@@ -33,6 +33,8 @@ ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
 EMBED_STD = 0.02
 DTYPES = ("float32", "bfloat16")
+# The best peak rate of Muon over AdamW's, in the sweep of docs/benchmarks-quality.md.
+MUON_RATE = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class Preset:
         layers: N.
         width: D.
         heads: H.
-        learning_rate: peak rate for `adamw`.
+        learning_rate: peak rate for AdamW; for Muon it is `MUON_RATE` times that.
         tied: whether the output head is the embedding, unless the option `tied` says.
     """
 
@@ -81,6 +83,7 @@ LOGICAL_AXES = {
 MESH_AXES = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
 Mlp = Literal["swiglu", "gelu"]
+Optimizer = Literal["adamw", "muon"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,6 +269,16 @@ def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - the
     return TensorHint(norm_axes=1 if name.startswith("layers/") else 0)
 
 
+def matrices(name: str, shape: tuple[int, ...], *, heads: int) -> Matrices | None:
+    """What Muon orthogonalizes: each layer's matrices, with q, k and v apart."""
+    if name == "layers/attn/qkv":
+        layers, width, columns = shape
+        split = (layers, width, heads, 3, columns // heads // 3)
+        return Matrices(split, inputs=(1,), outputs=(2, 4))
+    is_matrix = name.startswith("layers/") and len(shape) == 3
+    return Matrices(shape, inputs=(1,), outputs=(2,)) if is_matrix else None
+
+
 def partition(name: str, shape: tuple[int, ...]) -> PartitionSpec:  # noqa: ARG001 - the contract
     """How a tensor is cut over a learner's mesh: by what its axes are."""
     return PartitionSpec(*(MESH_AXES.get(axis) for axis in LOGICAL_AXES.get(name, ())))
@@ -277,8 +290,10 @@ def build(
     seed: int,
     preset: str = "1m",
     corpus: str = data.STDLIB,
+    held_out: str | None = None,
     batch: int = 8,
     length: int = 128,
+    optimizer: Optimizer = "adamw",
     learning_rate: float | None = None,
     warmup_steps: int | None = None,
     final_fraction: float = 0.1,
@@ -298,9 +313,11 @@ def build(
         seed: decides which windows are drawn.
         preset: a key of `PRESETS`.
         corpus: "stdlib" or the path of a folder of text; a tenth of its files is held out.
+        held_out: path of another folder of text, all of which is held out in their place.
         batch: windows in a batch, B.
         length: bytes predicted in each window, L.
-        learning_rate: peak rate; the preset's if None.
+        optimizer: "adamw", or "muon" for the matrices of layers.
+        learning_rate: peak rate; the preset's for the optimizer, if None.
         warmup_steps: global steps of warm-up; a tenth of the run, at most 100, if None.
         final_fraction: last learning rate as a share of the peak.
         weight_decay: decoupled, on matrices only.
@@ -329,9 +346,9 @@ def build(
             remat=remat,
         )
     )
-    text = data.load_corpus(corpus)
+    text = data.load_corpus(corpus, held_out)
     data.require_length(text, length)
-    held_out = data.eval_windows(text, count=eval_batches, batch=batch, length=length)
+    windows = data.eval_windows(text, count=eval_batches, batch=batch, length=length)
     loss = functools.partial(next_token_loss, model)
     eval_loss = jax.jit(loss)
 
@@ -353,7 +370,7 @@ def build(
         return rows(learner, position, 0, batch)
 
     def evaluate(params: Params) -> float:
-        return sum(float(eval_loss(params, windows)) for windows in held_out) / len(held_out)
+        return sum(float(eval_loss(params, batch)) for batch in windows) / len(windows)
 
     return Task(
         init=init,
@@ -361,10 +378,10 @@ def build(
         batches=batches,
         evaluate=evaluate,
         tokens_per_batch=batch * length,
-        optimizer=adamw(weight_decay=weight_decay, clip=clip, hint=hint),
+        optimizer=_direction(optimizer, size.heads, weight_decay, clip),
         schedule=warmup_cosine(
             steps=steps,
-            peak=size.learning_rate if learning_rate is None else learning_rate,
+            peak=learning_rate or size.learning_rate * (MUON_RATE if optimizer == "muon" else 1),
             warmup_steps=min(100, steps // 10) if warmup_steps is None else warmup_steps,
             final_fraction=final_fraction,
         ),
@@ -375,8 +392,18 @@ def build(
     )
 
 
+def _direction(
+    optimizer: Optimizer, heads: int, weight_decay: float, clip: float
+) -> optax.GradientTransformation:
+    if optimizer == "adamw":
+        return adamw(weight_decay=weight_decay, clip=clip, hint=hint)
+    apart = functools.partial(matrices, heads=heads)
+    return muon(weight_decay=weight_decay, clip=clip, hint=hint, matrices=apart)
+
+
 def _check_options(options: dict[str, Any]) -> None:
-    choices = {"preset": tuple(PRESETS), "mlp": ("swiglu", "gelu"), "dtype": DTYPES}
+    choices = {"preset": tuple(PRESETS), "mlp": get_args(Mlp), "dtype": DTYPES}
+    choices["optimizer"] = get_args(Optimizer)
     least = {"batch": 1, "length": 1, "eval_batches": 1, "vocab": BYTES, "seed": 0}
     least |= {"steps": 1, "warmup_steps": 0}
     for name, value in options.items():
@@ -387,7 +414,7 @@ def _check_options(options: dict[str, Any]) -> None:
             _require(name, value, ok, f"an int of at least {least[name]}")
         elif name in ("tied", "remat"):
             _require(name, value, isinstance(value, bool), "true or false")
-        elif name == "corpus":
+        elif name in ("corpus", "held_out"):
             _require(name, value, isinstance(value, str), "a string")
         else:
             _check_number(name, value)

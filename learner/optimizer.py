@@ -1,18 +1,45 @@
-"""The inner optimizer: AdamW as a direction, and the learning rate as a function of the run's step.
+"""The inner optimizer: AdamW or Muon as a direction, and the learning rate by the run's step.
 
 They are apart because the run's clock, not a learner's own step count, sets the learning rate: a
 learner that is slow or joined late is where the run is.
+
+Shapes: G matrices of a tensor, I inputs, O outputs of one.
 """
 
+import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from diloco.common.errors import TaskError
 from diloco.common.layout import Hint, default_hint
 from diloco.learner.task import Params, named_leaves
+
+# Root mean square of an entry of Muon's direction: that of AdamW's in practice, so that one peak
+# rate and one weight decay fit both (arXiv 2502.16982, section 2.2).
+MUON_RMS = 0.2
+
+
+class Matrices(NamedTuple):
+    """How a tensor falls apart into the matrices that Muon orthogonalizes, each by itself.
+
+    Attributes:
+        shape: the tensor's elements, in their order, by these axes.
+        inputs: axes that a matrix product sums over; `outputs`: those it leaves. All other axes
+            count matrices: layers, experts, or q, k and v.
+    """
+
+    shape: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+# (name, shape) -> its matrices; None for a tensor that Adam is better for.
+MatrixHint = Callable[[str, tuple[int, ...]], Matrices | None]
 
 
 def adamw(
@@ -39,18 +66,156 @@ def adamw(
         eps: added to the root of the second moment.
         hint: the task's hint; its `norm_axes` tells a stack of vectors from a matrix.
     """
-
-    def is_matrix(params: Params) -> Params:
-        leaves = [
-            leaf.ndim - hint(name, leaf.shape).norm_axes for name, leaf in named_leaves(params)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(params), [axes >= 2 for axes in leaves])
-
     return optax.chain(
         optax.clip_by_global_norm(clip),
         optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
-        optax.add_decayed_weights(weight_decay, mask=is_matrix),
+        _decay_of_matrices(weight_decay, hint),
     )
+
+
+def muon(
+    *,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    beta: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    hint: Hint = default_hint,
+    matrices: MatrixHint | None = None,
+) -> optax.GradientTransformation:
+    """Muon (arXiv 2502.16982) without learning rate: the caller multiplies by -learning rate.
+
+    A matrix moves along the nearest orthogonal matrix to its momentum, scaled so that an entry's
+    root mean square is that of AdamW's direction. What is no matrix of a layer (embedding, head,
+    vectors) moves by Adam. Clipping and decay are those of `adamw`.
+    State: one tensor like each matrix, two like each other tensor, of their dtypes.
+
+    Args:
+        weight_decay: share of a matrix that one unit of learning rate takes away.
+        clip: largest global norm of the gradient; a larger one is scaled down to it.
+        beta: decay of the momentum, which looks ahead (Nesterov).
+        b1: decay of Adam's first moment.
+        b2: decay of Adam's second moment.
+        eps: added to the root of Adam's second moment.
+        hint: the task's hint; its `norm_axes` say which axes stack matrices.
+        matrices: the matrices of each tensor; as `matrices_by_hint` of `hint`, if None.
+    """
+    apart = matrices or matrices_by_hint(hint)
+
+    def labels(params: Params) -> Params:
+        return _by_name(
+            params, lambda name, leaf: "muon" if apart(name, leaf.shape) is not None else "adam"
+        )
+
+    rules = {"muon": _orthogonal(apart, beta), "adam": optax.scale_by_adam(b1=b1, b2=b2, eps=eps)}
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.partition(rules, labels),
+        _decay_of_matrices(weight_decay, hint),
+    )
+
+
+def matrices_by_hint(hint: Hint) -> MatrixHint:
+    """What follows from a task's `TensorHint`: two axes beside the stacked ones are a matrix.
+
+    A tensor that is averaged is none: embeddings are, and each of their rows learns for itself.
+    """
+
+    def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
+        said = hint(name, shape)
+        if said.merge == "average" or len(shape) - said.norm_axes != 2:
+            return None
+        return Matrices(shape, (len(shape) - 2,), (len(shape) - 1,))
+
+    return matrices
+
+
+def _by_name(params: Params, of: Callable[[str, Any], Any]) -> Params:
+    """`of` (name, leaf), as a tree like `params`."""
+    found = [of(name, leaf) for name, leaf in named_leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), found)
+
+
+def _decay_of_matrices(weight_decay: float, hint: Hint) -> optax.GradientTransformation:
+    def is_matrix(params: Params) -> Params:
+        return _by_name(
+            params, lambda name, leaf: leaf.ndim - hint(name, leaf.shape).norm_axes >= 2
+        )
+
+    return optax.add_decayed_weights(weight_decay, mask=is_matrix)
+
+
+def _orthogonal(apart: MatrixHint, beta: float) -> optax.GradientTransformation:
+    """Optax's Muon over each matrix of each tensor.
+
+    Its momentum is kept in the tensors' own shapes, so that it lies on a mesh as they do and a
+    checkpoint tells whose it is.
+    """
+
+    def three_axes(tree: Params) -> Params:
+        return jax.tree.map(
+            lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2), tree
+        )
+
+    core = optax.contrib.scale_by_muon(beta=beta, weight_dimension_numbers=three_axes)
+
+    def cut(tree: Params) -> Params:
+        return _by_name(tree, lambda name, leaf: _taken_apart(leaf, _asked(apart, name, leaf)))
+
+    def update(gradient: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
+        del params
+        orthogonal_GxIxO, new = core.update(cut(gradient), state._replace(mu=cut(state.mu)))
+        pieces = iter(jax.tree.leaves(orthogonal_GxIxO))
+        moments = iter(jax.tree.leaves(new.mu))
+
+        def direction(name: str, leaf: jax.Array) -> jax.Array:
+            piece_GxIxO = next(pieces)
+            scale = MUON_RMS * math.sqrt(max(piece_GxIxO.shape[1:]))
+            return _put_together(scale * piece_GxIxO, leaf, _asked(apart, name, leaf))
+
+        def moment(name: str, leaf: jax.Array) -> jax.Array:
+            return _put_together(next(moments), leaf, _asked(apart, name, leaf))
+
+        return _by_name(gradient, direction), new._replace(mu=_by_name(gradient, moment))
+
+    return optax.GradientTransformation(core.init, update)
+
+
+def _asked(apart: MatrixHint, name: str, leaf: jax.Array) -> Matrices:
+    found = apart(name, leaf.shape)
+    assert found is not None, name
+    if math.prod(found.shape) != leaf.size or set(found.inputs) & set(found.outputs):
+        raise TaskError(
+            f"the matrices of {name!r} must be its {leaf.shape} by other axes, each an input, an "
+            f"output or neither, but they are {found}",
+            hint="split or keep axes, in their order; None gives the tensor to Adam",
+        )
+    return found
+
+
+def _order(matrices: Matrices) -> tuple[int, ...]:
+    """Axes of `matrices.shape`: those that count matrices, then inputs, then outputs."""
+    own = {*matrices.inputs, *matrices.outputs}
+    count = tuple(axis for axis in range(len(matrices.shape)) if axis not in own)
+    return count + matrices.inputs + matrices.outputs
+
+
+def _taken_apart(leaf: jax.Array, matrices: Matrices) -> jax.Array:
+    """A tensor's matrices, [G, I, O]."""
+    shape = matrices.shape
+    inputs = math.prod(shape[axis] for axis in matrices.inputs)
+    outputs = math.prod(shape[axis] for axis in matrices.outputs)
+    return leaf.reshape(shape).transpose(_order(matrices)).reshape(-1, inputs, outputs)
+
+
+def _put_together(pieces_GxIxO: jax.Array, leaf: jax.Array, matrices: Matrices) -> jax.Array:
+    """A tensor of its matrices, with the shape and dtype of `leaf`."""
+    order = _order(matrices)
+    back = tuple(order.index(axis) for axis in range(len(order)))
+    shape = tuple(matrices.shape[axis] for axis in order)
+    values = pieces_GxIxO.reshape(shape).transpose(back).reshape(leaf.shape)
+    return values.astype(leaf.dtype)
 
 
 def warmup_cosine(

@@ -36,13 +36,13 @@ from diloco.aggregator.core.state import (
     Admitted,
     Member,
     Pending,
-    Refused,
     State,
     Storing,
     UpdateId,
     awaiting,
     contributors,
     passed_on,
+    refuse,
     with_member,
     with_observation,
     with_seen,
@@ -147,7 +147,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     # cost no bytes.
     verdict = admission.judge(rules, state, event)
     if verdict is not None:
-        refused = Refused(manifest, event.stream_seq, *verdict)
+        refused = refuse(manifest, event.stream_seq, *verdict)
         return rounds.reject(rules, state, refused, state.now_s)
     member = state.members[manifest.learner]
     current = manifest.incarnation == member.incarnation
@@ -224,14 +224,14 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     manifest = pending.manifest
     wrong = admission.quarantined(state, manifest) or admission.wrong_base(rules, state, manifest)
     if wrong is not None:
-        refused = Refused(manifest, pending.stream_seq, *wrong)
+        refused = refuse(manifest, pending.stream_seq, *wrong)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
     # The norm is measured, not claimed: the one bound on an update's effect that no manifest can
     # talk around.
     clip = policy.judge_norm(rules.bounds, admission.norms(state), event.norm, manifest.steps)
     if clip is None:
         detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
-        refused = Refused(manifest, pending.stream_seq, Reason.NORM, detail)
+        refused = refuse(manifest, pending.stream_seq, Reason.NORM, detail)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
     return _admit(rules, without_pending(state, event.update), pending, clip, event)
 
@@ -265,7 +265,7 @@ def _on_failed(rules: FragmentRules, state: State, event: events.Failed) -> Resu
     # The sender is told through the record: an update whose shards are bad must not stay in flight
     # for ever (invariant 2).
     state = with_observation(state, "failed", event.at_s, event.update, 0.0)
-    refused = Refused(pending.manifest, pending.stream_seq, event.reason, event.detail)
+    refused = refuse(pending.manifest, pending.stream_seq, event.reason, event.detail)
     return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
 
 
@@ -283,7 +283,7 @@ def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result
     again = without_pending(awaiting(state), event.update)
     if pending.broke and others:
         detail = "adding it failed twice, while others were added"
-        refused = Refused(pending.manifest, pending.stream_seq, Reason.INTERNAL, detail)
+        refused = refuse(pending.manifest, pending.stream_seq, Reason.INTERNAL, detail)
         again, effects = rounds.go_on(rules, again, event.at_s)
         again, more = rounds.reject(rules, again, refused, event.at_s)
         return again, (Discard(), *effects, *more)

@@ -193,12 +193,14 @@ def after_record(state: State) -> State:
         marks[update[:2]] = Mark(update.seq, taken.stream_seq)
     # Forgotten by life and not by age: a learner that was away for a month must still be known when
     # it announces again.
-    for learner in {learner for learner, _ in marks}:
+    lives_of: dict[str, list[int]] = {}
+    for learner, life in marks:
+        lives_of.setdefault(learner, []).append(life)
+    for learner, lives in lives_of.items():
         joined = newest_incarnation(state, learner)
-        lives = sorted(life for name, life in marks if name == learner)
         # Lives that somebody made up must not take the place of those that were.
         for some in ([n for n in lives if n <= joined], [n for n in lives if n > joined]):
-            for life in some[:-LIVES]:
+            for life in sorted(some)[:-LIVES]:
                 del marks[learner, life]
     return state._replace(marks=marks, members=_judged(state, resolved))
 

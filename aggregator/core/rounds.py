@@ -17,6 +17,7 @@ from diloco.aggregator.core.state import (
     awaiting,
     contributors,
     live_members,
+    refuse,
     step_times,
     unread,
 )
@@ -227,8 +228,8 @@ def _without_empty_round(state: State) -> State:
 
 
 def _open(rules: FragmentRules, state: State, now_s: float) -> Result:
-    opens_at_s = _opens_at_s(rules, state)
-    if state.phase != "idle" or opens_at_s is None or now_s < opens_at_s:
+    opens_at_s = _opens_at_s(rules, state) if state.phase == "idle" else None
+    if opens_at_s is None or now_s < opens_at_s:
         return state, ()
     state = state._replace(phase="open", opened_at_s=opens_at_s, quorum_at_s=0.0)
     return state, (OpenRound(state.version + 1),)
@@ -297,7 +298,7 @@ def _refuse_late(state: State) -> State:
     """At the end's deadline: what is not verified by now is rejected."""
     # Refused and not dropped: the ledger of tokens adds up at the end as well (invariant 4).
     late = tuple(
-        Refused(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
+        refuse(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
         for pending in state.pending.values()
     )
     return state._replace(pending={}, rejected=state.rejected + late)

@@ -49,12 +49,21 @@ class Admitted(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """An update that the next record rejects."""
+    """An update that the next record rejects; made by `refuse`."""
 
     manifest: wire.Manifest
     stream_seq: int
     reason: str
     detail: str
+
+
+def refuse(manifest: wire.Manifest, stream_seq: int, reason: str, detail: str) -> Refused:
+    """The rejection of an update.
+
+    Its detail may quote the sender: bounded here, so that no manifest makes a record that cannot be
+    written.
+    """
+    return Refused(manifest, stream_seq, reason, wire.note(detail))
 
 
 class Member(NamedTuple):

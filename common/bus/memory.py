@@ -14,13 +14,13 @@ from diloco.common.bus.limits import (
     stream_settings,
     stream_went_back,
 )
-from diloco.common.bus.protocol import LISTEN_BACKLOG, Filled, Message, StreamLimits
-from diloco.common.bus.subjects import (
+from diloco.common.bus.patterns import (
     check_patterns,
     check_subject,
     subject_matches,
     subjects_overlap,
 )
+from diloco.common.bus.protocol import LISTEN_BACKLOG, Filled, Message, StreamLimits
 from diloco.common.errors import BusError, StreamMissingError, SwapLostError
 
 

@@ -43,6 +43,7 @@ from diloco.common.wire.fields import (
     Seconds,
     Several,
     Text,
+    note,
 )
 from diloco.common.wire.records import (
     Allowance,
@@ -129,4 +130,5 @@ __all__ = [
     "decode",
     "decode_record",
     "encode",
+    "note",
 ]

@@ -18,14 +18,21 @@ from diloco.common.wire.fields import (
 from diloco.common.wire.records import Record, RecordPointer
 
 T = TypeVar("T", bound=Body)
+# Of any message, read or written: what readers refuse, no writer sends.
+LIMITS = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}
 
 
 def encode(body: Body) -> bytes:
-    """The message's bytes."""
+    """The message's bytes.
+
+    Raises:
+        WireError: readers would refuse it: it is too long, or has too many items.
+    """
     fields = body.model_dump()
     fields["schema"] = SCHEMA
     fields["kind"] = body.kind
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
+    _check_limits(packed, body.limit_bytes)
     return packed
 
 
@@ -63,19 +70,29 @@ def decode_record(payload: bytes) -> "Record | RecordPointer":
     return _parse(Record, fields)
 
 
-def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
+def _check_limits(payload: bytes, limit_bytes: int) -> None:
+    """An array takes its memory when its length is read: see first that its items are there."""
     if len(payload) > limit_bytes:
         raise WireError(Reason.OVERSIZE, f"message of {len(payload)} bytes, at most {limit_bytes}")
-    limits = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}
+    look = msgpack.Unpacker(max_buffer_size=max(1, len(payload)), **LIMITS)
+    look.feed(payload)
     try:
-        # An array takes its memory when its length is read: see first that its items are there.
-        look = msgpack.Unpacker(max_buffer_size=max(1, len(payload)), **limits)
-        look.feed(payload)
         look.skip()
-        fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **limits)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
-        why = str(error) or type(error).__name__
-        raise WireError(Reason.UNDECODABLE, f"not a msgpack message: {why}"[:300]) from error
+        raise _undecodable(error) from error
+
+
+def _undecodable(error: Exception) -> WireError:
+    why = str(error) or type(error).__name__
+    return WireError(Reason.UNDECODABLE, f"not a msgpack message: {why}"[:300])
+
+
+def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
+    _check_limits(payload, limit_bytes)
+    try:
+        fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **LIMITS)
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise _undecodable(error) from error
     if not isinstance(fields, dict):
         raise WireError(Reason.UNDECODABLE, f"expected a map, got {type(fields).__name__}")
     schema = fields.pop("schema", None)

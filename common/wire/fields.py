@@ -14,13 +14,16 @@ MESSAGE_BYTES = 1 << 20
 # A record larger than this keeps its body in an object, so that streams stay small.
 RECORD_BYTES = 256 << 10
 MAX_ITEMS = 1 << 16
-MAX_KEYS = 1 << 12
+MAX_KEYS = 1 << 16
 # Of a shard; and axes of a slice.
 MAX_SLICES = 1 << 12
 MAX_AXES = 4
 GREATEST = (1 << 63) - 1
 # Longer than any run, and so small that sums and products of times stay finite.
 GREATEST_S = 1e12
+
+# Of a sentence that is made for people; shorter than a reader takes.
+NOTE = 500
 
 Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
@@ -34,6 +37,15 @@ Text = Annotated[str, Field(max_length=2000)]
 Item = TypeVar("Item")
 # The first wrong item ends it: an error for each of 65,536 takes 300 MB.
 Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]
+
+
+def note(text: str) -> str:
+    """A sentence for people as a message holds it: printable, and of bounded length.
+
+    What it quotes may be a sender's, who chose its length and its characters.
+    """
+    cleaned = "".join(one if one.isprintable() else "?" for one in text[: NOTE + 1])
+    return cleaned if len(cleaned) <= NOTE else f"{cleaned[: NOTE - 3]}..."
 
 
 class Part(BaseModel):

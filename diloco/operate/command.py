@@ -35,8 +35,11 @@ def run_create(
     """Create a run: streams, specification, and version 0 of every fragment."""
     log.configure(log_level)
     loaded = load_config(config)
+    from diloco.common.config import warnings
     from diloco.operate.create import create
 
+    for sentence in warnings(loaded.settings()):
+        say(f"[yellow]warning:[/] {sentence}")
     layout = create(loaded, source)
     elements = sum(fragment.elements for fragment in layout.fragments)
     Console().print(

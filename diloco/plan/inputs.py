@@ -26,10 +26,13 @@ _DEFAULT_PARAMETERS = 5 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model in question; `step_tokens` is 0 where no task says it."""
+    """The model in question; `step_tokens` is 0 where no task says it.
+
+    `sizes_of` gives its fragments' bytes under a run's settings.
+    """
 
     parameters: int
-    sizes: Sizes
+    sizes_of: Callable[[RunSettings], Sizes]
     step_tokens: int
 
 
@@ -50,15 +53,20 @@ def read_model(options: PlanOptions, settings: RunSettings) -> Model:
         from diloco.learner.tree import task_layout
 
         task = run_task(settings)
-        layout = task_layout(task, settings.sync)
-        fragments = plan_traffic.layout_fragments(layout)
-        sized = plan_traffic.sizes(settings, fragments)
-        return Model(_elements(layout), sized, task.tokens_per_batch)
+
+        def of_task(settings: RunSettings) -> Sizes:
+            layout = task_layout(task, settings.sync)
+            return plan_traffic.sizes(settings, plan_traffic.layout_fragments(layout))
+
+        return Model(_elements(task_layout(task, settings.sync)), of_task, task.tokens_per_batch)
     parameters = _DEFAULT_PARAMETERS
     if options.parameters is not None:
         parameters = _count("--parameters", options.parameters)
-    fragments = plan_traffic.equal_fragments(settings, parameters)
-    return Model(parameters, plan_traffic.sizes(settings, fragments), 0)
+
+    def of_parameters(settings: RunSettings) -> Sizes:
+        return plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, parameters))
+
+    return Model(parameters, of_parameters, 0)
 
 
 def _elements(layout: Layout) -> int:

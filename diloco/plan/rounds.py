@@ -78,16 +78,19 @@ class Rounds:
     """What came of the rounds.
 
     Attributes:
-        committed_s: when each version was.
-        staleness: of each merged update, in versions.
+        committed_s: when each version was; `merged` how many updates it has.
+        staleness: of each merged update, in versions, in their order.
+        reads: updates that the aggregator read.
         reasons: how often rounds closed for which reason.
         kept: share of the trained tokens that were merged, or on their way at the end.
         utilization: share of the time in which learners could train that they did not wait.
     """
 
     committed_s: list[float] = field(default_factory=list)
+    merged: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
+    reads: int = 0
     kept: float = 1.0
     utilization: float = 1.0
 
@@ -195,6 +198,7 @@ class _Learner:
         self.fed_tokens = 0.0
         self.unannounced_tokens = 0
         self.waiting = False
+        self.opened = 0
 
 
 class _Line:
@@ -285,7 +289,7 @@ class _Line:
         learner.state = sync.begin(self._sync, (start,))
         learner.fed_steps, learner.fed_tokens = learner.work.at(self._now_s)
         learner.unannounced_tokens = 0
-        learner.waiting = False
+        learner.waiting, learner.opened = False, 0
         self._decide(events.Joined(self._now_s, learner.incarnation, learner.name))
         self._plan_boundary(learner)
 
@@ -323,6 +327,9 @@ class _Line:
         taken, over = steps - learner.fed_steps, round(tokens - learner.fed_tokens)
         learner.fed_steps = steps
         learner.fed_tokens += over
+        if learner.opened:
+            self._tell(learner, sync.RoundOpened(0, learner.opened))
+            learner.opened = 0
         self._tell(learner, sync.Stepped(self._now_s, over, taken))
         assert learner.state is not None
         learner.waiting = sync.must_wait(self._sync, learner.state)
@@ -332,7 +339,11 @@ class _Line:
         assert learner.state is not None
         fragment = learner.state.fragments[0]
         if fragment.in_flight is None:
-            steps = fragment.due_steps - sync.unsent_of(learner.state, fragment).steps
+            opened = fragment.open_version > fragment.version and not self._sync.lockstep
+            least = fragment.due_steps
+            if opened:
+                least = min(least, self._sync.min_steps)
+            steps = least - sync.unsent_of(learner.state, fragment).steps
             due_s = learner.work.when(learner.fed_steps + max(1, steps))
             self._at(due_s, self._boundary, learner, learner.incarnation)
 
@@ -358,16 +369,32 @@ class _Line:
         self._last_update = next(self._stream)
         self._decide(events.Announced(self._now_s, self._last_update, manifest))
 
-    def _hear(self, learner: _Learner, incarnation: int, event: sync.Event) -> None:
-        """A message: it takes effect at the next step boundary."""
+    def _opened(self, learner: _Learner, version: int) -> None:
+        """A round is open: whoever has nothing under way looks at its next step boundary."""
+        if learner.state is None:
+            return
+        learner.opened = version
+        if learner.state.fragments[0].in_flight is None:
+            self._look(learner)
+
+    def _adopt(self, learner: _Learner, incarnation: int, ready: sync.Ready) -> None:
+        """A version has arrived: it takes effect at the next step boundary."""
         if learner.state is None or learner.incarnation != incarnation:
             return
-        self._tell(learner, event)
+        flying = learner.state.fragments[0].in_flight
+        if flying and ready.resolved_seq < flying.seq and not self._sync.overwrite:
+            # Nothing follows from it before its update is resolved, by a newer version.
+            return
+        self._tell(learner, ready)
+        self._look(learner)
+
+    def _look(self, learner: _Learner) -> None:
         if learner.waiting:
-            self._boundary(learner, incarnation)
+            self._boundary(learner, learner.incarnation)
         else:
             steps, _ = learner.work.at(self._now_s)
-            self._at(learner.work.when(steps + 1), self._boundary, learner, incarnation)
+            at_s = learner.work.when(steps + 1)
+            self._at(at_s, self._boundary, learner, learner.incarnation)
 
     # The aggregator's side
 
@@ -385,7 +412,7 @@ class _Line:
                 self._at(asked_s, self._tell_cut, self._last_update)
             elif isinstance(effect, OpenRound):
                 for learner in self._learners.values():
-                    self._hear(learner, learner.incarnation, sync.RoundOpened(0, effect.version))
+                    self._opened(learner, effect.version)
             elif isinstance(effect, Commit):
                 self._close(effect)
         due_s = rounds.deadline(self._rules, self._state)
@@ -404,6 +431,7 @@ class _Line:
 
     def _fetch(self, fetch: Fetch) -> None:
         """Updates are read one after another: the aggregator's link is one for all of them."""
+        self._rounds.reads += 1
         self._read_until_s = max(self._read_until_s, self._now_s) + self._aggregator.read_s
         self._at(self._read_until_s + self._aggregator.message_s, self._fetched, fetch)
 
@@ -429,6 +457,7 @@ class _Line:
         closed = commit.state
         if closed.admitted:
             self._rounds.committed_s.append(self._now_s)
+            self._rounds.merged.append(len(closed.admitted))
             self._rounds.staleness += [taken.staleness for taken in closed.admitted]
             self._rounds.reasons[commit.reason] = self._rounds.reasons.get(commit.reason, 0) + 1
         self._sent -= sum(refused.manifest.tokens for refused in closed.rejected)
@@ -446,7 +475,7 @@ class _Line:
                 0, record_seq, version, _digest(version), clock, mark.seq if mark else 0
             )
             arrives_s = self._now_s + learner.worker.download_s
-            self._at(arrives_s, self._hear, learner, learner.incarnation, ready)
+            self._at(arrives_s, self._adopt, learner, learner.incarnation, ready)
 
 
 def _digest(version: int) -> str:

@@ -4,8 +4,10 @@ import json as jsonlib
 
 from rich.console import Console
 
+from diloco.common.config import warnings
 from diloco.plan import inputs
 from diloco.plan.forecast import make_plan, over_learners
+from diloco.plan.intervals import intervals
 from diloco.plan.options import PlanOptions
 from diloco.plan.tables import as_json, tables
 
@@ -23,21 +25,24 @@ def run_plan(options: PlanOptions) -> None:
     model = inputs.read_model(options, settings)
     fleet = inputs.read_fleet(options, model.step_tokens)
     tokens = inputs.read_tokens(options, settings, fleet)
-    made = make_plan(
-        settings, fleet, model.parameters, model.sizes, tokens=tokens, seed=options.seed
-    )
+    sized = model.sizes_of(settings)
+    made = make_plan(settings, fleet, model.parameters, sized, tokens=tokens, seed=options.seed)
+    possible = intervals(settings, fleet, model.parameters, model.sizes_of, seed=options.seed)
+    # Without a file the run's length, by which momentum is judged, is not known.
+    warned = warnings(settings) if options.config else []
     if options.plot is not None:
         counts = sorted({n for n in COUNTS if n <= fleet.chips} | {made.learners})
-        others = over_learners(
-            settings, fleet, model.parameters, model.sizes, counts, seed=options.seed
-        )
+        others = over_learners(settings, fleet, model.parameters, sized, counts, seed=options.seed)
         from diloco.plan.figure import draw
 
         draw(others, made, options.plot)
     if options.json:
-        print(jsonlib.dumps(as_json(made, model.parameters, tokens), allow_nan=False))  # noqa: T201
+        document = as_json(made, possible, model.parameters, tokens) | {"warnings": warned}
+        print(jsonlib.dumps(document, allow_nan=False))  # noqa: T201
         return
     console = Console()
-    for table in tables(settings, fleet, made, model.parameters, tokens):
+    for table in tables(settings, fleet, made, possible, model.parameters, tokens):
         console.print(table)
         console.print()
+    for sentence in warned:
+        console.print(f"[yellow]warning:[/] {sentence}", soft_wrap=True)

@@ -10,9 +10,10 @@ from diloco.cli import units
 from diloco.cli.screen import titled_table
 from diloco.common.config import RunSettings
 from diloco.plan.forecast import DAY_S, Fleet, Plan
+from diloco.plan.intervals import MEASURED_AT, Interval, advice
 
 
-def as_json(made: Plan, parameters: int, tokens: int) -> dict[str, Any]:
+def as_json(made: Plan, possible: list[Interval], parameters: int, tokens: int) -> dict[str, Any]:
     """The plan for programs; what is infinite becomes null."""
     fields = asdict(made) | {
         "parameters": parameters,
@@ -20,6 +21,7 @@ def as_json(made: Plan, parameters: int, tokens: int) -> dict[str, Any]:
         "systems": [system._asdict() for system in made.systems],
         "bandwidth": [row._asdict() for row in made.bandwidth],
         "daily": made.daily._asdict(),
+        "intervals": [row._asdict() | {"carried": row.carried} for row in possible],
     }
     finite: dict[str, Any] = _finite(fields)
     return finite
@@ -34,13 +36,19 @@ def _finite(value: Any) -> Any:
 
 
 def tables(
-    settings: RunSettings, fleet: Fleet, made: Plan, parameters: int, tokens: int
+    settings: RunSettings,
+    fleet: Fleet,
+    made: Plan,
+    possible: list[Interval],
+    parameters: int,
+    tokens: int,
 ) -> list[Table]:
     """The plan for people."""
     return [
         _systems(made, tokens, named=fleet.step_tokens > made.learners),
         _bandwidth(made, parameters),
         _needs(settings, made),
+        _intervals(possible, settings.sync.interval_steps),
     ]
 
 
@@ -111,6 +119,29 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
     ]
     for row in rows:
         table.add_row(*row)
+    return table
+
+
+def _intervals(found: list[Interval], current: int) -> Table:
+    table = titled_table(
+        "H: what it needs, and the loss expected",
+        "H", "Gbit/s up", "Gbit/s down", "link full, %", "versions every", "loss, %",
+    )  # fmt: skip
+    for row in found:
+        least, most = row.loss
+        table.add_row(
+            f"{row.steps}{'' if row.carried else ': too short'}",
+            _gbit(row.gbit_up),
+            _gbit(row.gbit_down),
+            f"{100 * row.full:.0f}",
+            f"{row.apart:.3g} steps" if math.isfinite(row.apart) else "never",
+            f"{least:+.1f} to {most:+.1f}" if row.steps != MEASURED_AT else "0",
+        )
+    table.caption = (
+        f"{advice(found, current)}.\nThe loss is over that of H = {MEASURED_AT}, fitted to this"
+        " project's sweep of two small tasks with AdamW inside"
+    )
+    table.caption_justify = "left"
     return table
 
 

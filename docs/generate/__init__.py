@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from docs.generate import (
+    advice,
     commands,
     configuration,
     errors,
@@ -29,6 +30,7 @@ BLOCK = re.compile(
 def blocks() -> dict[str, str]:
     """Every block by its name, without the markers."""
     return {
+        **advice.blocks(),
         **configuration.blocks(),
         **messages.blocks(),
         **worked_example.blocks(),

@@ -10,9 +10,10 @@ import pytest
 
 from bench import cases, sweep
 from bench.cases import FLOAT32, SYNCHRONOUS, Case
+from bench.sweep import Recipe
 
 BUDGET = 240
-BATCH = sweep.task_of("student", 0).tokens_per_batch
+BATCH = sweep.task_of(Recipe("student", "adamw", 0.0), 0).tokens_per_batch
 
 
 @functools.cache

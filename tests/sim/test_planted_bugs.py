@@ -33,7 +33,7 @@ def no_fence():
             logger=context.logger,
         )
 
-    return mock.patch("diloco.aggregator.context.swap", publish)
+    return mock.patch("diloco.aggregator.swap.swap", publish)
 
 
 def merged_again_out_of_order():

@@ -20,7 +20,7 @@ from diloco.common.store import MemoryStore
 from diloco.learner import checkpoint
 from diloco.learner.context import Context
 from diloco.learner.mesh import make_mesh
-from diloco.learner.optimizer import adamw
+from diloco.learner.optimizer import Matrices, adamw, muon
 from diloco.learner.recovery import Progress, Restored, Saver, open_folder, readable_parts, restore
 
 PROGRESS = Progress(local_step=12, tokens=96, position=14, global_step=11)
@@ -31,6 +31,9 @@ PARAMS = {
 }
 OPTIMIZERS = {
     "adamw": adamw(),
+    "muon": muon(
+        matrices=lambda name, shape: Matrices(shape, (0,), (1,)) if name == "kernel" else None
+    ),
     "adam": optax.scale_by_adam(mu_dtype=jnp.bfloat16),
     "momentum and noise": optax.chain(optax.trace(0.9), optax.add_noise(0.1, 0.5, 3)),
     "nothing": optax.identity(),

@@ -327,10 +327,14 @@ NESTEROV = {"optimizer": "nesterov", "learning_rate": 0.7, "momentum": 0.9}
     [
         ({"sync": {"interval_steps": 2, "fragments": 2, "min_steps": 1}}, "interval_steps = 2"),
         ({"quorum": {"grace_fraction": 0}}, "quorum of 1 without grace"),
-        ({"quorum": {"pace": 0}, "outer": NESTEROV}, "pace = 0"),
+        ({"quorum": {"pace": 0}, "outer": NESTEROV | {"momentum": 0.5}}, "pace = 0"),
+        ({"outer": NESTEROV}, "momentum = 0.9 in a run of"),
         ({"outer": NESTEROV | {"learning_rate": 1.3}}, "learning_rate 1.3"),
         ({"outer": NESTEROV | {"momentum": 0.95}}, "momentum 0.95"),
         ({"sync": {"overlap_steps": 11}}, "overlap_steps = 11"),
+        ({"sync": {"adopt": "overwrite", "overlap_steps": 4, "interval_steps": 8}}, "tau = 4"),
+        ({"outer": {"merge": "average"}}, "merge = 'average' with rate 0.9"),
+        ({"outer": {"participation": True}}, "participation = true"),
     ],
 )
 def test_what_trains_badly_is_warned_of(sections, named):
@@ -344,7 +348,9 @@ def test_what_trains_badly_is_warned_of(sections, named):
         {"quorum": {"grace_fraction": 0, "min_learners": 2}},
         {"quorum": {"pace": 0}, "sync": {"mode": "lockstep"}},
         {"quorum": {"pace": 0}, "outer": {"optimizer": "sgd"}},
-        {"outer": {"optimizer": "sgd", "learning_rate": 1.0}},
+        {"outer": {"optimizer": "sgd", "learning_rate": 1.0, "merge": "average"}},
+        {"outer": NESTEROV, "run": {"name": "r", "steps": 200 * 24}},
+        {"sync": {"adopt": "overwrite"}},
         {"sync": {"interval_steps": 1, "fragments": 1, "min_steps": 1, "codec": "float32"}},
     ],
 )

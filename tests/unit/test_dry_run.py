@@ -23,7 +23,7 @@ def config_of(mesh="fsdp=4,tensor=2", **sync):
     return make_config(
         {
             "run": {"name": "small", "steps": 100},
-            "task": {"options": {"preset": "1m", "length": 16, "batch": 8}},
+            "task": {"options": {"preset": "1m", "length": 16, "batch": 8, "optimizer": "muon"}},
             "sync": {"fragments": 6, "interval_steps": 8, **sync},
             "store": {"url": "unused"},
             "learner": {"mesh": mesh},

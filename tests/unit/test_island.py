@@ -22,9 +22,11 @@ DOCUMENT = {
 }
 
 
-def island_of(sizes, devices, **learner):
+def island_of(sizes, devices, optimizer="adamw", **learner):
     section = dict(zip(mesh.AXES, sizes, strict=True))
-    config = make_config({**DOCUMENT, "learner": {"mesh": section, **learner}}, source="test")
+    options = DOCUMENT["task"]["options"] | {"optimizer": optimizer}
+    document = DOCUMENT | {"task": {"options": options}}
+    config = make_config({**document, "learner": {"mesh": section, **learner}}, source="test")
     return Island(config, "one", jax.devices()[:devices])
 
 
@@ -58,6 +60,14 @@ def alone():
     return updates(island_of((1, 1, 1), 1))
 
 
+def test_muon_on_a_mesh_trains_as_on_one_device():
+    expected, alone_loss = updates(island_of((1, 1, 1), 1, "muon"))
+    found, loss = updates(island_of((1, 4, 2), 8, "muon"))
+    assert loss == pytest.approx(alone_loss, rel=1e-5)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert np.linalg.norm(mine - theirs) < 2e-3 * np.linalg.norm(theirs)
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((1, 4, 1), marks=pytest.mark.slow)])
 def test_a_mesh_trains_as_one_device_does(alone, sizes):
     island = island_of(sizes, int(np.prod(sizes)))
@@ -71,8 +81,9 @@ def test_a_mesh_trains_as_one_device_does(alone, sizes):
         assert np.quantile(difference, 0.999) < 1e-5
 
 
-def test_moments_lie_as_their_parameters_do():
-    island = island_of((1, 4, 2), 8)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_lie_as_their_parameters_do(optimizer):
+    island = island_of((1, 4, 2), 8, optimizer)
     cut = [s.spec for s in jax.tree.leaves(island.state_shardings)]
     assert PartitionSpec(None, "fsdp", "tensor") in cut
     sizes = [leaf.size for leaf in jax.tree.leaves(island.state)]

@@ -12,7 +12,17 @@ import pytest
 
 from diloco.common.errors import TaskError
 from diloco.common.layout import TensorHint
-from diloco.learner.model import PRESETS, Decoder, ModelConfig, build, hint, rotary, rotate
+from diloco.learner.model import (
+    MUON_RATE,
+    PRESETS,
+    Decoder,
+    ModelConfig,
+    build,
+    hint,
+    matrices,
+    rotary,
+    rotate,
+)
 from diloco.learner.task import check_task, named_leaves, params_shapes
 
 SMALL = ModelConfig(layers=2, width=32, heads=2)
@@ -141,8 +151,45 @@ def test_the_task_keeps_the_contract_at_any_size(folder):
     check_task(build(steps=10, seed=0, preset="12b", corpus=folder, dtype="bfloat16"), steps=10)
 
 
-def test_the_task_learns(folder):
-    task = build(steps=30, seed=0, corpus=folder, batch=4, length=32, eval_batches=2)
+def test_muon_orthogonalizes_the_matrices_of_layers_with_q_k_and_v_apart():
+    shapes = params_shapes(build(steps=10, seed=0))
+    found = {name: matrices(name, leaf.shape, heads=4) for name, leaf in named_leaves(shapes)}
+    assert {name for name, apart in found.items() if apart} == {
+        "layers/attn/qkv", "layers/attn/out",
+        "layers/mlp/up", "layers/mlp/gate", "layers/mlp/down",
+    }  # fmt: skip
+    assert found["layers/attn/qkv"].shape == (3, 160, 4, 3, 40)
+    assert matrices("head", (160, 256), heads=4) is None
+
+
+def test_muon_learns_at_a_rate_of_its_own(folder):
+    options = {"steps": 10, "seed": 0, "corpus": folder}
+    adamw, muon = (build(**options, optimizer=name) for name in ("adamw", "muon"))
+    assert muon.schedule(1) == pytest.approx(MUON_RATE * adamw.schedule(1))
+    given = build(**options, optimizer="muon", learning_rate=1e-3, warmup_steps=0)
+    assert given.schedule(0) == pytest.approx(1e-3)
+
+
+def test_what_is_held_out_may_be_another_folder(folder, tmp_path):
+    (tmp_path / "other.txt").write_bytes(b"\xff" * 500)
+    task = build(steps=10, seed=0, corpus=folder, held_out=str(tmp_path), length=32)
+    params = jax.jit(task.init)(jax.random.key(0))
+    params["embed"] = params["embed"].at[0xFF].set(10.0)
+    assert task.evaluate(params) < 1  # this model writes 0xff after 0xff, and nothing else is asked
+    assert 0xFF not in next(task.batches("a", 0))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_task_learns(folder, optimizer):
+    task = build(
+        steps=30,
+        seed=0,
+        corpus=folder,
+        batch=4,
+        length=32,
+        eval_batches=2,
+        optimizer=optimizer,
+    )
     params = jax.jit(task.init)(jax.random.key(0))
     before = task.evaluate(params)
     assert before == pytest.approx(math.log(256), abs=0.3)
@@ -178,6 +225,8 @@ def test_the_task_learns(folder):
         ({"warmup_steps": 10}, "warm-up must end"),
         ({"dtype": "float16"}, "one of float32, bfloat16"),
         ({"mlp": "relu"}, "one of swiglu, gelu"),
+        ({"optimizer": "sgd"}, "one of adamw, muon"),
+        ({"held_out": "no/such/folder"}, "it is missing"),
         ({"tied": 1}, "true or false"),
         ({"remat": "yes"}, "true or false"),
         ({"corpus": 3}, "a string"),

@@ -18,6 +18,7 @@ from diloco.common.config import parse_settings
 from diloco.common.errors import ConfigError
 from diloco.plan import forecast as plan
 from diloco.plan import inputs as plan_inputs
+from diloco.plan import intervals as plan_intervals
 from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
@@ -493,6 +494,50 @@ def test_the_same_chips_in_more_islands():
     assert plan.divided(fleet, 8).islands == (plan.Island(chips=250, step_tokens=150),) * 8
 
 
+# H
+
+
+def intervals_of(gbit, **sync):
+    fleet = plan.Fleet(islands=(plan.Island(gbit=gbit, rtt_s=0.05),) * 4)
+
+    def sizes_of(settings):
+        return plan_traffic.sizes(settings, plan_traffic.equal_fragments(settings, 10**9))
+
+    return plan_intervals.intervals(run_settings(sync=sync), fleet, 10**9, sizes_of)
+
+
+def test_the_smallest_h_is_the_one_whose_bytes_fit_the_link():
+    found = intervals_of(0.3)
+    assert [row.steps for row in found if not row.carried] == [6, 12]
+    tight = found[1]
+    assert tight.full == pytest.approx(tight.gbit_up / 0.3)
+    assert tight.full > 1
+    said = plan_intervals.advice(found, 24)
+    assert "interval_steps = 24, as it is, is the smallest" in said
+    assert "at 12 a link would be 118 % full" in said
+    assert "it is 96 now" in plan_intervals.advice(found, 96)
+
+
+def test_a_link_may_be_too_slow_for_any_h():
+    said = plan_intervals.advice(intervals_of(0.01), 24)
+    assert "carry no H up to 96" in said
+
+
+def test_what_must_not_exceed_h_is_cut_to_fit():
+    (found,) = [row for row in intervals_of(10.0, interval_steps=3, fragments=3, min_steps=3)
+                if row.steps == 3]  # fmt: skip
+    assert found.carried
+    six = plan_intervals.with_interval(run_settings(), 6).sync
+    assert (six.interval_steps, six.fragments, six.min_steps) == (6, 6, 3)
+
+
+def test_a_shorter_h_is_expected_to_learn_better_and_24_is_what_it_is_measured_by():
+    assert plan_intervals.expected_loss(24) == (0, 0)
+    least, most = plan_intervals.expected_loss(6)
+    assert -3 < least < most < 0
+    assert plan_intervals.expected_loss(96) == pytest.approx((-most, -least))
+
+
 # The command
 
 
@@ -516,13 +561,16 @@ def test_the_plan_as_json():
     assert found["sizes"]["update_bytes"] == pytest.approx(1e9 * (1 + 2 / 64), rel=1e-3)
     assert {row["utilization"] for row in found["bandwidth"]} == {0.5, 0.75, 0.9, 0.95, 0.99}
     assert found["cores"] >= 1
+    assert [row["steps"] for row in found["intervals"]] == [6, 12, 24, 48, 96]
+    assert found["intervals"][0]["carried"] is True
     # What no link can do.
     assert found["bandwidth"][-1]["lockstep"] is None
 
 
 def test_the_plan_as_tables():
     text = invoke("--chips", "1.2M", "--learners", "2", "--mtbi", "1y", "--gbit", "10")
-    for word in ("1,200,000 chips", "goodput", "elastic", "Gbit/s", "staleness", "memory"):
+    words = ("1,200,000 chips", "goodput", "elastic", "Gbit/s", "staleness", "memory", "loss")
+    for word in words:
         assert word in text
 
 

@@ -30,8 +30,8 @@ from diloco.common.bus.limits import (
     stream_exists,
     stream_settings,
 )
+from diloco.common.bus.patterns import check_patterns, check_subject
 from diloco.common.bus.protocol import Filled, Message, StreamLimits
-from diloco.common.bus.subjects import check_patterns, check_subject
 from diloco.common.credentials import OWN_API, load_credentials
 from diloco.common.errors import (
     BusError,
