@@ -67,19 +67,21 @@ class Observation(Part):
     """An input of the machine that is not on the tape, in the order it was taken."""
 
     what: str = Field(
-        description="`fetched`, `failed`, `live`, `dead`, `timer` or `cut`; `broke`: adding the"
-        " update failed; `made`: a version was made; `committed`: it heard that the record before"
-        " stands; `resumed`: it began from the record before"
+        description="of an update: `fetched`, `failed`, `broke` (adding it failed); of a learner:"
+        " `live`, `dead`; of the round: `timer`, `cut` (the leader's answer), `made` (the version is"
+        " made), `committed` (the record before stands); `tick`: the time when a message of the"
+        " tape was read; `resumed`: the machine began from the record before"
     )
     at_s: float = Field(description="when")
     after_seq: Count = Field(
         description="highest stream sequence that the machine had taken before"
     )
-    learner: str = Field(
-        description="whom it is about; empty for `timer`, `committed` and `resumed`"
-    )
+    learner: str = Field(description="the learner that it is about; empty where it is about none")
     incarnation: Count = Field(description="its life; 0 where `learner` is empty")
-    seq: Count = Field(description="of the update, for `fetched`, `failed` and `broke`; else 0")
+    seq: Count = Field(
+        description="of the update, for `fetched`, `failed` and `broke`; for `cut` the stream"
+        " sequence of the fragment's last update; else 0"
+    )
     value: float = Field(
         description="the update's norm for `fetched`, the number of the rules for `resumed`; else 0"
     )
@@ -189,7 +191,8 @@ class Record(Body):
     rejected: Several[Rejected] = Field(description="updates that were not merged")
     reason: Text = Field(
         description="why the round closed: `created`, `complete`, `grace`, `deadline`, `final`,"
-        " `rejections`, `rollback`, `resumed`"
+        " `rejections`, `observations` (8192 are waiting for a record), `rollback`,"
+        " `resumed`"
     )
     factors: bytes = Field(
         description="float32 per segment, little endian: what the sum was multiplied by"
