@@ -29,7 +29,14 @@ from diloco.common.errors import (
     SwapLostError,
 )
 from diloco.common.store import ObjectStore
-from diloco.common.tape import Recorded, data_position, last_record, load_specification, records_of
+from diloco.common.tape import (
+    Recorded,
+    data_position,
+    decode_as,
+    last_record,
+    load_specification,
+    records_of,
+)
 
 
 class Marked(NamedTuple):
@@ -172,7 +179,7 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
     run = file.specification.run
     last = await bus.last(names.tape_stream(run), names.spec(run))
     if last is not None:
-        return wire.decode(wire.Specification, last.payload).epoch
+        return decode_as(wire.Specification, last.subject, last.payload).epoch
     prefix = names.epoch_prefix(run)
     used = [int(found.name.removeprefix(prefix)) for found in store.list(prefix)]
     epoch = max([file.specification.epoch, *used]) + 1

@@ -21,7 +21,7 @@ from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import log, metrics, names, wire
 from diloco.common.errors import DilocoError, ObjectMissingError, RunMismatchError, WireError
 from diloco.common.store import ObjectInfo, ObjectStore
-from diloco.common.tape import RunContext, last_record, records_of
+from diloco.common.tape import RunContext, decode_as, last_record, records_of
 
 # Deleted by one call off the event loop.
 BATCH = 64
@@ -187,7 +187,7 @@ async def _marked(context: RunContext, logger: log.Logger) -> dict[str, tuple[in
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
         async for message in messages:
             try:
-                checkpoint = wire.decode(wire.Checkpoint, message.payload)
+                checkpoint = decode_as(wire.Checkpoint, subject, message.payload)
             except WireError as error:
                 logger.warning("unreadable", subject=subject, reason=error.reason)
             else:

@@ -82,11 +82,10 @@ class Conductor:
             if message.subject == names.settings(context.run):
                 self._change(message)
                 continue
-            payload = message.payload
             try:
                 record = await context.runtime.retry(
                     "reading a record",
-                    lambda payload=payload: read_record(context, payload),  # type: ignore[misc]
+                    lambda message=message: read_record(context, message),  # type: ignore[misc]
                     logger=context.logger,
                 )
             except ObjectMissingError:
@@ -96,7 +95,7 @@ class Conductor:
 
     def _change(self, message: Message) -> None:
         try:
-            self._settings = parse_changed(self.context.settings, message.payload)
+            self._settings = parse_changed(self.context.settings, message)
         except WireError as error:
             self.context.logger.warning("ignored", subject=message.subject, reason=error.reason)
 

@@ -5,6 +5,7 @@ Objects go to names that hold their content; messages that commit go by compare-
 
 from dataclasses import dataclass, field
 
+from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.common import log, metrics, names, shards, wire
 from diloco.common.config import GcSection
 from diloco.common.errors import BusUnavailableError, SwapLostError
@@ -19,6 +20,7 @@ class Context(RunContext):
 
     name: str
     gc: GcSection = field(default_factory=GcSection)
+    arithmetic: Arithmetic = PRODUCTION
     metrics: Metrics = field(default_factory=Metrics)
     health: Health = field(default_factory=Health)
 

@@ -12,8 +12,8 @@ from diloco.aggregator.liveness import LivenessWatch
 from diloco.aggregator.owner import FragmentOwner
 from diloco.aggregator.tape_watch import watch_tape
 from diloco.aggregator.tenure import Tenure
-from diloco.common import bus_nats, log, names
-from diloco.common.bus import Bus
+from diloco.common import log, names
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import (
     Config,
     check_same_run,
@@ -161,7 +161,7 @@ def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
         DilocoError: what stops it for good, with what to do.
     """
     runtime = Runtime()
-    probes = make_probes(runtime.waits, run=config.run.name, aggregator=config.aggregator.name)
+    probes = make_probes(runtime.retries, run=config.run.name, aggregator=config.aggregator.name)
     with serving(config.metrics, probes):
         asyncio.run(_serve(config, pinned, runtime, probes))
 
@@ -176,7 +176,7 @@ async def _serve(
     for sentence in warnings(config.settings()):
         logger.warning("configuration", warning=sentence)
     store = open_store(config.store.url, emulator=config.store.emulator)
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         config.bus.url,
         name=config.aggregator.name,
         credentials=config.bus.credentials,

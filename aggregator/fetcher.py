@@ -13,6 +13,7 @@ from diloco.aggregator.shard_reader import read_payload
 from diloco.aggregator.tasks import Tasks
 from diloco.common import log, metrics
 from diloco.common.errors import ObjectMissingError, WireError
+from diloco.common.reasons import Reason
 
 # Payloads of one fragment that may be in memory before they are merged.
 FETCHES = 2
@@ -60,7 +61,7 @@ class Fetcher:
         try:
             payload = await self._read_at_last(fetch)
         except ObjectMissingError as error:
-            failed = events.Failed(runtime.clock(), fetch.update, "missing", error.message)
+            failed = events.Failed(runtime.clock(), fetch.update, Reason.MISSING, error.message)
         except WireError as error:
             failed = events.Failed(runtime.clock(), fetch.update, error.reason, error.message)
         else:
@@ -98,7 +99,7 @@ class Fetcher:
                 )
                 if failures > 1 and self._passed_of_others(fetch) > passed:
                     what = f"reading it failed {failures} times, while others were read: {error}"
-                    raise WireError("internal", what) from error
+                    raise WireError(Reason.INTERNAL, what) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
@@ -109,8 +110,9 @@ class Fetcher:
         """One attempt; who waits for the next one keeps nobody's place."""
         await self._free.acquire()
         try:
-            return await self._context.runtime.call(
-                read_payload, self._context.store, fetch.manifest, self._grid
+            context = self._context
+            return await context.runtime.call(
+                read_payload, context.store, fetch.manifest, self._grid, context.arithmetic
             )
         except BaseException:
             self._free.release()

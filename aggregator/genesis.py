@@ -16,6 +16,7 @@ from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.records import NOTHING, Contents, compose
 from diloco.common import names, shards, wire
 from diloco.common.errors import RunMismatchError, SwapLostError
+from diloco.common.tape import decode
 
 
 async def commit_version_zero(context: Context, vectors: Sequence[np.ndarray]) -> None:
@@ -81,7 +82,7 @@ async def _check_same_beginning(context: Context, ours: wire.Record) -> None:
     """A second `run create` is harmless if it is of the same run that has not moved on."""
     subject = names.record(context.run, ours.fragment)
     message = await context.bus.last(context.tape, subject)
-    found = wire.decode_record(message.payload) if message else None
+    found = decode(subject, message.payload) if message else None
     if not isinstance(found, wire.Record) or found.view_digest != ours.view_digest:
         raise RunMismatchError(
             f"run {context.run!r} exists, and fragment {ours.fragment} does not begin "

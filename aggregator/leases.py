@@ -23,6 +23,7 @@ from diloco.aggregator.core.division import Pinned, divide
 from diloco.common import names, wire
 from diloco.common.errors import BusUnavailableError, DilocoError, SwapLostError, WireError
 from diloco.common.service import first_of
+from diloco.common.tape import decode_as
 
 # How often one looks for fragments to take, at most.
 LOOK_S = 0.5
@@ -110,7 +111,7 @@ class Leases:
         messages = self._context.bus.read(names.leases_stream(run), names.leases_subjects(run), 1)
         async for message in messages:
             try:
-                lease = wire.decode(wire.Lease, message.payload)
+                lease = decode_as(wire.Lease, message.subject, message.payload)
             except WireError as error:
                 self._context.logger.warning(
                     "unreadable", subject=message.subject, reason=error.reason
@@ -260,7 +261,7 @@ class Leases:
             last = await self._context.bus.last(names.leases_stream(self._context.run), subject)
             if last is None:
                 return None
-            return _Seen(wire.decode(wire.Lease, last.payload), last.seq, 0.0)
+            return _Seen(decode_as(wire.Lease, subject, last.payload), last.seq, 0.0)
         except (BusUnavailableError, WireError):
             return None
 

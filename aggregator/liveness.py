@@ -7,8 +7,10 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.owner import FragmentOwner
 from diloco.aggregator.tenure import Tenure
-from diloco.common import names
+from diloco.common import metrics, names, wire
+from diloco.common.errors import WireError
 from diloco.common.service import first_of
+from diloco.common.tape import decode_as
 
 
 class LivenessWatch:
@@ -22,6 +24,7 @@ class LivenessWatch:
         self._context = context
         self._owners = owners
         self._heard_at_s: dict[str, float] = {}
+        self._signs: dict[tuple[int, str], tuple[int, float]] = {}
         self._newest_s = context.runtime.clock()
 
     def _live_s(self) -> float:
@@ -42,7 +45,12 @@ class LivenessWatch:
         )
         subjects = [names.heartbeat(context.run, "*")]
         async for message in context.bus.read(stream, subjects, start + 1):
-            self._hear(message.subject.split(".")[3], context.runtime.clock())
+            try:
+                beat = decode_as(wire.Heartbeat, message.subject, message.payload)
+            except WireError as error:
+                context.metrics.add(metrics.IGNORED, 1, error.reason)
+                continue
+            self._hear(beat.learner, context.runtime.clock())
 
     def _hear(self, learner: str, now_s: float) -> None:
         if now_s - self._newest_s > self._live_s():
@@ -62,7 +70,12 @@ class LivenessWatch:
         now_s = self._context.runtime.clock()
         for name, member in tenure.state.members.items():
             # One that was never heard of counts from its join, or from our own beginning.
-            heard_at_s = max(self._heard_at_s.setdefault(name, now_s), member.heard_at_s)
-            live = self._newest_s - heard_at_s < tenure.rules.quorum.liveness_timeout_s
+            self._heard_at_s.setdefault(name, now_s)
+            # Joins and updates are signs of life too, from when we see them: the server's clock,
+            # which their times are of, may differ from ours by hours.
+            key, sign = (tenure.fragment, name), (member.incarnation, member.heard_at_s)
+            if self._signs.setdefault(key, sign) != sign:
+                self._signs[key], self._heard_at_s[name] = sign, now_s
+            live = self._newest_s - self._heard_at_s[name] < tenure.rules.quorum.liveness_timeout_s
             if live != member.live and not member.left:
                 tenure.tell(events.Liveness(now_s, name, member.incarnation, live))

@@ -6,7 +6,7 @@ it, or imposes it. Said twice it means what it means said once.
 
 from diloco.aggregator.context import Context, identity
 from diloco.common import names, wire
-from diloco.common.tape import last_record
+from diloco.common.tape import decode_as, last_record
 
 
 async def quarantine(context: Context, learner: str, *, active: bool, reason: str) -> int:
@@ -43,5 +43,6 @@ async def quarantined_learners(context: Context) -> frozenset[str]:
         last = await context.bus.last(context.tape, names.quarantine(context.run, learner))
         if last is not None:
             found.discard(learner)
-            found |= {learner} if wire.decode(wire.Quarantine, last.payload).active else set()
+            word = decode_as(wire.Quarantine, last.subject, last.payload)
+            found |= {learner} if word.active else set()
     return frozenset(found)

@@ -9,13 +9,13 @@ from functools import partial
 from typing import NamedTuple
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.context import Context
 from diloco.aggregator.records import cited
 from diloco.aggregator.shard_reader import read_input
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError
 from diloco.common.tape import (
-    RunContext,
     get_object,
     last_record,
     lost_for_good,
@@ -39,7 +39,7 @@ class Recovered(NamedTuple):
     merged_again: int
 
 
-async def recover(context: RunContext, fragment: int) -> Recovered:
+async def recover(context: Context, fragment: int) -> Recovered:
     """Bring a fragment's arrays to its newest record.
 
     Raises:
@@ -68,7 +68,7 @@ def missing_object(error: DilocoError) -> ObjectMissingError | None:
     return why if isinstance(why, ObjectMissingError) else None
 
 
-async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> Recovered:
+async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Recovered:
     """A fragment's arrays as one of its records left them.
 
     A stored state that is damaged or gone is passed over for the one before.
@@ -87,7 +87,7 @@ async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> 
     if outer_seq < record_seq:
         subjects = [names.record(context.run, record.fragment)]
         async for message in context.bus.read(context.tape, subjects, outer_seq + 1):
-            again = await read_record(context, message.payload)
+            again = await read_record(context, message)
             if again.what == "version":
                 await context.runtime.call(arrays.merge_again, again, read)
                 merged_again += 1
@@ -99,7 +99,7 @@ async def rebuild(context: RunContext, record: wire.Record, record_seq: int) -> 
 
 
 async def _load_older_state(
-    context: RunContext,
+    context: Context,
     record: wire.Record,
     record_seq: int,
     error: ObjectMissingError | IntegrityError,
@@ -124,7 +124,7 @@ async def _load_older_state(
     raise error
 
 
-async def _load_outer_state(context: RunContext, at: wire.Record) -> FragmentArrays:
+async def _load_outer_state(context: Context, at: wire.Record) -> FragmentArrays:
     """The arrays at `at.outer_version`, where view and outer state were stored together."""
 
     def load() -> FragmentArrays:
@@ -134,6 +134,7 @@ async def _load_outer_state(context: RunContext, at: wire.Record) -> FragmentArr
             at.fragment,
             view=get_object(context.store, at.snapshot),
             outer_state=get_object(context.store, at.outer),
+            arithmetic=context.arithmetic,
         )
 
     return await context.runtime.call(load)

@@ -30,7 +30,7 @@ class Samples:
         self._sampled_at_s[reason] = now_s
         count = self._unseen.pop(reason)
         self._logger.warning("ignored", subject=subject, reason=reason, detail=detail, count=count)
-        learner = (*subject.split("."), "operator")[3]
+        learner = names.subject_learner(subject) or "operator"
         await self.show(learner, 0, 0, reason, detail)
 
     async def show(

@@ -19,7 +19,7 @@ async def effective_settings(context: Context) -> tuple[RunSettings, int]:
     last = await context.bus.last(context.tape, names.settings(context.run))
     if last is None:
         return context.settings, 0
-    return parse_changed(context.settings, last.payload), last.seq
+    return parse_changed(context.settings, last), last.seq
 
 
 async def change_settings(context: Context, settings: RunSettings) -> list[str]:

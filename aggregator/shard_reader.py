@@ -6,15 +6,28 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.fragment import Payload, payload_of
 from diloco.aggregator.arrays.merge import Grid
 from diloco.common import shards, slices, wire
-from diloco.common.codec import Encoded, aligned_empty, code_count, code_dtype, scale_count
+from diloco.common.codec import (
+    Encoded,
+    aligned_empty,
+    code_count,
+    code_dtype,
+    scale_count,
+)
 from diloco.common.errors import ObjectTooLargeError, WireError
+from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 
 
-def read_payload(store: ObjectStore, manifest: wire.Manifest, grid: Grid) -> Payload:
+def read_payload(
+    store: ObjectStore,
+    manifest: wire.Manifest,
+    grid: Grid,
+    arithmetic: Arithmetic = PRODUCTION,
+) -> Payload:
     """Read and verify all shards of an update.
 
     Raises:
@@ -24,7 +37,7 @@ def read_payload(store: ObjectStore, manifest: wire.Manifest, grid: Grid) -> Pay
         StoreUnavailableError: a passing fault.
     """
     parts = tuple(read_parts(store, manifest.codec, manifest.shards, grid))
-    return payload_of(grid, manifest.codec, parts)
+    return payload_of(grid, manifest.codec, parts, arithmetic)
 
 
 def read_input(store: ObjectStore, grid: Grid, taken: wire.Input) -> tuple[Encoded, ...]:
@@ -89,7 +102,7 @@ def _read_shard(
     try:
         data = store.get(entry.name, entry.size_bytes)
     except ObjectTooLargeError as error:
-        raise WireError("oversize", error.message) from error
+        raise WireError(Reason.OVERSIZE, error.message) from error
     if len(data) == entry.size_bytes and shards.crc32c(data) != entry.crc32c:
-        raise WireError("checksum", f"object {entry.name!r} is not what its manifest says")
+        raise WireError(Reason.CHECKSUM, f"object {entry.name!r} is not what its manifest says")
     return shards.unpack(data, codec=codec, count=count, block=block)

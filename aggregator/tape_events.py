@@ -6,8 +6,7 @@ from diloco.aggregator.core import events
 from diloco.common import names, wire
 from diloco.common.bus import Message
 from diloco.common.config import RunSettings
-from diloco.common.errors import WireError
-from diloco.common.tape import RunContext, parse_changed
+from diloco.common.tape import RunContext, decode, parse_changed
 
 
 class RecordStored(NamedTuple):
@@ -54,7 +53,7 @@ def decode_message(
     if message.subject == names.record(context.run, fragment):
         return RecordStored(message.seq)
     if message.subject == names.settings(context.run):
-        settings = parse_changed(context.settings, message.payload)
+        settings = parse_changed(context.settings, message)
         return SettingsStored(settings, events.Changed(message.time_s, message.seq))
     return decode_event(message, fragment)
 
@@ -65,35 +64,27 @@ def decode_event(message: Message, fragment: int) -> events.Event | None:
     Raises:
         WireError: it cannot be decoded, or speaks for somebody else than its subject.
     """
-    at_s, seq = message.time_s, message.seq
-    _, run, kind, *rest = message.subject.split(".")
-    match kind:
-        case "quarantine":
-            word = wire.decode(wire.Quarantine, message.payload)
-            _check_sender(rest[0] == word.learner and run == word.run)
-            return events.Quarantined(at_s, seq, word.learner, word.active)
-        case "join":
-            join = wire.decode(wire.Join, message.payload)
-            _check_sender(rest[0] == join.learner and run == join.run)
-            return events.Joined(at_s, seq, join.learner)
-        case "leave":
-            leave = wire.decode(wire.Leave, message.payload)
-            _check_sender(rest[0] == leave.learner and run == leave.run)
-            if not leave.fragments:
-                return events.Departed(at_s, seq, leave.learner, leave.incarnation)
-            if fragment in leave.fragments:
-                return events.Finished(at_s, seq, leave.learner, leave.incarnation)
-            return None
-        case "update":
-            manifest = wire.decode(wire.Manifest, message.payload)
-            _check_sender(rest[0] == manifest.learner and run == manifest.run)
-            _check_sender(rest[1] == str(manifest.fragment))
-            return events.Announced(at_s, seq, manifest)
-    return events.Stopped(at_s, seq)
+    parsed = names.parse_subject(message.subject)
+    if parsed is not None and parsed.kind == "stop":
+        # By its subject alone, as all daemons take it: a run that nobody could stop is worse.
+        return events.Stopped(message.time_s, message.seq)
+    body = decode(message.subject, message.payload)
+    return event_of(body, message.seq, message.time_s, fragment)
 
 
-def _check_sender(matches: bool) -> None:
-    if not matches:
-        raise WireError(
-            "sender", "the message names another run, learner or fragment than its subject"
-        )
+def event_of(body: wire.Body, seq: int, stored_at_s: float, fragment: int) -> events.Event | None:
+    """The machine's event in what a message of the tape says; None if it has none of it."""
+    match body:
+        case wire.Quarantine() as word:
+            return events.Quarantined(stored_at_s, seq, word.learner, word.active)
+        case wire.Join() as join:
+            return events.Joined(stored_at_s, seq, join.learner)
+        case wire.Leave() as leave if not leave.fragments:
+            return events.Departed(stored_at_s, seq, leave.learner, leave.incarnation)
+        case wire.Leave() as leave if fragment in leave.fragments:
+            return events.Finished(stored_at_s, seq, leave.learner, leave.incarnation)
+        case wire.Manifest() as manifest if manifest.fragment == fragment:
+            return events.Announced(stored_at_s, seq, manifest)
+        case wire.Stop():
+            return events.Stopped(stored_at_s, seq)
+    return None

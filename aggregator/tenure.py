@@ -217,7 +217,8 @@ class Tenure:
 
     async def _take(self, event: events.Event, payload: Payload | None) -> None:
         before = self.state
-        self.state, effects = machine.step(self.rules, before, event)
+        now_s = self._context.runtime.clock()
+        self.state, effects = machine.step_at(self.rules, before, event, now_s)
         try:
             for effect in effects:
                 await self._perform(effect, payload)

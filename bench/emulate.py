@@ -126,7 +126,7 @@ class _Owner:
     inputs: list[int] = field(default_factory=list)
 
     def take(self, event: events.Event) -> None:
-        self.state, effects = machine.step(self.rules, self.state, event)
+        self.state, effects = machine.step_at(self.rules, self.state, event, self.world.now_s)
         for effect in effects:
             self._perform(effect)
         due_s = rounds.deadline(self.rules, self.state)

@@ -99,7 +99,9 @@ def play(rules: policy.FragmentRules, manifests: list[list[wire.Manifest]]) -> M
         waiting: list[UpdateId] = []
         for body in sent:
             stream_seq += 1
-            state, effects = machine.step(rules, state, events.Announced(now_s, stream_seq, body))
+            state, effects = machine.step_at(
+                rules, state, events.Announced(now_s, stream_seq, body), now_s
+            )
             waiting += [effect.update for effect in effects if isinstance(effect, Fetch)]
         for update in waiting:
             state, _ = machine.step(rules, state, events.Fetched(now_s + 0.5, update, 3.0))

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import tomli_w
 
-from diloco.common import bus_nats, log, names, shards, slices, wire
-from diloco.common.bus import Bus
+from diloco.common import log, names, shards, slices, wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import Config, load_config
 from diloco.common.layout import Layout, Tensor, make_layout
 from diloco.common.nats_server import NatsServer
@@ -248,7 +248,7 @@ def fleet_in(config_path: Path, logs: Path) -> Iterator[Fleet]:
 async def measure(folder: Path, url: str, options: argparse.Namespace) -> list[list[float]]:
     """For each trial, the seconds from the kill to each fragment's next version."""
     config = prepare(folder, url, options.parameters)
-    bus = await bus_nats.connect(url, name="bench-failover")
+    bus = await jetstream.connect(url, name="bench-failover")
     layout = await create(config, bus, options.parameters)
     stored = store_updates(config, layout)
     senders = [

@@ -27,8 +27,8 @@ from bench.failover import (
     prepare,
     store_updates,
 )
-from diloco.common import bus_nats, log, names, slices, wire
-from diloco.common.bus import Bus
+from diloco.common import log, names, slices, wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import load_config
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
@@ -44,7 +44,7 @@ LANES = 4
 async def flood(config_path: Path, rate: float) -> None:
     """Send for ever; what was sent in each second is told on standard output."""
     config = load_config(config_path)
-    bus = await bus_nats.connect(config.bus.url, name=NAME)
+    bus = await jetstream.connect(config.bus.url, name=NAME)
     run = config.run.name
     message = wire.Join(run=run, learner=NAME, layout="0" * 32, host="bench")
     incarnation = await bus.publish(names.join(run, NAME), wire.encode(message))
@@ -94,7 +94,7 @@ async def measure(
 ) -> tuple[list[float], list[float], list[int]]:
     """Versions a second in each span without and with the flood, and what was sent a second."""
     config = prepare(folder, url, PARAMETERS)
-    bus = await bus_nats.connect(url, name="bench-flood")
+    bus = await jetstream.connect(url, name="bench-flood")
     layout = await create(config, bus, PARAMETERS)
     stored = store_updates(config, layout)
     senders = [

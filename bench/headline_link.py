@@ -33,7 +33,7 @@ from diloco.cli.opening import open_run
 from diloco.common.nats_server import find_binary
 from diloco.common.service import cancel
 from diloco.local.reaper import Reaper
-from diloco.look.observe import Observed, Observer
+from diloco.projections.live import Follower, LiveState
 
 ROOT = Path(__file__).parents[1]
 STORE = ROOT / "tests" / "gcs_server.py"
@@ -212,18 +212,18 @@ async def observe(config: Path, islands: int, seconds: float) -> None:
     """Print "steady" once every learner has adopted versions, and what the next seconds brought."""
     async with open_run(config, name="bench") as opened:
         section = opened.context.settings.sync
-        observer = Observer(opened.context)
-        following = asyncio.ensure_future(observer.observe())
+        follower = Follower(opened.context)
+        following = asyncio.ensure_future(follower.follow())
         deadline_s = time.monotonic() + READY_S
-        while not _steady(observer.observed, islands, 2 * section.interval_steps):
+        while not _steady(follower.state, islands, 2 * section.interval_steps):
             await asyncio.sleep(0.2)
             if time.monotonic() > deadline_s:
                 sys.exit("not steady in time")
         print("steady", flush=True)
-        before = _snapshot(observer.observed)
+        before = _snapshot(follower.state)
         began_s = time.monotonic()
         await asyncio.sleep(seconds)
-        after = _snapshot(observer.observed)
+        after = _snapshot(follower.state)
         took_s = time.monotonic() - began_s
         await cancel(following)
     spans = [_difference(before["beats"][name], beat) for name, beat in after["beats"].items()]
@@ -235,20 +235,20 @@ async def observe(config: Path, islands: int, seconds: float) -> None:
                 "merged_steps_per_s": merged,
                 "stall": sum(span["stall_s"] for span in spans)
                 / sum(span["run_s"] for span in spans),
-                "staleness": observer.observed.staleness,
-                "round_size": observer.observed.round_size,
+                "staleness": follower.state.staleness,
+                "round_size": follower.state.round_size,
             }
         ),
         flush=True,
     )
 
 
-def _steady(observed: Observed, islands: int, steps: int) -> bool:
+def _steady(observed: LiveState, islands: int, steps: int) -> bool:
     beats = [view.heartbeat for view in observed.learners.values()]
     return len(beats) == islands and all(beat.local_step >= steps for beat in beats)
 
 
-def _snapshot(observed: Observed) -> dict[str, Any]:
+def _snapshot(observed: LiveState) -> dict[str, Any]:
     beats = {name: view.heartbeat.model_dump() for name, view in observed.learners.items()}
     merged = sum(totals.tokens_merged for totals in observed.totals.values())
     return {"beats": beats, "merged": merged}

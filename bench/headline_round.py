@@ -33,7 +33,7 @@ from diloco.cli.opening import open_run
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
 from diloco.local.fleet import Fleet
-from diloco.look.observe import Observer
+from diloco.projections.live import Follower
 
 PARAMETERS = 1 << 24
 WARM_ROUNDS = 3
@@ -79,12 +79,12 @@ def ours(codec: str, workers: int, parameters: int, rounds: int, folder: Path) -
 async def _rounds(path: Path, workers: int, rounds: int) -> list[float]:
     """What heartbeats say of the wait in each round, from the first `WARM_ROUNDS` on."""
     async with open_run(path, name="bench") as opened:
-        observer = Observer(opened.context)
-        following = asyncio.ensure_future(observer.observe())
+        follower = Follower(opened.context)
+        following = asyncio.ensure_future(follower.follow())
         try:
-            first = await _beats(observer, workers, WARM_ROUNDS)
+            first = await _beats(follower, workers, WARM_ROUNDS)
             begun = max(beat.local_step for beat in first.values())
-            last = await _beats(observer, workers, begun + rounds)
+            last = await _beats(follower, workers, begun + rounds)
         finally:
             await cancel(following)
     return [
@@ -93,12 +93,12 @@ async def _rounds(path: Path, workers: int, rounds: int) -> list[float]:
     ]
 
 
-async def _beats(observer: Observer, workers: int, steps: int) -> dict[str, Any]:
+async def _beats(follower: Follower, workers: int, steps: int) -> dict[str, Any]:
     """Everybody's first heartbeat that tells of so many steps."""
     found: dict[str, Any] = {}
     deadline_s = time.monotonic() + READY_S
     while len(found) < workers:
-        for name, view in observer.observed.learners.items():
+        for name, view in follower.state.learners.items():
             if view.heartbeat.local_step >= steps:
                 found.setdefault(name, view.heartbeat)
         if time.monotonic() > deadline_s:

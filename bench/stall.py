@@ -127,7 +127,7 @@ def measure(config: Config, folder: Path, pairs: int) -> list[tuple[Took, Took]]
             config=config,
             island=Island(config, "alone"),
             runtime=runtime,
-            probes=make_probes(runtime.waits, run=config.run.name, learner="alone"),
+            probes=make_probes(runtime.retries, run=config.run.name, learner="alone"),
             background=Background(loop),
             asked_to_leave=lambda: False,
         )

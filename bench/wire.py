@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.system import run_local
-from diloco.common import bus_nats, names, wire
-from diloco.common.bus import Bus
+from diloco.common import names, wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import Config, load_config
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.nats_server import NatsServer
@@ -91,7 +91,7 @@ class Traffic:
 
 async def read_traffic(config: Config, url: str) -> Traffic:
     """What the tape of a finished run says."""
-    bus = await bus_nats.connect(url, name="bench-wire")
+    bus = await jetstream.connect(url, name="bench-wire")
     try:
         return await _read(config, bus)
     finally:
@@ -106,10 +106,10 @@ async def _read(config: Config, bus: Bus) -> Traffic:
     traffic = Traffic(sum(fragment.elements for fragment in layout.fragments))
     subjects = [names.update(run, "*", "*"), names.record(run, "*"), names.end(run)]
     async for message in bus.read(names.tape_stream(run), subjects, 1):
-        match message.subject.split(".")[2]:
-            case "update":
+        match names.parse_subject(message.subject):
+            case names.Subject(kind="update"):
                 traffic.note_update(message.payload, layout)
-            case "record":
+            case names.Subject(kind="record"):
                 traffic.note_record(message.payload, layout)
             case _:
                 break

@@ -6,6 +6,8 @@ for ever). Exceptions of other libraries become one of these
 once, where they enter (`store*.py`, `bus*.py`, `config`, `wire`), and nowhere else.
 """
 
+from diloco.common.reasons import Reason
+
 
 class DilocoError(Exception):
     """Base of every error this project raises on purpose.
@@ -54,10 +56,10 @@ class WireError(DilocoError):
     """Bytes from a peer are not what the protocol says: the sender's fault.
 
     Args:
-        reason: a short, stable word for counters and verdicts (`errors by reason`).
+        reason: for counters and verdicts.
     """
 
-    def __init__(self, reason: str, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, reason: Reason, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.reason = reason
 

@@ -1,4 +1,6 @@
-"""Names of streams, subjects and objects: all of a run's addresses, made in one place.
+"""Names of streams, subjects and objects: all of a run's addresses, made and read in one place.
+
+Nobody else takes a subject apart: `parse_subject` says what one means.
 
 Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.spec                        the run's specification, first message
@@ -7,6 +9,7 @@ Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.update.{learner}.{fragment} manifests
     diloco.{run}.record.{fragment}           versions and verdicts: compare-and-swap
     diloco.{run}.settings                    settings changed while the run goes on
+    diloco.{run}.quarantine.{learner}        a learner is shut out, or let in again
     diloco.{run}.checkpoint                  a point from which the run can be resumed
     diloco.{run}.stop                        the stop rule was met: send what is unsent
     diloco.{run}.end                         nothing after this counts
@@ -18,11 +21,27 @@ Objects: one prefix per learner, so that one access rule fences it.
 """
 
 import re
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Literal, NamedTuple, cast
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _VERSION_OBJECT = re.compile(r"([0-9]{8,19})-(delta|view|outer|record)-[0-9a-f]{32}")
 _INDEX = re.compile(r"[0-9]{1,19}")
+_RUN = rf"(?P<run>{NAME.pattern})"
+_LEARNER = rf"(?P<learner>{NAME.pattern})"
+# One number has one spelling, so that one thing has one subject.
+_FRAGMENT = r"(?P<fragment>0|[1-9][0-9]{0,18})"
+_SUBJECTS = tuple(
+    re.compile(form)
+    for form in (
+        rf"diloco\.{_RUN}\.(?P<kind>update)\.{_LEARNER}\.{_FRAGMENT}",
+        rf"diloco\.{_RUN}\.(?P<kind>record|round)\.{_FRAGMENT}",
+        rf"diloco\.{_RUN}\.(?P<kind>join|leave|quarantine|heartbeat|rejected)\.{_LEARNER}",
+        rf"diloco\.{_RUN}\.(?P<kind>spec|settings|checkpoint|stop|end)",
+        rf"\$KV\.diloco-{_RUN}_leases\.fragment\.{_FRAGMENT}",
+        rf"\$KV\.diloco-{_RUN}_leases\.aggregator\.(?P<life>[0-9a-f]{{32}})",
+    )
+)
 _SHARD = re.compile(
     rf"({NAME.pattern})/update/([0-9]{{1,19}})/"
     r"([0-9]{1,19})-([0-9]{1,19})-([0-9]{1,19})"
@@ -157,6 +176,45 @@ def rejected(run: str, learner: str) -> str:
 def round_open(run: str, fragment: int | str) -> str:
     """Subject of the round-open announcement; not kept."""
     return f"diloco.{run}.round.{fragment}"
+
+
+Kind = Literal[
+    "spec", "join", "leave", "update", "record", "settings", "quarantine", "checkpoint", "stop",
+    "end", "heartbeat", "rejected", "round", "lease",
+]  # fmt: skip
+
+
+class Subject(NamedTuple):
+    """What a subject says; None where its kind says no such thing."""
+
+    kind: Kind
+    run: str
+    learner: str | None = None
+    fragment: int | None = None
+    life: str | None = None
+
+
+@lru_cache(maxsize=1 << 14)
+def parse_subject(subject: str) -> Subject | None:
+    """What a subject says, wildcards aside; None if it is none of ours."""
+    for form in _SUBJECTS:
+        if found := form.fullmatch(subject):
+            said = found.groupdict()
+            fragment = said.get("fragment")
+            return Subject(
+                cast("Kind", said.get("kind", "lease")),
+                said["run"],
+                said.get("learner"),
+                None if fragment is None else int(fragment),
+                said.get("life"),
+            )
+    return None
+
+
+def subject_learner(subject: str) -> str | None:
+    """The learner that a subject is about; None if it is about none."""
+    parsed = parse_subject(subject)
+    return parsed.learner if parsed else None
 
 
 def learners_prefix(run: str) -> str:

@@ -16,7 +16,7 @@ from diloco.common.config import MetricsSection, ServiceManager, service_manager
 from diloco.common.errors import ConfigError
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
-from diloco.common.service import Waits
+from diloco.common.service import Retries
 
 ANSWER_S = 10.0
 
@@ -30,12 +30,12 @@ class Probes:
     manager: ServiceManager
 
 
-def make_probes(waits: Waits, **labels: str) -> Probes:
+def make_probes(retries: Retries, **labels: str) -> Probes:
     """The probes of a daemon that begins; `labels` name its run and itself."""
     counted = Metrics(labels)
-    health = Health(waiting=waits.now)
+    health = Health(waiting=retries.now)
     counted.on_scrape(lambda: _show_health(counted, health))
-    counted.on_scrape(lambda: _show_waits(counted, waits))
+    counted.on_scrape(lambda: _show_retries(counted, retries))
     return Probes(counted, health, service_manager())
 
 
@@ -73,10 +73,10 @@ def _show_health(counted: Metrics, health: Health) -> None:
     counted.set(metrics.READY, answer.ready)
 
 
-def _show_waits(counted: Metrics, waits: Waits) -> None:
-    for key, count in waits.faults.copy().items():
+def _show_retries(counted: Metrics, retries: Retries) -> None:
+    for key, count in retries.faults.copy().items():
         counted.set(metrics.FAULTS, count, *key)
-        counted.set(metrics.WAITING, waits.waiting[key], *key)
+        counted.set(metrics.WAITING, retries.waiting[key], *key)
 
 
 def _healthz(health: Health) -> tuple[HTTPStatus, str, bytes]:

@@ -9,13 +9,13 @@ import contextlib
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from diloco.common import log
+from diloco.common.clock import Clock
 from diloco.common.errors import BusError, DilocoError, StoreError
 
 P = ParamSpec("P")
@@ -31,7 +31,7 @@ async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P
 
 
 @dataclass
-class Waits:
+class Retries:
     """What passing faults keep waiting now, and how many attempts have met one.
 
     Counted by what was attempted and whose fault it was: "bus", "store" or "other". Changed on
@@ -76,16 +76,16 @@ class Runtime:
     """Time, threads and randomness, as the drivers see them.
 
     Attributes:
-        clock: seconds since the epoch.
+        clock: seconds since the epoch; steps of the wall clock do not change it.
         offload: runs a blocking function and gives its result.
         rng: for jitter only.
-        waits: what `retry` waits for.
+        retries: what `retry` waits for.
     """
 
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=Clock)
     offload: Callable[..., Awaitable[object]] = offload_to_thread
     rng: random.Random = field(default_factory=random.Random)
-    waits: Waits = field(default_factory=Waits)
+    retries: Retries = field(default_factory=Retries)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a blocking function off the event loop."""
@@ -115,7 +115,7 @@ class Runtime:
         Raises:
             DilocoError: one that is no passing fault, or the last one at the deadline.
         """
-        with self.waits.note(what) as fault:
+        with self.retries.note(what) as fault:
             return await self._retry(what, attempt, fault, logger, deadline_s)
 
     async def _retry(

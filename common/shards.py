@@ -46,6 +46,7 @@ from diloco.common.codec import (
     scale_count,
 )
 from diloco.common.errors import IntegrityError, ObjectRangeError, WireError
+from diloco.common.reasons import Reason
 
 HEADER: Final = struct.Struct("<4sBBHQ")
 MAGIC: Final = b"DLS2"
@@ -307,19 +308,19 @@ def _damaged(what: str) -> IntegrityError:
 
 def _check_size(data: bytes | memoryview, expected: int) -> None:
     if len(data) < expected:
-        raise WireError("truncated", f"a shard of {expected} bytes came with {len(data)}")
+        raise WireError(Reason.TRUNCATED, f"a shard of {expected} bytes came with {len(data)}")
     if len(data) > expected:
-        raise WireError("oversize", f"a shard of {expected} bytes came with {len(data)}")
+        raise WireError(Reason.OVERSIZE, f"a shard of {expected} bytes came with {len(data)}")
 
 
 def _check_header(data: bytes | memoryview, codec: Codec, count: int, block: int) -> None:
     magic, *fields = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise WireError("bad_magic", f"a shard begins with {MAGIC!r}, this one with {magic!r}")
+        raise WireError(Reason.BAD_MAGIC, f"a shard begins with {MAGIC!r}, this one with {magic!r}")
     expected = [_CODEC_IDS[codec], 0, block, count]
     if fields != expected:
         raise WireError(
-            "codec_mismatch",
+            Reason.CODEC_MISMATCH,
             f"codec, 0, block, count of the shard are {fields}, of its manifest {expected}",
         )
 
@@ -334,7 +335,7 @@ def _check_scales(scales_B: npt.NDArray[Any]) -> None:
         for bound in (LEAST_SCALE, GREATEST_SCALE)
     )
     if bits_B.min() < least or bits_B.max() > greatest:
-        raise WireError("bad_scale", "a block's scale is not within 2^-64 and 2^40")
+        raise WireError(Reason.BAD_SCALE, "a block's scale is not within 2^-64 and 2^40")
 
 
 def _check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
@@ -347,7 +348,7 @@ def _check_codes(codec: Codec, codes: npt.NDArray[Any]) -> None:
         else:
             bad = _check_values(chunk.astype(np.float32))
         if bad:
-            raise WireError("bad_code", f"a code of the shard is not a valid {codec} code")
+            raise WireError(Reason.BAD_CODE, f"a code of the shard is not a valid {codec} code")
 
 
 def _check_values(values: npt.NDArray[np.float32]) -> bool:
@@ -359,7 +360,7 @@ def _check_values(values: npt.NDArray[np.float32]) -> bool:
     magnitudes = np.abs(values)
     greatest = magnitudes.max()
     if not np.isfinite(greatest):
-        raise WireError("non_finite", "a value of the shard is infinite or not a number")
+        raise WireError(Reason.NON_FINITE, "a value of the shard is infinite or not a number")
     # Bits of zero less one wrap to the greatest integer.
     least_bits = (magnitudes.view(np.uint32) - np.uint32(1)).min()
     return bool(

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.common.errors import WireError
+from diloco.common.reasons import Reason
 from diloco.common.wire import MAX_AXES, Slice
 
 Blocks = npt.NDArray[np.int64]
@@ -109,22 +110,24 @@ def check(slices: Sequence[Slice], blocks: int) -> int:
     after, count = 0, 0
     for box in slices:
         if len(box.shape) != len(box.strides) or not 1 <= len(box.shape) <= MAX_AXES:
-            raise WireError("shards", f"a slice has axes {box.shape} and strides {box.strides}")
+            raise WireError(
+                Reason.SHARDS, f"a slice has axes {box.shape} and strides {box.strides}"
+            )
         extent = 1
         for length, stride in reversed(list(zip(box.shape, box.strides, strict=True))):
             if length < 1 or (length > 1 and stride < extent):
                 raise WireError(
-                    "shards", f"blocks of a slice {box.shape} by {box.strides} do not ascend"
+                    Reason.SHARDS, f"blocks of a slice {box.shape} by {box.strides} do not ascend"
                 )
             extent += (length - 1) * stride
         if box.start < after:
             raise WireError(
-                "shards", f"a slice begins with block {box.start}, those before end at {after}"
+                Reason.SHARDS, f"a slice begins with block {box.start}, those before end at {after}"
             )
         after = box.start + extent
         if after > blocks:
             raise WireError(
-                "shards", f"a slice ends at block {after}, the fragment has {blocks} blocks"
+                Reason.SHARDS, f"a slice ends at block {after}, the fragment has {blocks} blocks"
             )
         count += math.prod(box.shape)
     return count
@@ -146,18 +149,22 @@ def partition(shards: Sequence[Sequence[Slice]], blocks: int, most: int) -> list
     """
     slices = sum(len(each) for each in shards)
     if slices > MOST_SLICES:
-        raise WireError("shards", f"the shards have {slices} slices, at most {MOST_SLICES}")
+        raise WireError(Reason.SHARDS, f"the shards have {slices} slices, at most {MOST_SLICES}")
     counts = [check(each, blocks) for each in shards]
     wrong = next((count for count in counts if not 1 <= count <= most), None)
     if wrong is not None:
-        raise WireError("shards", f"a shard holds {wrong} blocks, the run has at most {most}")
+        raise WireError(Reason.SHARDS, f"a shard holds {wrong} blocks, the run has at most {most}")
     if sum(counts) != blocks:
-        raise WireError("shards", f"the shards hold {sum(counts)} blocks, the fragment {blocks}")
+        raise WireError(
+            Reason.SHARDS, f"the shards hold {sum(counts)} blocks, the fragment {blocks}"
+        )
     held_B = np.zeros(blocks, np.bool_)
     for box in (box for each in shards for box in each):
         view = _view(held_B, box)
         if view.any():
-            raise WireError("shards", f"a block of the slice from {box.start} is in two shards")
+            raise WireError(
+                Reason.SHARDS, f"a block of the slice from {box.start} is in two shards"
+            )
         view[...] = True
     return counts
 

@@ -8,7 +8,7 @@ loads the newest view.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from diloco.common import names, wire
@@ -18,16 +18,16 @@ from diloco.common.errors import (
     IntegrityError,
     ObjectMissingError,
     StaleReadError,
-    WireError,
 )
 from diloco.common.service import cancel
-from diloco.common.tape import parse_changed, read_record
+from diloco.common.tape import read_record
 from diloco.common.views import Loaded, load_view
 from diloco.learner import sync
 from diloco.learner.boundary import NOTHING, Decoded, Post
 from diloco.learner.catchup import Adopted, Move, Waiting, next_move
 from diloco.learner.context import Context
 from diloco.learner.fetch import Change, Fetcher, whole
+from diloco.learner.notices import follow_run
 from diloco.learner.peers import Peers
 
 # Decoded versions may wait for as many bytes as views of the largest fragment: two, so that one is
@@ -108,14 +108,12 @@ class Adopter:
 
     async def follow(self) -> None:
         """Hand over records, settings and the run's stop as they come; never returns."""
-        run = self._context.run
         tasks = [
             asyncio.ensure_future(part)
             for part in (
                 *(self._follow_fragment(fragment) for fragment in range(len(self._adopted))),
                 self._read_records(),
-                *(self._read_word(at(run)) for at in (names.settings, names.stop, names.end)),
-                self._listen(),
+                follow_run(self._context, self._post),
             )
         ]
         try:
@@ -124,66 +122,16 @@ class Adopter:
             await cancel(*tasks)
             self._context.logger.debug("stopped_following")
 
-    # What is about the whole run
-
-    async def _read_word(self, subject: str) -> None:
-        """Hand over the messages of one subject that is about the whole run.
-
-        Only the last one matters of those that are there. It may be one of a replica that is
-        behind: so what follows it is read in order, from it on and not from the newest records.
-        """
-        context = self._context
-        last = await context.runtime.retry(
-            "reading the tape",
-            lambda: context.bus.last(context.tape, subject),
-            logger=context.logger,
-        )
-        if last is not None:
-            self._pass_on(last)
-        async for message in self._messages(subject, 1 if last is None else last.seq + 1):
-            self._pass_on(message)
-
-    def _messages(self, subject: str, start: int) -> AsyncIterator[Message]:
-        # One subject to a reader: so the server can fence what a learner reads. Their order among
-        # each other does not matter here.
-        return self._context.bus.read(self._context.tape, [subject], start)
-
-    def _pass_on(self, message: Message) -> None:
-        """Hand over a message that is about the whole run."""
-        context = self._context
-        match message.subject.split(".")[2]:
-            case "stop":
-                self._post(sync.Stop())
-            case "end":
-                self._post(sync.End())
-            case _:
-                try:
-                    settings = parse_changed(context.settings, message.payload)
-                except WireError as error:
-                    context.logger.warning(
-                        "unreadable", subject=message.subject, reason=error.reason
-                    )
-                    return
-                context.logger.info("settings", settings_seq=message.seq)
-                self._post(sync.Changed(sync.sync_rules(settings.sync)))
-
-    async def _listen(self) -> None:
-        subject = names.round_open(self._context.run, "*")
-        async for heard, payload in self._context.bus.listen(subject):
-            try:
-                opened = wire.decode(wire.RoundOpen, payload)
-            except WireError as error:
-                self._context.logger.warning("unreadable", subject=heard, reason=error.reason)
-                continue
-            self._post(sync.RoundOpened(opened.fragment, opened.version))
-
     # A fragment's records
 
     async def _read_records(self) -> None:
         start = min(at.record_seq for at in self._adopted) + 1
-        async for message in self._messages(names.record(self._context.run, "*"), start):
-            fragment = int(message.subject.rsplit(".", 1)[1])
-            self._queues[fragment].put_nowait(message)
+        pattern = names.record(self._context.run, "*")
+        async for message in self._context.bus.read(self._context.tape, [pattern], start):
+            subject = names.parse_subject(message.subject)
+            fragment = subject.fragment if subject else None
+            if fragment is not None and fragment < len(self._queues):
+                self._queues[fragment].put_nowait(message)
 
     async def _follow_fragment(self, fragment: int) -> None:
         waiting: list[Waiting] = []
@@ -215,7 +163,7 @@ class Adopter:
         try:
             record = await context.runtime.retry(
                 "reading a version",
-                lambda: read_record(context, message.payload),
+                lambda: read_record(context, message),
                 logger=context.logger,
             )
         except (ObjectMissingError, IntegrityError) as error:

@@ -31,7 +31,7 @@ def serve(config: Config, learner: str) -> None:
     on_signals(asked.set)
     _configure(config)
     runtime = Runtime()
-    probes = make_probes(runtime.waits, run=config.run.name, learner=learner)
+    probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
     with _together(), running_loop() as loop, serving(config.metrics, probes):
         host = Host(
             config=config,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import bus_nats, wire
-from diloco.common.bus import Bus
+from diloco.common import wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
 from diloco.common.tape import load_specification
 from diloco.learner import instruments, sync
@@ -70,7 +70,7 @@ def lead(host: Host) -> Iterator[Life]:
 
 async def _connect(host: Host) -> Bus:
     config = host.config
-    return await bus_nats.connect(
+    return await jetstream.connect(
         config.bus.url,
         name=host.island.learner,
         credentials=config.bus.credentials,

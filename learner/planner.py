@@ -6,12 +6,12 @@ waits for word. Since a plan says that steps follow, the core (`sync.py`) can ru
 counts as trained at a boundary is trained when the boundary comes.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from diloco.common.clock import Clock
 from diloco.learner import sync
 from diloco.learner.boundary import Arrived, Boundary, Decoded, Then
 
@@ -48,7 +48,7 @@ class Planner:
     asked_to_leave: Callable[[], bool] = lambda: False
     lookahead: int = 0
     drain_timeout_s: float = 0.0
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=Clock)
     checkpoint_due: Callable[[], bool] = lambda: False
     tell: Callable[[Boundary], None] = lambda _boundary: None
     turned: Callable[[], None] = lambda: None

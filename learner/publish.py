@@ -19,6 +19,9 @@ from diloco.learner.boundary import Done, Outgoing, Post
 from diloco.learner.context import Context, Tensors
 from diloco.learner.peers import Peers
 
+# A learner whose heartbeats are not stored for so long warns: longer than a leader's election.
+SILENT_S = 8.0
+
 
 class Stored(NamedTuple):
     """What a host has stored of an update, and when its codes were there."""
@@ -243,12 +246,23 @@ class Publisher:
 
     async def beat(self, state: Callable[[], wire.Heartbeat], every_s: float) -> None:
         """Say every so often that this learner is alive; a lost heartbeat is not repeated."""
-        subject = names.heartbeat(self._context.run, self._context.learner)
+        context = self._context
+        subject = names.heartbeat(context.run, context.learner)
+        stored_at_s, warned = context.runtime.clock(), False
         while True:
             try:
-                await self._context.bus.publish(subject, wire.encode(state()))
+                await context.bus.publish(subject, wire.encode(state()))
             except DilocoError as error:
-                self._context.logger.debug("heartbeat_lost", error=error.message)
+                silent_s = context.runtime.clock() - stored_at_s
+                # Others take this learner for dead, though its updates may still be stored.
+                if silent_s > SILENT_S and not warned:
+                    context.logger.warning("heartbeats_lost", error=error.message)
+                    warned = True
+                context.logger.debug("heartbeat_lost", error=error.message)
+            else:
+                if warned:
+                    context.logger.info("heartbeats_resumed")
+                stored_at_s, warned = context.runtime.clock(), False
             await asyncio.sleep(every_s)
 
     async def _announce(self, manifest: wire.Manifest) -> None:

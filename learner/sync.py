@@ -7,6 +7,15 @@ Rules of this file:
   this incarnation reaches its seq, merged or rejected; until then nothing more of that fragment
   is sent, and steps taken meanwhile wait for the next update.
 - Only `Stepped` gives `Adopt` and `Send`: tensors change at step boundaries alone.
+
+Invariants that the rules below keep, by the names that comments use:
+- *sent once*: each step's work enters exactly one update, or is let go by an overwrite or a
+  rollback. Per fragment, tokens done = sent + unsent at every boundary.
+- *exact base*: an update is taken against the view that its manifest names, bit for bit.
+- *answered*: what is in flight ends in a record, or in the end of the run: it is announced until
+  then, and nothing forgets it.
+- *never waits*: no event makes a step wait for a peer, the aggregator, NATS or the store, but in
+  lockstep mode.
 """
 
 from collections.abc import Callable
@@ -17,6 +26,8 @@ from diloco.common.config import SyncSection
 from diloco.common.layout import Rhythm, next_step, offset_steps
 
 
+# The rules are an argument of every call and no part of the state: the run's settings may change
+# at any message, and what the state says must not depend on which were in force before.
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncRules:
     """What the core must know of the run."""
@@ -43,6 +54,9 @@ def sync_rules(sync: SyncSection) -> SyncRules:
     )
 
 
+# An update is in flight from the boundary at which it is encoded, not from its announcement: its
+# codes are q in V - q - theta from then on, and the next update must not cover them again (sent
+# once). Whether it is announced only decides whether it can be announced again.
 class InFlight(NamedTuple):
     """An update of `steps` on its way; `announced_at_s` is 0 until its manifest is on the tape.
 
@@ -56,6 +70,8 @@ class InFlight(NamedTuple):
     void: bool = False
 
 
+# A record enters the core only once what it brings lies on the devices: so `Adopt` is a small step
+# at the boundary that has it, whatever the network does (never waits).
 class Ready(NamedTuple):
     """A record that has arrived and whose delta, if it has one, is decoded.
 
@@ -82,6 +98,9 @@ class Work(NamedTuple):
 NO_WORK = Work()
 
 
+# `sent` is a sum over this life, compared with `State.done`, and no count that is set back to zero:
+# work that is done while an update is being encoded, or while settings change, cannot fall between
+# two counters (sent once).
 class FragmentState(NamedTuple):
     """One fragment: what is adopted, what is sent, what is in flight.
 
@@ -122,6 +141,8 @@ class State:
 # Events
 
 
+# The one event that is a boundary. It is given after the step whose work it counts, so that an
+# update which is sent at it covers that step.
 class Stepped(NamedTuple):
     """An inner step was taken over `tokens` tokens; 0 steps at the flush after the end."""
 
@@ -200,6 +221,7 @@ class Republish(NamedTuple):
     attempt: int
 
 
+# Without it, a round that is the last would wait its whole deadline for a learner that has nothing.
 class Finished(NamedTuple):
     """Tell the aggregator that nothing more of these fragments comes."""
 
@@ -222,6 +244,8 @@ class Start(NamedTuple):
 def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
     """The state of a learner that has just loaded these versions."""
     count = len(starts)
+    # Fragments stand at different steps of the run. The newest is where the others are too: only
+    # their records are older.
     clock_step = max(start.global_step for start in starts)
     warm = clock_step < rules.warmup_steps
     interval_steps = rules.warmup_interval_steps if warm else rules.interval_steps
@@ -230,6 +254,8 @@ def begin(rules: SyncRules, starts: tuple[Start, ...]) -> State:
             version=start.version,
             view_digest=start.view_digest,
             record_seq=start.record_seq,
+            # Its own offset, and not a whole interval: fragments stay spread over H, so that the
+            # link carries one after the other, also when all learners begin at once.
             due_steps=offset_steps(index, count, interval_steps),
         )
         for index, start in enumerate(starts)
@@ -253,8 +279,11 @@ def clock(rules: SyncRules, state: State) -> int:
 
 def must_wait(rules: SyncRules, state: State) -> bool:
     """Whether a learner in lockstep waits for a version before its next step."""
+    # After the end no record comes that could resolve anything: waiting would never end.
     if not rules.lockstep or state.ended:
         return False
+    # It waits for every fragment, and not only for the one that is due next: then all learners
+    # take each step from the same parameters, which makes the run equal synchronous training.
     return any(fragment.in_flight is not None for fragment in state.fragments)
 
 
@@ -263,6 +292,8 @@ def flushed(state: State) -> bool:
 
     What is unsent of a fragment whose update is in flight is sent once a record resolves that one.
     """
+    # On the tape is enough: the aggregator's last rounds resolve it, whoever is there to see. But
+    # a final update that is not announced would be lost work (sent once).
     return state.ended or all(
         fragment.final and (fragment.in_flight is None or fragment.in_flight.announced_at_s > 0)
         for fragment in state.fragments
@@ -281,6 +312,7 @@ def unsent(state: State) -> dict[int, int]:
     for index, fragment in enumerate(state.fragments):
         flying = fragment.in_flight
         steps = unsent_of(state, fragment).steps
+        # Counted as sent at its boundary, but nobody can merge what is not announced.
         if flying is not None and not flying.announced_at_s:
             steps += flying.steps
         if steps:
@@ -290,12 +322,17 @@ def unsent(state: State) -> dict[int, int]:
 
 def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
     done = Work(state.done.steps + event.steps, state.done.tokens + event.tokens)
+    # First the work, then what follows of it: what is sent below covers the step just taken.
     state = replace(state, done=done, since_clock=state.since_clock + event.steps)
     effects: list[Effect] = []
     fragments = []
     for index, fragment in enumerate(state.fragments):
+        # Adopt before send: the update is then against the newest view, so least stale; and an
+        # update that a record has just resolved makes room for the next at this same boundary.
         adopted = _adopt(rules, state, fragment, effects)
         fragments.append(_send(rules, state, index, adopted, event.now_s, effects))
+    # Became final without an update: there was nothing unsent. One that did send says it by its
+    # `final`, and a second word could overtake it on the tape.
     finished = tuple(
         index
         for index, (before, after) in enumerate(zip(state.fragments, fragments, strict=True))
@@ -316,11 +353,20 @@ def _adopt(
     """
     for ready in fragment.ready:
         flying = fragment.in_flight
+        # The mark is the highest seq that records have resolved of this incarnation: a later
+        # record says it again, so that a learner which jumped over the answer has it all the same
+        # (answered). An earlier life's mark says nothing of this one's seqs.
         resolved = flying is not None and flying.seq <= ready.resolved_seq
+        # A rollback sets theta to the view: q is gone from theta with everything else, and to add
+        # it when its rejection comes would bring work back that the operator has undone.
         void = ready.rolled_back or (flying is not None and flying.void)
         effects.append(Adopt(ready, resolved and not void))
+        # What is let go counts as sent, or the next manifest would claim tokens whose work is in
+        # no tensor any more.
         if ready.rolled_back or (rules.overwrite and ready.version > fragment.version):
             fragment = fragment._replace(sent=state.done)
+        # In flight all the same, though void: the aggregator will answer it, and until then its
+        # seq must not be followed by another (answered).
         if flying is not None:
             flying = None if resolved else flying._replace(void=void)
         fragment = fragment._replace(
@@ -343,18 +389,28 @@ def _send(
     """Start an update if the fragment is due; announce one again that nobody resolves."""
     flying = fragment.in_flight
     if flying is not None:
+        # From the last announcement, not from the boundary: an upload that takes minutes is not
+        # announced twice for it. What is not announced at all is still being retried elsewhere.
         waited_s = now_s - flying.announced_at_s
         if not flying.announced_at_s or waited_s < rules.reannounce_timeout_s:
             return fragment
+        # A new attempt number: the server drops what has the message id of an earlier one. The
+        # update is the same, so that whoever has both takes one of them (sent once).
         again = flying._replace(announced_at_s=now_s, attempt=flying.attempt + 1)
         effects.append(Republish(index, flying.seq, again.attempt))
         return fragment._replace(in_flight=again)
     ending = state.stopping or state.leaving
+    # Nothing may follow a `final`: the aggregator counts this learner out of the fragment's rounds.
     if fragment.final:
         return fragment
     work = unsent_of(state, fragment)
+    # An update of no steps would weigh nothing and still take a place in a round.
     if work.steps == 0:
         return fragment._replace(final=True) if ending else fragment
+    # An open round takes what is there, so that slow learners come into phase with fast ones. Not
+    # below `min_steps`: so short an update costs its upload and says little. Not in lockstep, whose
+    # updates all cover the same steps. `open_version` above the version adopted means that its
+    # round may still be open; a round whose record has come is over.
     opened = (
         fragment.open_version > fragment.version
         and work.steps >= rules.min_steps
@@ -362,6 +418,8 @@ def _send(
     )
     if not (ending or opened or work.steps >= fragment.due_steps):
         return fragment
+    # Base and digest are those adopted at this boundary: the codes are taken against that view in
+    # the same effect list, before anything else can move it (exact base).
     effects.append(
         Send(
             index,
@@ -384,6 +442,8 @@ def _send(
 
 def _next_due(rules: SyncRules, state: State, index: int) -> int:
     """Steps from a fragment's update to its next."""
+    # By the run's clock and not the learner's own steps: all learners leave the warm-up together,
+    # also one that joined late.
     step = clock(rules, state)
     if step >= rules.warmup_steps:
         return rules.interval_steps
@@ -400,18 +460,24 @@ def _next_due(rules: SyncRules, state: State, index: int) -> int:
 def _on_ready(_rules: SyncRules, state: State, event: Ready) -> Result:
     fragment = state.fragments[event.fragment]
     newest = fragment.ready[-1].record_seq if fragment.ready else fragment.record_seq
+    # A record twice would move theta twice by one delta; an older one would move it back.
     if event.record_seq <= newest:
         return state, ()
     state = _with_fragment(state, event.fragment, fragment._replace(ready=(*fragment.ready, event)))
+    # The clock goes back only by a rollback. Otherwise a slow fragment's record, which is of an
+    # earlier step, would set learning rates back.
     if event.global_step > state.clock_step or event.rolled_back:
         state = replace(state, clock_step=event.global_step, since_clock=0)
     return state, ()
 
 
 def _on_round_opened(_rules: SyncRules, state: State, event: RoundOpened) -> Result:
+    # It came as a broadcast, which anybody on the bus's core subjects may have sent: a wrong number
+    # must not end a learner.
     if not 0 <= event.fragment < len(state.fragments):
         return state, ()
     fragment = state.fragments[event.fragment]
+    # Broadcasts may overtake each other; the newest round counts.
     opened = fragment._replace(open_version=max(fragment.open_version, event.version))
     return _with_fragment(state, event.fragment, opened), ()
 
@@ -419,6 +485,7 @@ def _on_round_opened(_rules: SyncRules, state: State, event: RoundOpened) -> Res
 def _on_published(_rules: SyncRules, state: State, event: Published) -> Result:
     fragment = state.fragments[event.fragment]
     flying = fragment.in_flight
+    # A record may resolve an update before word comes that its manifest is on the tape.
     if flying is None or flying.seq != event.seq:
         return state, ()
     announced = flying._replace(announced_at_s=event.now_s)
@@ -426,6 +493,8 @@ def _on_published(_rules: SyncRules, state: State, event: Published) -> Result:
 
 
 def _on_changed(_rules: SyncRules, state: State, _event: Changed) -> Result:
+    # Whoever calls `step` gives the new rules from the next event on. `due_steps` stays: it was
+    # agreed with when the last update was sent, and the next one is due by the new H.
     return state, ()
 
 
@@ -434,6 +503,7 @@ def _on_stop(_rules: SyncRules, state: State, _event: Stop) -> Result:
 
 
 def _on_end(_rules: SyncRules, state: State, _event: End) -> Result:
+    # It may come without a stop: a learner that was away reads only the last of such messages.
     return replace(state, stopping=True, ended=True), ()
 
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from diloco.common import wire
+from diloco.common.clock import Clock
 from diloco.common.errors import TaskError
 from diloco.learner import sync, tree
 from diloco.learner.boundary import Boundary, Done, Outbox, Outgoing
@@ -191,7 +192,7 @@ class Trainer:
     meter: Meter
     saver: Checkpoints
     speed: float = 1.0
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = field(default_factory=Clock)
     _loss: jax.Array | None = None
 
     def train(self) -> None:

@@ -9,6 +9,7 @@ import msgpack
 import numpy as np
 
 from diloco.aggregator.arrays import merge, outer
+from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.merge import Contribution, Grid, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.state import Admitted
@@ -60,6 +61,7 @@ class FragmentArrays:
         view: parameters as learners see them, float32 [N].
         theta: master parameters, float32 [N].
         state: of the outer optimizer.
+        arithmetic: what it calculates with.
     """
 
     settings: RunSettings
@@ -67,6 +69,7 @@ class FragmentArrays:
     view: Vector
     theta: Vector
     state: State
+    arithmetic: Arithmetic = PRODUCTION
 
     def __post_init__(self) -> None:
         self._optimizer = _optimizer(self.settings)
@@ -91,6 +94,7 @@ class FragmentArrays:
         *,
         view: bytes,
         outer_state: bytes,
+        arithmetic: Arithmetic = PRODUCTION,
     ) -> "FragmentArrays":
         """The arrays that `view_bytes` and `outer_bytes` gave.
 
@@ -114,7 +118,7 @@ class FragmentArrays:
                 f"fragment {fragment}: stored view and parameters have {view_N.size} and "
                 f"{theta.size} elements, the layout {grid.size}"
             )
-        return cls(settings, grid, view_N, theta, arrays)
+        return cls(settings, grid, view_N, theta, arrays, arithmetic)
 
     def view_bytes(self) -> bytes:
         """The view as an object: raw little-endian float32."""
@@ -144,7 +148,7 @@ class FragmentArrays:
         contribution = Contribution(
             payload.norms_S, admitted.weight, admitted.discount, admitted.clip
         )
-        coefficients_S = merge.coefficients(self.grid, contribution)
+        coefficients_S = self.arithmetic.coefficients(self.grid, contribution)
         self._sum.add(self.settings.sync.codec, payload.parts, coefficients_S)
         self._merged.append(_Merged(admitted, contribution, coefficients_S.tobytes()))
 
@@ -157,7 +161,7 @@ class FragmentArrays:
         """
         assert self._sum is not None
         assert [merged.admitted for merged in self._merged] == list(admitted)
-        factors_S = merge.factors(
+        factors_S = self.arithmetic.factors(
             self.grid, self._sum, [merged.contribution for merged in self._merged]
         )
         learning_rate, momentum = step_size(self.settings, share)
@@ -208,12 +212,12 @@ class FragmentArrays:
     def _begin_sum(self) -> None:
         """An empty sum; its buffers are kept from round to round."""
         if self._sum is None:
-            self._sum = merge.Accumulator(self.grid)
+            self._sum = self.arithmetic.accumulator(self.grid)
         self._sum.reset()
 
     def _step(self, factors_S: Vector, learning_rate: float, momentum: float) -> Encoded:
         assert self._sum is not None
-        return outer.close_round(
+        return self.arithmetic.close_round(
             self.grid,
             self._sum,
             factors_S,
@@ -237,15 +241,18 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
     )
 
 
-def payload_of(grid: Grid, codec: Codec, parts: tuple[Encoded, ...]) -> Payload:
+def payload_of(
+    grid: Grid, codec: Codec, parts: tuple[Encoded, ...], arithmetic: Arithmetic = PRODUCTION
+) -> Payload:
     """A verified update, measured.
 
     Args:
         grid: the fragment's.
         codec: of the update.
         parts: one for each of the grid's ranges, in order.
+        arithmetic: what it is measured with.
     """
-    norms_S = merge.segment_norms(grid, codec, parts)
+    norms_S = arithmetic.segment_norms(grid, codec, parts)
     return Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
 
 

@@ -6,23 +6,27 @@ from diloco.aggregator.core import events, policy
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import Allowance, Quarantine, Refused, State, UpdateId, to_resolve
 from diloco.common import wire
+from diloco.common.reasons import Reason
 
 
-def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[str, str] | None:
+def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[Reason, str] | None:
     """(reason, detail) to reject an announced update at once, or None."""
     manifest = event.manifest
     member = state.members.get(manifest.learner)
     # An incarnation is the sequence of a join: one that the tape does not have is made up, or the
     # join is behind its updates, which no honest learner does.
     if member is None or manifest.incarnation > member.incarnation:
-        return "unknown_incarnation", f"no join of incarnation {manifest.incarnation} precedes it"
+        return (
+            Reason.UNKNOWN_INCARNATION,
+            f"no join of incarnation {manifest.incarnation} precedes it",
+        )
     # By where the tape stored it, not by when it was made: what was stored before the newer join is
     # honest work and is merged. Later it would be the work of a twin, whose steps the new life may
     # train again (invariant 4).
     if manifest.incarnation < member.incarnation < event.stream_seq:
-        return "superseded", f"incarnation {member.incarnation} joined before it was stored"
+        return Reason.SUPERSEDED, f"incarnation {member.incarnation} joined before it was stored"
     if state.final:
-        return "ended", "the fragment's last version is committed"
+        return Reason.ENDED, "the fragment's last version is committed"
     # Answered even so: its learner, once released, must not find an update in flight for ever.
     shut_out = quarantined(state, manifest)
     if shut_out is not None:
@@ -35,14 +39,17 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
     since_s = event.stored_at_s - member.heard_at_s
     met_before = event.stream_seq <= state.known_seq
     if not met_before and policy.too_many_steps(rules.bounds, manifest.steps, since_s):
-        return "steps", f"{manifest.steps} steps within {since_s:.0f} s"
+        return Reason.STEPS, f"{manifest.steps} steps within {since_s:.0f} s"
     return wrong_base(rules, state, manifest)
 
 
-def quarantined(state: State, manifest: wire.Manifest) -> tuple[str, str] | None:
+def quarantined(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | None:
     """(reason, detail) if an update's sender is quarantined."""
     if manifest.learner in state.quarantined:
-        return "quarantined", f"{manifest.learner} is quarantined until an operator releases it"
+        return (
+            Reason.QUARANTINED,
+            f"{manifest.learner} is quarantined until an operator releases it",
+        )
     return None
 
 
@@ -53,20 +60,20 @@ def allow(rules: FragmentRules, state: State, learner: str, now_s: float) -> tup
     before = state.allowances.get(learner, Allowance(math.inf, now_s))
     left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
     allowed = left >= 1
-    # Never backwards: a message stamped earlier must not earn the same seconds twice.
-    after = Allowance(left - allowed, max(now_s, before.at_s))
+    # Also backwards: a server's clock that was set back must not end the filling. What is then
+    # earned twice is no more than the most that an allowance holds.
+    after = Allowance(left - allowed, now_s)
     return state._replace(allowances={**state.allowances, learner: after}), allowed
 
 
-def charge(rules: FragmentRules, state: State, refused: Refused, now_s: float) -> State:
+def charge(state: State, refused: Refused) -> State:
     """Take from the sender's allowance what its rejection costs, if it was not taken before."""
     # The life before this one has charged for it.
     if refused.stream_seq <= state.known_seq:
         return state
     learner = refused.manifest.learner
     before = state.allowances[learner]
-    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
-    after = Allowance(left - policy.REJECTION_COST + 1, max(now_s, before.at_s))
+    after = before._replace(left=before.left - policy.REJECTION_COST + 1)
     return state._replace(allowances={**state.allowances, learner: after})
 
 
@@ -87,26 +94,32 @@ def overtakes(state: State, update: UpdateId) -> bool:
 
 def wrong_base(
     rules: FragmentRules, state: State, manifest: wire.Manifest
-) -> tuple[str, str] | None:
+) -> tuple[Reason, str] | None:
     """(reason, detail) if an update's base does not fit the version being built on, else None.
 
     Judged when it is announced and again when it is merged: an update that waits grows stale.
     """
     # Work on versions that an operator took back would bring them in again.
     if manifest.base_version < state.floor:
-        return "rolled_back", f"based on version {manifest.base_version}, before the rollback"
+        return Reason.ROLLED_BACK, f"based on version {manifest.base_version}, before the rollback"
     # Nobody can have built on what is not committed.
     staleness = state.version - manifest.base_version
     if staleness < 0:
-        return "future", f"based on version {manifest.base_version}, the newest is {state.version}"
+        return (
+            Reason.FUTURE,
+            f"based on version {manifest.base_version}, the newest is {state.version}",
+        )
     # The digest says that learner and aggregator mean the same bits. Older ones are not kept, and
     # their delta is discounted.
     if staleness == 0 and manifest.base_digest != state.view_digest:
-        return "base_digest", f"view {manifest.base_digest}, version {state.version} is another"
+        return (
+            Reason.BASE_DIGEST,
+            f"view {manifest.base_digest}, version {state.version} is another",
+        )
     # Off by default: the discount makes old work small, and throwing it away costs tokens
     # (invariant 4 counts them as rejected).
     if rules.staleness.max_versions and staleness > rules.staleness.max_versions:
-        return "stale", f"{staleness} versions old, at most {rules.staleness.max_versions}"
+        return Reason.STALE, f"{staleness} versions old, at most {rules.staleness.max_versions}"
     return None
 
 

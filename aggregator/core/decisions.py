@@ -234,6 +234,7 @@ class _Follower:
         self.state = self.state._replace(
             observations=(observation,),
             began_at_s=self._began_at_s,
+            now_s=observation.at_s,
             opened_at_s=base.opened_at_s,
             quorum_at_s=base.quorum_at_s,
             storing=Storing(True, ()) if observation.what == "made" else None,
@@ -281,4 +282,6 @@ def _event(
             return events.Committed(at_s, base_seq)
         case "timer":
             return events.Timer(at_s)
+        case "tick":
+            return events.Tick(at_s)
     return events.Liveness(at_s, learner, observation.incarnation, observation.what == "live")

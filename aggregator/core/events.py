@@ -1,6 +1,7 @@
 """What the machine can be told: messages of the tape, answers of the driver, and the time.
 
-Times are in seconds since the epoch: `stored_at_s` is the tape's, `at_s` the driver's.
+Times are in seconds since the epoch: `stored_at_s` is by the server's clock, `at_s` by the
+owner's.
 """
 
 from typing import NamedTuple
@@ -120,6 +121,12 @@ class Made(NamedTuple):
     view_digest: str
 
 
+class Tick(NamedTuple):
+    """What the time is, before a message of the tape that comes long after the last event."""
+
+    at_s: float
+
+
 class Committed(NamedTuple):
     """The record of the last `Commit` is on the tape."""
 
@@ -129,20 +136,5 @@ class Committed(NamedTuple):
     record_seq: int
 
 
-Event = (
-    Joined
-    | Departed
-    | Finished
-    | Announced
-    | Stopped
-    | Changed
-    | Quarantined
-    | Fetched
-    | Failed
-    | Broke
-    | Liveness
-    | Timer
-    | CutKnown
-    | Made
-    | Committed
-)
+FromTape = Joined | Departed | Finished | Announced | Stopped | Changed | Quarantined
+Event = FromTape | Fetched | Failed | Broke | Liveness | Timer | Tick | CutKnown | Made | Committed

@@ -10,6 +10,9 @@ Rules of the core:
 - `step(rules, state, event) -> (state, effects)` is the whole interface. No IO, clock, randomness
   or logging; times come in with events, in seconds since the epoch, and `rounds.deadline` says
   when the machine wants a `Timer`.
+- Rounds follow the owner's clock alone: a message of the tape happens at `state.now_s`, the last
+  time that the owner told. When the server stored it, by a clock that may differ by hours, counts
+  only against other such times of one sender.
 - The machine trusts that messages were decoded (`common/wire`), and nothing else in them.
 - An update leaves the machine exactly once: in the `Commit` of a record, merged or rejected. Until
   that record is committed its stream sequence stays at or above the position in the record, so
@@ -45,9 +48,13 @@ from diloco.aggregator.core.state import (
     with_seen,
     without_pending,
 )
+from diloco.common.reasons import Reason
 
 # So many observations get a record of their own, lest one of a long wait be too long to be read.
 OBSERVATIONS = 1 << 13
+# A message of the tape that comes so much later than what was last told brings the time with it:
+# each such time stands in the next record.
+TICK_S = 0.1
 
 
 def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
@@ -59,6 +66,16 @@ def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
         rules, state, state.observations[-1].at_s, "observations", final=state.final
     )
     return state, effects + more
+
+
+def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: float) -> Result:
+    """As `step`, of an event that comes at `now_s`.
+
+    A message of the tape does not say when its reader has it, and rounds follow the reader's clock.
+    """
+    if isinstance(event, events.FromTape) and now_s - state.now_s > TICK_S:
+        state, _ = step(rules, state, events.Tick(now_s))
+    return step(rules, state, event)
 
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
@@ -91,7 +108,7 @@ def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> 
     # `left` beside `live`: a heartbeat that is still on its way must not bring it back, and the
     # round would wait for somebody who said goodbye.
     state = with_member(state, event.learner, member._replace(live=False, left=True))
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> Result:
@@ -102,7 +119,7 @@ def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> 
     # This learner had nothing unsent of the fragment: the last round need not wait for an update
     # that never comes.
     state = with_member(state, event.learner, member._replace(final=True))
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -> Result:
@@ -111,7 +128,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     state = with_seen(state, event.stream_seq)
     if manifest.epoch != rules.epoch:
         # Its incarnation is of another tape: nothing here may be marked with it.
-        return state, (Ignored(manifest, "epoch"),)
+        return state, (Ignored(manifest, Reason.EPOCH),)
     # Announcing again is how a learner makes up for a lost message, and the tape itself delivers
     # more than once: an update has one answer, in one record (invariant 2).
     if memory.is_known(state, update):
@@ -119,19 +136,19 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     # The mark of a life is its highest resolved seq: were two under way, resolving the later one
     # first would lose the earlier (invariants 2 and 4).
     if admission.overtakes(state, update):
-        return state, (Ignored(manifest, "in_flight"),)
+        return state, (Ignored(manifest, Reason.IN_FLIGHT),)
     # What the record before this life had met was paid for then: paid again, a crash of ours would
     # shut out an honest learner.
     if event.stream_seq > state.known_seq:
         state, allowed = admission.allow(rules, state, manifest.learner, event.stored_at_s)
         if not allowed:
-            return state, (Ignored(manifest, "rate"),)
+            return state, (Ignored(manifest, Reason.RATE),)
     # Judged before its shards are read: an update that can be refused by its manifest alone must
     # cost no bytes.
     verdict = admission.judge(rules, state, event)
     if verdict is not None:
         refused = Refused(manifest, event.stream_seq, *verdict)
-        return rounds.reject(rules, state, refused, event.stored_at_s)
+        return rounds.reject(rules, state, refused, state.now_s)
     member = state.members[manifest.learner]
     current = manifest.incarnation == member.incarnation
     # The averages in the record have this update already. Taken twice they would differ from those
@@ -143,18 +160,16 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
             final=member.final or manifest.final,
             step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
             weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
-            heard_at_s=max(member.heard_at_s, event.stored_at_s),
+            heard_at_s=event.stored_at_s,
         )
     state = state._replace(
         members={**state.members, manifest.learner: member},
         pending={
             **state.pending,
-            update: Pending(manifest, event.stream_seq, event.stored_at_s),
+            update: Pending(manifest, event.stream_seq, state.now_s),
         },
     )
-    # By the tape's time and not by ours: whoever reads this tape later decides the same at the same
-    # message.
-    return rounds.go_on(rules, state, event.stored_at_s)
+    return rounds.go_on(rules, state, state.now_s)
 
 
 def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Result:
@@ -163,8 +178,8 @@ def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Re
     # message is met again.
     if state.stopping_at_s or state.final:
         return state, ()
-    state = state._replace(stopping_at_s=event.stored_at_s)
-    return rounds.go_on(rules, state, event.stored_at_s)
+    state = state._replace(stopping_at_s=state.now_s)
+    return rounds.go_on(rules, state, state.now_s)
 
 
 def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Result:
@@ -173,7 +188,7 @@ def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Re
     # recovery, are not in force any more.
     if event.stream_seq <= state.settings_seq:
         return state, ()
-    return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), event.stored_at_s)
+    return rounds.go_on(rules, state._replace(settings_seq=event.stream_seq), state.now_s)
 
 
 def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantined) -> Result:
@@ -183,7 +198,7 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
         state = state._replace(quarantined=state.quarantined | one)
         if event.learner in contributors(state):
             # Nothing can be taken out of a sum: it is made again without them.
-            state, effects = rounds.go_on(rules, awaiting(state), event.stored_at_s)
+            state, effects = rounds.go_on(rules, awaiting(state), state.now_s)
             return state, (Discard(), *effects)
     else:
         state = state._replace(quarantined=state.quarantined - one)
@@ -193,7 +208,7 @@ def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantine
         if member is not None:
             state = with_member(state, event.learner, member._replace(offences=0))
     # A round does not wait for somebody who is shut out.
-    return rounds.advance(rules, state, event.stored_at_s)
+    return rounds.advance(rules, state, state.now_s)
 
 
 def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Result:
@@ -216,7 +231,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     clip = policy.judge_norm(rules.bounds, admission.norms(state), event.norm, manifest.steps)
     if clip is None:
         detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
-        refused = Refused(manifest, pending.stream_seq, "norm", detail)
+        refused = Refused(manifest, pending.stream_seq, Reason.NORM, detail)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
     return _admit(rules, without_pending(state, event.update), pending, clip, event)
 
@@ -268,7 +283,7 @@ def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result
     again = without_pending(awaiting(state), event.update)
     if pending.broke and others:
         detail = "adding it failed twice, while others were added"
-        refused = Refused(pending.manifest, pending.stream_seq, "internal", detail)
+        refused = Refused(pending.manifest, pending.stream_seq, Reason.INTERNAL, detail)
         again, effects = rounds.go_on(rules, again, event.at_s)
         again, more = rounds.reject(rules, again, refused, event.at_s)
         return again, (Discard(), *effects, *more)
@@ -307,6 +322,10 @@ def _on_timer(rules: FragmentRules, state: State, event: events.Timer) -> Result
     if state.phase == "idle":
         return rounds.advance(rules, state, event.at_s)
     return rounds.cut(state, "grace" if state.phase == "grace" else "deadline")
+
+
+def _on_tick(_rules: FragmentRules, state: State, event: events.Tick) -> Result:
+    return with_observation(state, "tick", event.at_s, NOBODY, 0.0), ()
 
 
 def _on_cut_known(rules: FragmentRules, state: State, event: events.CutKnown) -> Result:
@@ -368,5 +387,6 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     events.Timer: _on_timer,
     events.CutKnown: _on_cut_known,
     events.Made: _on_made,
+    events.Tick: _on_tick,
     events.Committed: _on_committed,
 }

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from diloco.aggregator.core import policy
 from diloco.aggregator.core.state import (
     NOBODY,
     Admitted,
@@ -18,6 +17,7 @@ from diloco.aggregator.core.state import (
     with_observation,
 )
 from diloco.common import wire
+from diloco.common.reasons import is_offence
 
 # How many earlier lives of a learner keep their mark. An update of a life older than that, which
 # is announced once more, is ignored instead of answered.
@@ -210,7 +210,9 @@ def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[s
     members = dict(state.members)
     for taken in resolved:
         learner = taken.manifest.learner
-        if learner not in members or getattr(taken, "reason", "") in policy.NO_OFFENCES:
+        if learner not in members:
+            continue
+        if isinstance(taken, Refused) and not is_offence(taken.reason):
             continue
         # Merged work makes up for offences, or every learner would be shut out some day.
         change = 1 if isinstance(taken, Refused) else -1

@@ -14,6 +14,7 @@ from diloco.common.codec import Codec
 from diloco.common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
 from diloco.common.errors import WireError
 from diloco.common.layout import Layout, Rhythm
+from diloco.common.reasons import Reason
 from diloco.common.shards import shard_bytes, shard_ranges
 
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without
@@ -31,8 +32,6 @@ FASTEST = 10.0
 BURST_S = 10.0
 # A rejection takes so many announcements from its sender: outside of rounds it costs a record.
 REJECTION_COST = 10.0
-# What an update is rejected for that its sender did not bring about, or could not know.
-NO_OFFENCES = frozenset({"ended", "late", "quarantined", "rolled_back", "stale", "superseded"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,18 +179,18 @@ def judge_norm(
     return 1.0 if multiple <= bounds.norm_clip else bounds.norm_clip / multiple
 
 
-def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
+def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, str] | None:
     """(reason, detail) if a manifest alone shows that its update cannot be merged, else None."""
     # With another layout the same codes are other parameters.
     if manifest.layout != rules.layout:
-        return "layout", f"layout {manifest.layout}, the run has {rules.layout}"
+        return Reason.LAYOUT, f"layout {manifest.layout}, the run has {rules.layout}"
     if manifest.codec != rules.codec:
-        return "codec", f"codec {manifest.codec}, the run has {rules.codec}"
+        return Reason.CODEC, f"codec {manifest.codec}, the run has {rules.codec}"
     # Tokens enter the weight squared, so that claiming more of them is the cheapest way to own the
     # model.
     limit = manifest.steps * rules.bounds.max_tokens_per_step
     if manifest.tokens > limit:
-        return "tokens", f"{manifest.tokens} tokens in {manifest.steps} steps, at most {limit}"
+        return Reason.TOKENS, f"{manifest.tokens} tokens in {manifest.steps} steps, at most {limit}"
     return _wrong_shards(rules, manifest)
 
 
@@ -215,7 +214,7 @@ def _cut(size: int, block: int, shard_elements: int) -> _Cut:
 _size_bytes = lru_cache(shard_bytes)
 
 
-def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, str] | None:
+def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, str] | None:
     cut = _cut(rules.size, rules.block, rules.shard_elements)
     held = [shard.slices for shard in manifest.shards]
     try:
@@ -240,19 +239,19 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[str, s
     for index, (shard, count) in enumerate(zip(manifest.shards, counts, strict=True)):
         if not shard.name.startswith(prefix) or not names.is_index(shard.name[len(prefix) :]):
             return (
-                "name",
+                Reason.NAME,
                 f"object {shard.name!r} is not this update's {prefix!r} and a number",
             )
         # The same bytes in two places would count one step's progress twice (invariant 4).
         if shard.name in known:
-            return "name", f"object {shard.name!r} is two shards"
+            return Reason.NAME, f"object {shard.name!r} is two shards"
         known.add(shard.name)
         # Sizes are known before anything is read, so that no claim makes the reader take more
         # memory than the fragment needs.
         needed = _size_bytes(rules.codec, count * rules.block, rules.block)
         if shard.size_bytes != needed:
             return (
-                "size",
+                Reason.SIZE,
                 f"shard {index} claims {shard.size_bytes} bytes, its codec needs {needed}",
             )
     return None

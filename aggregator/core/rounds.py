@@ -21,6 +21,7 @@ from diloco.aggregator.core.state import (
     unread,
 )
 from diloco.common.layout import next_step
+from diloco.common.reasons import Reason
 
 
 def deadline(rules: FragmentRules, state: State) -> float | None:
@@ -169,7 +170,7 @@ def reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -
     """Note a rejection; with no round open it gets a record of its own, else the round's."""
     # Outside of a round a rejection costs a record, which is what a sender of rubbish would spend
     # for us.
-    state = admission.charge(rules, state, refused, now_s)
+    state = admission.charge(state, refused)
     return advance(rules, state._replace(rejected=(*state.rejected, refused)), now_s)
 
 
@@ -296,7 +297,7 @@ def _refuse_late(state: State) -> State:
     """At the end's deadline: what is not verified by now is rejected."""
     # Refused and not dropped: the ledger of tokens adds up at the end as well (invariant 4).
     late = tuple(
-        Refused(pending.manifest, pending.stream_seq, "late", "not here when the run ended")
+        Refused(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
         for pending in state.pending.values()
     )
     return state._replace(pending={}, rejected=state.rejected + late)

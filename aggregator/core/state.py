@@ -181,6 +181,8 @@ class State(NamedTuple):
     # `known_seq`: it counted it in the averages and allowances, which must not be done again.
     known_seq: int = 0
     began_at_s: float = 0.0
+    # The last time that the owner told, by its own clock, as all times of rounds are.
+    now_s: float = 0.0
 
 
 def update_id(manifest: wire.Manifest) -> UpdateId:
@@ -294,4 +296,4 @@ def with_observation(state: State, what: str, at_s: float, about: UpdateId, valu
         seq=about.seq,
         value=value,
     )
-    return state._replace(observations=(*state.observations, observation))
+    return state._replace(observations=(*state.observations, observation), now_s=at_s)

@@ -6,6 +6,7 @@ import msgpack
 from pydantic import ValidationError
 
 from diloco.common.errors import WireError
+from diloco.common.reasons import Reason
 from diloco.common.wire.fields import (
     MAX_ITEMS,
     MAX_KEYS,
@@ -39,14 +40,14 @@ def decode(expected: type[T], payload: bytes) -> T:
 
 def _parse(expected: type[T], fields: dict[str, Any]) -> T:
     if fields.pop("kind", None) != expected.kind:
-        raise WireError("kind", f"expected a message of kind {expected.kind!r}")
+        raise WireError(Reason.KIND, f"expected a message of kind {expected.kind!r}")
     try:
         return expected.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
         raise WireError(
-            "malformed", f"{expected.kind} message: field {where!r}: {first['msg'][:200]}"
+            Reason.MALFORMED, f"{expected.kind} message: field {where!r}: {first['msg'][:200]}"
         ) from error
 
 
@@ -64,7 +65,7 @@ def decode_record(payload: bytes) -> "Record | RecordPointer":
 
 def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
     if len(payload) > limit_bytes:
-        raise WireError("oversize", f"message of {len(payload)} bytes, at most {limit_bytes}")
+        raise WireError(Reason.OVERSIZE, f"message of {len(payload)} bytes, at most {limit_bytes}")
     limits = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_KEYS, "max_ext_len": 0}
     try:
         # An array takes its memory when its length is read: see first that its items are there.
@@ -74,13 +75,13 @@ def _unpack(payload: bytes, limit_bytes: int) -> dict[str, Any]:
         fields = msgpack.unpackb(payload, use_list=False, strict_map_key=True, **limits)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:
         why = str(error) or type(error).__name__
-        raise WireError("undecodable", f"not a msgpack message: {why}"[:300]) from error
+        raise WireError(Reason.UNDECODABLE, f"not a msgpack message: {why}"[:300]) from error
     if not isinstance(fields, dict):
-        raise WireError("undecodable", f"expected a map, got {type(fields).__name__}")
+        raise WireError(Reason.UNDECODABLE, f"expected a map, got {type(fields).__name__}")
     schema = fields.pop("schema", None)
     if type(schema) is not int or schema not in READABLE:
         raise WireError(
-            "schema",
+            Reason.SCHEMA,
             f"message of schema {str(schema)[:40]}; this program reads {sorted(READABLE)}",
             hint="upgrade the older side: docs/operations.md, Upgrading",
         )

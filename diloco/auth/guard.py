@@ -93,7 +93,9 @@ async def watch(
     subjects = [names.join(run, "*"), names.leave(run, "*"), names.update(run, "*", "*")]
     start = await context.bus.last_sequence(context.tape) + 1
     async for message in context.bus.read(context.tape, subjects, start):
-        learner = message.subject.split(".")[3]
+        learner = names.subject_learner(message.subject)
+        if learner is None:
+            continue
         if rates.count(learner, message.time_s) and learner not in revoked:
             revoked.add(learner)
             await revoke(learner)

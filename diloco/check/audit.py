@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diloco.check.history import (
+from diloco.common import wire
+from diloco.common.layout import next_step
+from diloco.projections.history import (
     Announced,
     Chain,
     History,
@@ -21,8 +23,6 @@ from diloco.check.history import (
     resolves,
     settled,
 )
-from diloco.common import wire
-from diloco.common.layout import next_step
 
 
 class Breach(NamedTuple):
@@ -97,8 +97,9 @@ def audit(history: History, *, hostile: Sequence[str] = ()) -> Audit:
     """
     found = Audit(history)
     sent = history.sent()
-    for seq, fragment, why in history.unreadable:
-        found.hold(False, "chain", f"fragment {fragment}, record {seq}", f"unreadable: {why}")
+    for bad in history.unreadable:
+        where = f"fragment {bad.fragment}, record {bad.seq}"
+        found.hold(False, "chain", where, f"unreadable: {bad.why}")
     for fragment in range(len(history.layout.fragments)):
         chain = history.records.get(fragment, [])
         found.hold(bool(chain), "chain", f"fragment {fragment}", "has no record")

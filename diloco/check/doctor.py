@@ -8,6 +8,7 @@ import asyncio
 import json as json_module
 import secrets
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +17,6 @@ from rich.table import Table
 
 from diloco.check import remake, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
-from diloco.check.history import History, read_history
 from diloco.check.symptoms import Finding
 from diloco.cli.opening import OpenRun, open_run, run_config
 from diloco.cli.screen import SEVERITY_STYLES
@@ -34,7 +34,8 @@ from diloco.common.errors import (
 )
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
-from diloco.look.observe import read_heartbeats, read_leases
+from diloco.projections.history import History, read_history
+from diloco.projections.live import read_heartbeats, read_leases
 
 ORDER = ("error", "warning", "note", "ok")
 # A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
@@ -178,13 +179,17 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     probe = wire.Rejection(
         fragment=-1, learner="doctor", incarnation=0, seq=0, reason="probe", detail="diloco doctor"
     )
-    before_s = context.runtime.clock()
+    answers = False
     try:
+        filled = await context.bus.filled(context.tape)
+        answers = True
+        before_s = context.runtime.clock()
         await context.bus.publish(subject, wire.encode(probe))
         after_s = context.runtime.clock()
         message = await context.bus.last(names.ops_stream(context.run), subject)
-        filled = await context.bus.filled(context.tape)
     except BusUnavailableError as error:
+        if answers:
+            return [symptoms.stores_nothing(names.ops_stream(context.run), error.message)]
         return [_failed("bus", error, symptoms.NATS_AWAY)]
     except BusError as error:
         return [_failed("bus", error, symptoms.PERMISSIONS)]
@@ -250,26 +255,35 @@ async def _examine_run(
     report: Report, context: RunContext, *, deep: bool, progress: remake.Progress | None
 ) -> None:
     """Tape, learners, fragments and objects."""
-    history, found, objects = await _look(context, deep=deep, progress=progress)
+    history, read_at_s, found, objects = await _look(context, deep=deep, progress=progress)
     views = await read_heartbeats(context, {join.learner for _, join in history.joins})
     now_s = context.runtime.clock()
     report.account = found.account
     report.findings += [
         *symptoms.aggregator_clocks(history),
         *symptoms.learners(history, views, now_s),
-        *symptoms.fragments(history, found, now_s),
+        *symptoms.fragments(history, found, read_at_s),
         *symptoms.owners(history, await read_leases(context)),
         *symptoms.tape(history, found),
         *symptoms.objects(objects, deep=deep),
     ]
 
 
-async def _look(
-    context: RunContext, *, deep: bool, progress: remake.Progress | None
-) -> tuple[History, Audit, Objects]:
+class _Look(NamedTuple):
+    """What tape and store say; `read_at_s` is when the tape had been read, and no later."""
+
+    history: History
+    read_at_s: float
+    audit: Audit
+    objects: Objects
+
+
+async def _look(context: RunContext, *, deep: bool, progress: remake.Progress | None) -> _Look:
     """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
     for look in range(1, LOOKS + 1):
         history = await read_history(context)
+        # The deep part may take hours: what waited then had not waited for them.
+        read_at_s = context.runtime.clock()
         found = audit(history)
         objects = await context.runtime.call(remake.check_objects, history)
         if deep:
@@ -279,7 +293,7 @@ async def _look(
             break
         if await context.bus.last_sequence(context.tape) == history.last_seq:
             break
-    return history, found, objects
+    return _Look(history, read_at_s, found, objects)
 
 
 def show(report: Report, console: Console) -> None:

@@ -13,11 +13,11 @@ from functools import partial
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.shard_reader import read_input
 from diloco.check.audit import Breach, Objects
-from diloco.check.history import History
 from diloco.common import names, shards, wire
 from diloco.common.codec import Encoded
 from diloco.common.errors import IntegrityError, ObjectMissingError
 from diloco.common.tape import get_object
+from diloco.projections.history import History
 
 # Called with how many of how many records are done.
 Progress = Callable[[int, int], None]
@@ -87,11 +87,7 @@ def _other_names(history: History) -> Iterator[str]:
     """Objects that the tape names outside of records' own fields."""
     for _, manifest in history.manifests:
         yield from (shard.name for shard in manifest.shards)
-    for message in history.messages:
-        if ".record." in message.subject:
-            found = wire.decode_record(message.payload)
-            if isinstance(found, wire.RecordPointer):
-                yield found.body.name
+    yield from history.bodies
 
 
 def _pinned(history: History) -> set[str]:

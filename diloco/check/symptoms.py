@@ -12,11 +12,12 @@ from typing import Literal, NamedTuple
 
 from diloco.aggregator.tape_watch import NEARLY_FULL, share
 from diloco.check.audit import Audit, Breach, Objects
-from diloco.check.history import History
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.config import RunSettings, warnings
-from diloco.look.observe import LearnerView
+from diloco.common.reasons import find
+from diloco.projections.history import History
+from diloco.projections.live import LastHeartbeat
 
 Severity = Literal["ok", "note", "warning", "error"]
 
@@ -27,12 +28,14 @@ STORE_AWAY = "runbooks/store-away.md"
 PERMISSIONS = "runbooks/permissions.md"
 CLOCK_SKEW = "runbooks/clock-skew.md"
 LAGGING_LEARNER = "runbooks/lagging-learner.md"
+REJECTED_UPDATES = "runbooks/rejected-updates.md"
 FRAGMENT_STOPPED = "runbooks/fragment-stopped.md"
 MISSING_OBJECT = "runbooks/missing-object.md"
 ORPHANED_OBJECTS = "runbooks/orphaned-objects.md"
 DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 TAPE_FULL = "runbooks/tape-full.md"
+DISK_FULL = "runbooks/disk-full.md"
 
 # Clocks that differ by more confuse deadlines and people; what breaks is
 # `quorum.liveness_timeout_s`.
@@ -106,12 +109,11 @@ def clock(about: str, ahead_s: float, liveness_timeout_s: float) -> Finding:
 
 def aggregator_clocks(history: History) -> Iterator[Finding]:
     """Aggregators whose records were closed, by their own clock, after the server stored them."""
-    times = {message.seq: message.time_s for message in history.messages}
     ahead: dict[str, float] = {}
     for chain in history.records.values():
         for seq, record in chain[-RECENT:]:
             if record.what == "version" and record.inputs:
-                early_s = record.closed_at_s - times[seq]
+                early_s = record.closed_at_s - history.times_s[seq]
                 ahead[record.aggregator] = max(ahead.get(record.aggregator, early_s), early_s)
     for name, ahead_s in sorted(ahead.items()):
         # Behind says nothing: closing a round takes its time.
@@ -119,7 +121,7 @@ def aggregator_clocks(history: History) -> Iterator[Finding]:
             yield clock(f"clock of {name}", ahead_s, history.settings.quorum.liveness_timeout_s)
 
 
-def learners(history: History, views: dict[str, LearnerView], now_s: float) -> Iterator[Finding]:
+def learners(history: History, views: dict[str, LastHeartbeat], now_s: float) -> Iterator[Finding]:
     """Learners that are silent, or whose work hardly counts."""
     stop_seq = history.stop[0] if history.stop else 0
     for name in sorted({join.learner for _, join in history.joins}):
@@ -140,7 +142,7 @@ def learners(history: History, views: dict[str, LearnerView], now_s: float) -> I
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
 
 
-def _pace(view: LearnerView | None) -> str:
+def _pace(view: LastHeartbeat | None) -> str:
     if view is None:
         return "has joined"
     beat = view.heartbeat
@@ -148,7 +150,7 @@ def _pace(view: LearnerView | None) -> str:
 
 
 def silence(
-    name: str, view: LearnerView | None, now_s: float, liveness_timeout_s: float
+    name: str, view: LastHeartbeat | None, now_s: float, liveness_timeout_s: float
 ) -> Iterator[Finding]:
     """A learner that has joined, has not left, and was not heard of for `liveness_timeout_s`."""
     if view is not None and now_s - view.heard_at_s <= liveness_timeout_s:
@@ -196,20 +198,20 @@ def usefulness(name: str, resolved: Iterable[Answer]) -> Iterator[Finding]:
         )
     if reasons.total() > REJECTED_SHARE * len(recent):
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        most = find(reasons.most_common(1)[0][0])
         yield Finding(
             severity="warning",
             about=f"learner {name}",
             sentence=f"{reasons.total()} of its last {len(recent)} updates were rejected: {listed}",
-            advice="docs/protocol.md says what each reason means",
-            runbook=LAGGING_LEARNER,
+            advice=f"{most}: {most.text}" if most else "it is a reason of another release",
+            runbook=most.runbook if most else REJECTED_UPDATES,
         )
 
 
 def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]:
     """Fragments whose updates wait, and nobody merges them."""
     longest_s = patience_s(history.settings)
-    times = {message.seq: message.time_s for message in history.messages}
-    newest_s = {f: times[chain[-1][0]] for f, chain in history.records.items()}
+    newest_s = {f: history.times_s[chain[-1][0]] for f, chain in history.records.items()}
     waiting: dict[int, list[float]] = defaultdict(list)
     for update, at in found.in_flight.items():
         waiting[update.fragment].append(at.time_s)
@@ -286,13 +288,25 @@ def tape(history: History, found: Audit) -> Iterator[Finding]:
             f"{account.rejected:,} rejected + {account.in_flight:,} in flight; no gap, no fork",
         )
     if history.garbage:
-        subjects = Counter(message.subject for message in history.garbage)
+        subjects = Counter(item.subject for item in history.garbage)
         yield Finding(
             severity="note",
             about="tape",
             sentence=f"{len(history.garbage)} messages do not follow this run's protocol, most on "
             f"{subjects.most_common(1)[0][0]!r}: they were passed over",
         )
+
+
+def stores_nothing(stream: str, error: str) -> Finding:
+    """A server that answers, and does not store what it is sent."""
+    return Finding(
+        severity="error",
+        about="bus",
+        sentence=f"NATS answers, and stores nothing in stream {stream!r}: {error}",
+        advice="its disk is full, or was: a stream that met a full disk takes nothing more, also "
+        "with room again, until its nats-server is restarted",
+        runbook=DISK_FULL,
+    )
 
 
 def room(filled: Filled) -> Iterator[Finding]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco.aggregator.context import Context
-from diloco.common import bus_nats, log, names, wire
-from diloco.common.bus import Bus, MemoryBus, StreamLimits
+from diloco.common import log, names, wire
+from diloco.common.bus import Bus, MemoryBus, StreamLimits, jetstream
 from diloco.common.config import (
     BusSection,
     Config,
@@ -40,8 +40,13 @@ from diloco.common.layout import parse_layout
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
-from diloco.common.tape import RunContext, load_specification
-from diloco.common.tape_file import is_tape_file, read_tape_file, tape_file_run
+from diloco.common.tape import (
+    RunContext,
+    is_tape_file,
+    load_specification,
+    read_tape_file,
+    tape_file_run,
+)
 
 CONNECT_S = 5.0
 # How long the server of a local run may take to answer before it counts as ended.
@@ -237,7 +242,7 @@ async def _find(
 async def _connect(
     stack: AsyncExitStack, config: Config, url: str, name: str, within_s: float
 ) -> tuple[Bus, wire.Specification]:
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         url,
         name=name,
         credentials=config.bus.credentials,

@@ -31,7 +31,7 @@ from diloco.local.document import local_document
 from diloco.local.fleet import Fleet
 from diloco.local.hardware import Hardware, count_learners
 from diloco.local.options import LocalOptions
-from diloco.look.observe import Observer
+from diloco.projections.live import Follower
 
 REFRESH_S = 0.5
 LINE_S = 10.0
@@ -165,17 +165,17 @@ class LocalRun:
             with self.console.status("evaluating version 0 on held-out data ..."):
                 scorer = await Scorer.of_run(context)
                 first = await scorer.newest()
-            observer = Observer(context)
+            follower = Follower(context)
             self._start_daemons()
-            await self._watch(observer)
+            await self._watch(follower)
             await self._wait_for_daemons()
             with self.console.status("evaluating the final version on held-out data ..."):
                 last = await scorer.newest()
         for score in (first, last):
             await keep(context, score)
-        summary = self._summary(observer, first.loss, last.loss)
+        summary = self._summary(follower, first.loss, last.loss)
         self._tell(summary)
-        self._save_picture(self._frame(observer), summary)
+        self._save_picture(self._frame(follower), summary)
 
     async def _create(self) -> None:
         creation = self.fleet.start("create", ["run", "create", "--config", str(self.config_path)])
@@ -198,9 +198,9 @@ class LocalRun:
         """Each daemon serves its metrics on a port of its own, if the run's file sets a first."""
         return ["--metrics-port", str(next(ports))] if self.config.metrics.port else []
 
-    async def _watch(self, observer: Observer) -> None:
+    async def _watch(self, follower: Follower) -> None:
         """Show the run until its end is on the tape."""
-        following = asyncio.ensure_future(observer.observe())
+        following = asyncio.ensure_future(follower.follow())
         shown_s = 0.0
         live = Live(console=self.console, auto_refresh=False, transient=False)
         try:
@@ -208,8 +208,8 @@ class LocalRun:
                 while not following.done():
                     await asyncio.sleep(REFRESH_S)
                     self.fleet.look_after()
-                    self._kill_as_planned(observer)
-                    frame = self._frame(observer)
+                    self._kill_as_planned(follower)
+                    frame = self._frame(follower)
                     if self.console.is_terminal:
                         live.update(screen.picture(frame), refresh=True)
                     elif time.monotonic() - shown_s > LINE_S:
@@ -219,15 +219,15 @@ class LocalRun:
         finally:
             await cancel(following)
 
-    def _kill_as_planned(self, observer: Observer) -> None:
+    def _kill_as_planned(self, follower: Follower) -> None:
         for kill in self.kills:
-            if not kill.done and observer.observed.global_step >= kill.step:
+            if not kill.done and follower.state.global_step >= kill.step:
                 kill.done = True
                 killed = self.fleet.kill(kill.name)
                 self.note = f"{killed} was killed at step {kill.step} and started again"
 
-    def _frame(self, observer: Observer) -> screen.Frame:
-        beats = [seen.heartbeat for seen in observer.observed.learners.values()]
+    def _frame(self, follower: Follower) -> screen.Frame:
+        beats = [seen.heartbeat for seen in follower.state.learners.values()]
         losses = [beat.loss for beat in beats if beat.loss]
         if losses:
             self.losses.append(sum(losses) / len(losses))
@@ -237,7 +237,7 @@ class LocalRun:
             fragments=self.config.sync.fragments,
             learners=self.learners,
             daemons=self.fleet.daemons,
-            observed=observer.observed,
+            observed=follower.state,
             losses=self.losses,
             note=self.note,
             elapsed_s=time.monotonic() - self._began_s,
@@ -252,8 +252,8 @@ class LocalRun:
                 return
             await asyncio.sleep(0.1)
 
-    def _summary(self, observer: Observer, first: float, last: float) -> dict[str, Any]:
-        seen = observer.observed
+    def _summary(self, follower: Follower, first: float, last: float) -> dict[str, Any]:
+        seen = follower.state
         return {
             "run": self.config.run.name,
             "learners": len(self.learners),

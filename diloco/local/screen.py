@@ -14,7 +14,7 @@ from diloco.cli.screen import STATE_STYLES
 from diloco.cli.units import human_bytes
 from diloco.local.fleet import Daemon
 from diloco.local.hardware import Hardware
-from diloco.look.observe import Observed
+from diloco.projections.live import LiveState
 
 # A learner without a heartbeat for this time is shown as starting.
 SILENT_S = 5.0
@@ -31,7 +31,7 @@ class Frame:
     fragments: int
     learners: dict[str, Hardware]
     daemons: dict[str, Daemon]
-    observed: Observed
+    observed: LiveState
     losses: list[float]
     note: str
     elapsed_s: float

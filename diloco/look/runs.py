@@ -12,11 +12,11 @@ from rich.table import Table
 
 from diloco.cli.opening import CONNECT_S, find_config
 from diloco.cli.units import human_bytes
-from diloco.common import bus_nats, names, wire
-from diloco.common.bus import Bus
+from diloco.common import names, wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import BusSection, load_config, parse_settings
 from diloco.common.errors import RunMissingError, WireError
-from diloco.common.tape import load_specification
+from diloco.common.tape import decode, load_specification
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ async def read_runs(section: BusSection) -> list[RunLine]:
         BusUnavailableError: it is away.
         BusError: it does not permit this.
     """
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         section.url,
         name="operator",
         credentials=section.credentials,
@@ -92,7 +92,9 @@ async def _read(bus: Bus, run: str) -> RunLine:
     settings = parse_settings(specification.settings)
     stream, fragments = names.tape_stream(run), settings.sync.fragments
     newest = [await bus.last(stream, names.record(run, index)) for index in range(fragments)]
-    records = [wire.decode_record(message.payload) for message in newest if message is not None]
+    records = [
+        decode(message.subject, message.payload) for message in newest if message is not None
+    ]
     # The body of a large record is in the store, which is not asked here.
     whole = [record for record in records if isinstance(record, wire.Record)]
     filled = await bus.filled(stream)

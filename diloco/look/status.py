@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from diloco.check import symptoms
-from diloco.check.history import read_stream
 from diloco.check.symptoms import Finding
-from diloco.common import names, wire
+from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
-from diloco.common.tape import Recorded, RunContext, last_record
-from diloco.look.observe import LearnerView, Observed, Observer, read_heartbeats, read_leases
+from diloco.common.tape import Recorded, RunContext, last_record, read_tape
+from diloco.projections.live import Follower, LastHeartbeat, LiveState, read_heartbeats, read_leases
 
 # Messages at the end of the tape that rates and averages are taken of.
 WINDOW = 2000
@@ -83,31 +82,29 @@ class Watch:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._observer = Observer(context)
+        self._follower = Follower(context)
         self._next_seq = 1
         self._leases: dict[int, wire.Lease] = {}
         self._filled = Filled(0, 0)
 
     async def begin(self) -> Status:
         """Read what there is; the run as it is now."""
-        context, observed = self._context, self._observer.observed
+        context, observed = self._context, self._follower.state
         self._next_seq = max(1, await context.bus.last_sequence(context.tape) - WINDOW)
-        subjects = names.tape_subjects(context.run)
-        messages = await read_stream(context.bus, context.tape, subjects, self._next_seq)
-        for message in messages:
-            await self._observer.take(message)
-            self._next_seq = message.seq + 1
+        async for item in read_tape(context, self._next_seq):
+            self._follower.take(item)
+            self._next_seq = item.seq + 1
         for fragment in range(len(context.layout.fragments)):
             if fragment not in observed.records:
                 record, seq = await last_record(context, fragment)
-                self._observer.note_record(Recorded(record, seq, record.closed_at_s))
+                self._follower.note_record(Recorded(record, seq, record.closed_at_s))
         observed.learners |= await read_heartbeats(context, _known(observed))
         return await self.now()
 
     async def follow(self) -> None:
         """Go on from there; returns once the run has ended."""
-        if not self._observer.observed.ended:
-            await self._observer.observe(self._next_seq)
+        if not self._follower.state.ended:
+            await self._follower.follow(self._next_seq)
 
     async def now(self) -> Status:
         """The run as it is now; where the bus is away, as it was."""
@@ -124,7 +121,7 @@ class Watch:
         return self._status(())
 
     def _status(self, more: tuple[Finding, ...]) -> Status:
-        context, observed = self._context, self._observer.observed
+        context, observed = self._context, self._follower.state
         now_s = context.runtime.clock()
         totals = [item.record.totals for item in observed.records.values()]
         learners = tuple(
@@ -152,7 +149,7 @@ class Watch:
         )
 
     def _fragment(self, index: int, now_s: float) -> FragmentStatus:
-        observed = self._observer.observed
+        observed = self._follower.state
         record, _, stored_at_s, _ = observed.records[index]
         lease = self._leases.get(index)
         members = record.policy.members
@@ -169,7 +166,7 @@ class Watch:
         )
 
     def _alerts(self, now_s: float) -> Iterator[Finding]:
-        observed, settings = self._observer.observed, self._context.settings
+        observed, settings = self._follower.state, self._context.settings
         yield from (found for found in symptoms.room(self._filled) if found.severity != "ok")
         if observed.stopped or observed.ended:
             return
@@ -190,7 +187,7 @@ class Watch:
             yield symptoms.ownerless(free)
 
 
-def _state(observed: Observed) -> str:
+def _state(observed: LiveState) -> str:
     if observed.ended:
         return "ended"
     if observed.stopped:
@@ -198,7 +195,7 @@ def _state(observed: Observed) -> str:
     return "under way" if _known(observed) else "waiting for learners"
 
 
-def _known(observed: Observed) -> set[str]:
+def _known(observed: LiveState) -> set[str]:
     """Every learner that a record, a join or a heartbeat names."""
     members = {
         member.learner
@@ -208,7 +205,7 @@ def _known(observed: Observed) -> set[str]:
     return members | observed.joined | observed.learners.keys()
 
 
-def _has_left(observed: Observed, name: str) -> bool:
+def _has_left(observed: LiveState, name: str) -> bool:
     members = [
         member
         for item in observed.records.values()
@@ -225,9 +222,9 @@ def _has_left(observed: Observed, name: str) -> bool:
 
 
 def _learner(
-    observed: Observed, name: str, now_s: float, liveness_timeout_s: float
+    observed: LiveState, name: str, now_s: float, liveness_timeout_s: float
 ) -> LearnerStatus:
-    view: LearnerView | None = observed.learners.get(name)
+    view: LastHeartbeat | None = observed.learners.get(name)
     beat = view.heartbeat if view is not None else None
     heard_s = None if view is None else max(0.0, now_s - view.heard_at_s)
     silent = heard_s is None or heard_s > liveness_timeout_s
@@ -254,14 +251,14 @@ def _learner(
     )
 
 
-def _versions_per_s(observed: Observed, now_s: float) -> float:
+def _versions_per_s(observed: LiveState, now_s: float) -> float:
     """Of the rounds that averages look back on; 0 once a run has ended."""
     if len(observed.recent) < 2 or observed.ended:
         return 0.0
     return len(observed.recent) / max(1e-3, now_s - observed.recent[0].closed_at_s)
 
 
-def _bytes_up_per_s(observed: Observed, now_s: float) -> float:
+def _bytes_up_per_s(observed: LiveState, now_s: float) -> float:
     """Bytes of the updates that those rounds merged, by the time that they took."""
     if len(observed.recent) < 2 or observed.ended:
         return 0.0

@@ -18,7 +18,7 @@ from diloco.common.tape import RunContext, last_record, read_record
 from diloco.common.views import load_version, load_view
 from diloco.learner.task import Task, run_task
 from diloco.model.view import GlobalModel
-from diloco.report.chronicle import Chronicle
+from diloco.projections.timeseries import TimeSeries
 
 # Kept scores that are read, evenly over the run.
 KEPT = 400
@@ -169,7 +169,7 @@ async def kept(context: RunContext) -> list[wire.Score]:
 
 async def scores_of(
     context: RunContext,
-    chronicle: Chronicle,
+    series: TimeSeries,
     points: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[wire.Score]:
@@ -177,7 +177,7 @@ async def scores_of(
 
     Args:
         context: the run's.
-        chronicle: what its tape says.
+        series: what its tape says.
         points: how many to have; none are made where one was kept nearby.
         progress: called with how many of how many are done.
 
@@ -185,7 +185,7 @@ async def scores_of(
         DilocoError: as `Scorer.of_run`; the store is away.
     """
     scores = await kept(context)
-    missing_s = _missing(chronicle, scores, points)
+    missing_s = _missing(series, scores, points)
     if not missing_s:
         return scores
     scorer = await Scorer.of_run(context)
@@ -193,7 +193,7 @@ async def scores_of(
     for count, at_s in enumerate(missing_s):
         if progress is not None:
             progress(count, len(missing_s))
-        seqs = _standing(chronicle, at_s)
+        seqs = _standing(series, at_s)
         if seqs is None or tuple(seqs) in done:
             continue
         done.add(tuple(seqs))
@@ -203,11 +203,11 @@ async def scores_of(
     return sorted(scores, key=lambda score: score.at_s)
 
 
-def _missing(chronicle: Chronicle, scores: Sequence[wire.Score], points: int) -> list[float]:
+def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> list[float]:
     """Times of versions, evenly over all, that have no score nearby."""
-    times_s = chronicle.versions["time_s"]
+    times_s = series.versions["time_s"]
     # Before all fragments have one there is no view.
-    first, last = min(chronicle.fragments, times_s.size) - 1, times_s.size - 1
+    first, last = min(series.fragments, times_s.size) - 1, times_s.size - 1
     wanted = np.linspace(first, last, points) if points > 1 else np.full(points, float(last))
     near = 0.5 * (last - first) / max(points - 1, 1)
     have = np.searchsorted(times_s, [score.at_s for score in scores])
@@ -218,13 +218,13 @@ def _missing(chronicle: Chronicle, scores: Sequence[wire.Score], points: int) ->
     ]
 
 
-def _standing(chronicle: Chronicle, at_s: float) -> list[int] | None:
+def _standing(series: TimeSeries, at_s: float) -> list[int] | None:
     """Sequences of the records of all fragments that stood at a time; None if it is too early."""
-    table = chronicle.versions
+    table = series.versions
     fragment, seq = table["fragment"], table["seq"]
     old = table["time_s"] <= at_s + 1e-6
     found = []
-    for index in range(chronicle.fragments):
+    for index in range(series.fragments):
         mine = seq[old & (fragment == index)]
         if not mine.size:
             return None
@@ -244,4 +244,4 @@ async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record
         message = await anext(reading)
     if message.seq != seq:
         raise ObjectMissingError(f"record {seq} of fragment {fragment} is no longer on the tape")
-    return await read_record(context, message.payload)
+    return await read_record(context, message)

@@ -10,7 +10,8 @@ from diloco.aggregator import settings as run_settings
 from diloco.aggregator.context import Context
 from diloco.cli.opening import find_config, open_run, operator_context
 from diloco.cli.settings import assign, parse_assigned
-from diloco.common import bus_nats, log, names, wire
+from diloco.common import log, names, wire
+from diloco.common.bus import jetstream
 from diloco.common.config import (
     check_same_run,
     load_config,
@@ -176,7 +177,7 @@ async def resume(target: str, name: str | None) -> Resumed:
     layout = parse_layout(store.get(names.layout_object(run, layout_digest)), layout_digest)
     settings = parse_settings(file.specification.settings)
     check_same_run(config.settings(), settings, layout_digest, layout_digest)
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         config.bus.url, name="resume", credentials=config.bus.credentials, tls_ca=config.bus.tls_ca
     )
     try:

@@ -21,14 +21,11 @@ from diloco.aggregator.collector import (
 from diloco.aggregator.core import garbage
 from diloco.aggregator.core.garbage import Fleet, Garbage, Ledger, Trim
 from diloco.aggregator.core.state import UpdateId
-from diloco.check.history import read_stream
 from diloco.cli.opening import open_run
 from diloco.common import names, wire
-from diloco.common.bus import Message
 from diloco.common.config import GcSection
-from diloco.common.errors import WireError
 from diloco.common.store import ObjectInfo
-from diloco.common.tape import RunContext
+from diloco.common.tape import Entry, Extent, RunContext, read_tape
 
 KINDS = ("shard", "delta", "view", "outer", "record", "checkpoint")
 
@@ -53,16 +50,16 @@ class Heard(NamedTuple):
     """What the tape says.
 
     Attributes:
-        last_seq: of the tape.
         sequences: of all messages, by subject.
         lives: newest incarnation of each learner that has joined.
         manifests: (sequence, update) of each fragment.
+        extent: of the tape.
     """
 
-    last_seq: int
     sequences: dict[str, list[int]]
     lives: dict[str, int]
     manifests: dict[int, list[tuple[int, UpdateId]]]
+    extent: Extent
 
 
 async def collect(target: str, *, dry_run: bool) -> Found:
@@ -87,8 +84,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
         DilocoError: as `collect`.
     """
     stored = await context.runtime.call(_listing, context)
-    messages = await read_stream(context.bus, context.tape, names.tape_subjects(context.run))
-    heard = _hear(messages)
+    heard = await _hear(context)
     lives = _lives(heard, stored.learners)
     retained = await read_retained(context, section.keep_checkpoints, context.logger)
     found, answered = Found(), []
@@ -128,20 +124,18 @@ def _listing(context: RunContext) -> Stored:
     return stored
 
 
-def _hear(messages: Sequence[Message]) -> Heard:
-    heard = Heard(messages[-1].seq, defaultdict(list), {}, defaultdict(list))
-    for message in messages:
-        heard.sequences[message.subject].append(message.seq)
-        _, _, kind, *rest = message.subject.split(".")
-        try:
-            if kind == "join" and wire.decode(wire.Join, message.payload).learner == rest[0]:
-                heard.lives[rest[0]] = message.seq
-            if kind == "update":
-                sent = wire.decode(wire.Manifest, message.payload)
+async def _hear(context: RunContext) -> Heard:
+    """The tape, of which no message is kept."""
+    heard = Heard(defaultdict(list), {}, defaultdict(list), Extent())
+    async for item in read_tape(context):
+        heard.extent.take(item)
+        heard.sequences[item.subject].append(item.seq)
+        match item:  # The aggregators have told of what is garbage.
+            case Entry(body=wire.Join() as join):
+                heard.lives[join.learner] = item.seq
+            case Entry(body=wire.Manifest() as sent):
                 update = UpdateId(sent.learner, sent.incarnation, sent.seq)
-                heard.manifests[sent.fragment].append((message.seq, update))
-        except WireError:
-            continue  # The aggregators have told of it.
+                heard.manifests[sent.fragment].append((item.seq, update))
     return heard
 
 
@@ -151,9 +145,13 @@ def _lives(heard: Heard, learners: set[str]) -> dict[str, int]:
     Who has never joined this tape has no life on it yet: whatever it has stored before the tape
     was read belongs to none that may announce it.
     """
-    subjects = [subject.split(".") for subject in heard.sequences]
-    speaking = {tokens[3] for tokens in subjects if tokens[2] in ("join", "leave", "update")}
-    return dict.fromkeys(learners | speaking, heard.last_seq + 1) | heard.lives
+    subjects = [names.parse_subject(subject) for subject in heard.sequences]
+    speaking = {
+        subject.learner
+        for subject in subjects
+        if subject is not None and subject.learner and subject.kind != "quarantine"
+    }
+    return dict.fromkeys(learners | speaking, heard.extent.last_seq + 1) | heard.lives
 
 
 def _count(sequences: Sequence[int], trim: Trim) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.genesis import commit_version_zero
-from diloco.common import bus_nats, log, names, shards, wire
-from diloco.common.bus import Bus
+from diloco.common import log, names, shards, wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.codec import canonical
 from diloco.common.config import BusSection, Config, RunSettings, check_same_run, parse_settings
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
@@ -45,7 +45,7 @@ def create(config: Config, source: Path | None) -> Layout:
 
 
 async def _create(config: Config, layout: Layout, params: Params) -> None:
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         config.bus.url,
         name=f"create-{config.run.name}",
         credentials=config.bus.credentials,

@@ -409,7 +409,7 @@ class _Line:
             # As a fragment's owner does: its machine is told nothing before the version is made.
             self._held.append(event)
             return
-        self._state, effects = machine.step(self._rules, self._state, event)
+        self._state, effects = machine.step_at(self._rules, self._state, event, self._now_s)
         for effect in effects:
             if isinstance(effect, Fetch):
                 self._fetch(effect)

@@ -7,12 +7,11 @@ from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decision, Heard, decide_again
 from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
-from diloco.aggregator.tape_events import decode_event
-from diloco.check.history import Chain, History
+from diloco.aggregator.tape_events import event_of
 from diloco.common import wire
-from diloco.common.bus import Message
 from diloco.common.config import RunSettings
-from diloco.common.errors import WireError
+from diloco.common.tape import Entry
+from diloco.projections.history import Chain, History
 
 
 def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
@@ -52,31 +51,23 @@ def _settings_at(history: History, seq: int) -> RunSettings:
 def heard(history: History, fragment: int) -> list[Heard]:
     """What the tape tells the machine of a fragment, up to the run's end."""
     found = []
-    for message in history.messages:
-        if message.subject.endswith(".end"):
+    for entry in history.entries:
+        if isinstance(entry.body, wire.End):
             break
-        event = _heard(history, fragment, message)
+        event = _heard(history, fragment, entry)
         if event is not None:
             found.append(event)
     return found
 
 
-def _heard(history: History, fragment: int, message: Message) -> Heard | None:
-    _, _, kind, *rest = message.subject.split(".")
-    if kind not in ("join", "leave", "update", "stop", "settings", "quarantine"):
-        return None
-    if kind == "update" and rest[-1] != str(fragment):
-        return None
-    if kind == "settings":
-        if (settings := history.changes.get(message.seq)) is None:
+def _heard(history: History, fragment: int, entry: Entry) -> Heard | None:
+    if isinstance(entry.body, wire.Settings):
+        if (settings := history.changes.get(entry.seq)) is None:
             return None
-        changed = events.Changed(message.time_s, message.seq)
-        return Heard(message.seq, changed, rules_of(history, settings, fragment))
-    try:
-        event = decode_event(message, fragment)
-    except WireError:
-        return None  # It was sampled, and dropped.
-    return None if event is None else Heard(message.seq, event)
+        changed = events.Changed(entry.time_s, entry.seq)
+        return Heard(entry.seq, changed, rules_of(history, settings, fragment))
+    event = event_of(entry.body, entry.seq, entry.time_s, fragment)
+    return None if event is None else Heard(entry.seq, event)
 
 
 def _beside(history: History, commit: Commit, record: wire.Record) -> dict[str, object]:

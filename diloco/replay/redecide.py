@@ -187,7 +187,7 @@ class _Rerun:
         return max(known for stood_s, known in self._stood if stood_s <= at_s)
 
     def _step(self, event: events.Event) -> None:
-        self.state, effects = machine.step(self._rules, self.state, event)
+        self.state, effects = machine.step_at(self._rules, self.state, event, self._now_s)
         self._perform(effects)
 
     def _perform(self, effects: tuple[Effect, ...]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,17 @@ from rich.table import Table
 from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.core.decisions import Decision
 from diloco.check import remake
-from diloco.check.history import Chain, History, read_history
 from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
 from diloco.common import wire
 from diloco.common.errors import ConfigError
-from diloco.common.tape import RunContext
+from diloco.common.tape import (
+    RunContext,
+    Unreadable,
+)
 from diloco.model import files as model_file
 from diloco.operate.change import find_targets
+from diloco.projections.history import Chain, History, read_history
 from diloco.replay import verify, whatif
 from diloco.replay.decide import decide
 from diloco.replay.options import Options
@@ -128,9 +131,7 @@ def _progress(console: Console, what: str) -> Iterator[remake.Progress]:
 def _tell_verified(
     history: History, chosen: Mapping[int, Chain], found: Verified, console: Console
 ) -> None:
-    for seq, fragment, why in history.unreadable:
-        if fragment in chosen:
-            console.print(f"[bold red]unreadable[/]: record {seq} of fragment {fragment}: {why}")
+    show_unreadable((bad for bad in history.unreadable if bad.fragment in chosen), console)
     for difference in found.differences:
         show_difference(difference, console)
     skipped = ""
@@ -142,6 +143,14 @@ def _tell_verified(
         f"again from {found.records} records{skipped}: {verdict}",
         soft_wrap=True,
     )
+
+
+def show_unreadable(records: Iterable[Unreadable], console: Console) -> None:
+    """Records that nothing can be compared with."""
+    for bad in records:
+        console.print(
+            f"[bold red]unreadable[/]: record {bad.seq} of fragment {bad.fragment}: {bad.why}"
+        )
 
 
 def show_difference(difference: Difference, console: Console) -> None:
@@ -212,8 +221,7 @@ def _decide(history: History, chosen: Mapping[int, Chain], console: Console) -> 
         console.print(f"[yellow]{count} not decided again[/]: {why}", soft_wrap=True)
     if outcomes["different"] > SHOWN:
         console.print(f"... and {outcomes['different'] - SHOWN} more that differ")
-    for seq, fragment, why in history.unreadable:
-        console.print(f"[bold red]unreadable[/]: record {seq} of fragment {fragment}: {why}")
+    show_unreadable(history.unreadable, console)
     console.print(
         f"run [bold]{history.run}[/]: {outcomes['same']} decisions are as recorded, "
         f"{outcomes['different']} differ, {outcomes['unknown']} could not be decided again",

@@ -5,12 +5,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diloco.check.history import messages_of
 from diloco.cli.opening import open_run, placed_bus
-from diloco.common import bus_nats, names
+from diloco.common import names
+from diloco.common.bus import jetstream
 from diloco.common.config import load_config
 from diloco.common.errors import ConfigError
-from diloco.common.tape_file import is_tape_file, read_tape_file, tape_file_run, write_tape_file
+from diloco.common.tape import (
+    is_tape_file,
+    messages_of,
+    read_tape_file,
+    tape_file_run,
+    write_tape_file,
+)
 from diloco.operate.streams import make_streams, tape_limits
 
 
@@ -54,7 +60,7 @@ def run_tape_import(path: Path, config: Path | None) -> None:
 
 async def _tape_import(path: Path, run: str, config: Path | None) -> tuple[str, int]:
     section = placed_bus() if config is None else load_config(config).bus
-    bus = await bus_nats.connect(
+    bus = await jetstream.connect(
         section.url, name="import", credentials=section.credentials, tls_ca=section.tls_ca
     )
     try:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from diloco.aggregator.arrays.merge import Vector
 from diloco.check.audit import Objects
-from diloco.check.history import Chain, History
 from diloco.check.remake import Progress, Remaker
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError
 from diloco.common.store import ObjectStore, check_size
+from diloco.projections.history import Chain, History
 
 # Threads that read ahead, and how many records ahead they read.
 READERS = 4

@@ -22,7 +22,6 @@ from diloco.aggregator.arrays.outer import make_outer
 from diloco.aggregator.core import policy, rounds
 from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.shard_reader import read_input, read_payload
-from diloco.check.history import Chain, History
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common import wire
@@ -30,6 +29,7 @@ from diloco.common.config import RunSettings, changes
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, get_object
 from diloco.model.view import GlobalModel
+from diloco.projections.history import Chain, History
 from diloco.replay.decide import heard, rules_of
 from diloco.replay.redecide import redecide
 from diloco.replay.verify import is_stored

@@ -17,9 +17,9 @@ from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.tape import RunContext
 from diloco.figures import style
 from diloco.model.scores import record_at, scores_of
+from diloco.projections.agreement import Pairs, pair_cosines
+from diloco.projections.timeseries import TimeSeries, read_time_series
 from diloco.report import figures_rounds, figures_run
-from diloco.report.agreement import Pairs, pair_cosines
-from diloco.report.chronicle import Chronicle, read_chronicle
 from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
 from diloco.report.page import Page, Section, render
@@ -130,7 +130,7 @@ def run_report(target: str, *, out: Path | None, evaluations: int) -> Path:
             progress.update(task, description=what, completed=done, total=total)
 
         shown = asyncio.run(gather(target, evaluations, stage))
-        folder = out or _folder(target, shown.chronicle.run)
+        folder = out or _folder(target, shown.series.run)
         return write(shown, folder, stage)
 
 
@@ -142,27 +142,27 @@ async def gather(target: str, evaluations: int, stage: Stage) -> Shown:
     """Everything that the report shows; arguments and errors as `run_report`."""
     async with open_run(target, name="report") as run:
         context = run.context
-        chronicle = await read_chronicle(
+        series = await read_time_series(
             context,
             run.specification.created_at_s,
             lambda done, total: stage("reading the tape", done, total),
         )
-        shown = Shown(chronicle, make_lanes(chronicle))
-        shown.pairs = await sample_pairs(context, chronicle, stage)
+        shown = Shown(series, make_lanes(series))
+        shown.pairs = await sample_pairs(context, series, stage)
         if evaluations:
             shown.scores = await scores_of(
                 context,
-                chronicle,
+                series,
                 evaluations,
                 lambda done, total: stage("evaluating views on held-out data", done, total),
             )
     return shown
 
 
-async def sample_pairs(context: RunContext, chronicle: Chronicle, stage: Stage) -> Pairs:
+async def sample_pairs(context: RunContext, series: TimeSeries, stage: Stage) -> Pairs:
     """Cosines between learners' updates, of rounds spread over what the store still has."""
-    pairs = Pairs(chronicle.learners)
-    rounds = chronicle.rounds
+    pairs = Pairs(series.learners)
+    rounds = series.rounds
     seqs, of = rounds["seq"], rounds["fragment"]
     several = np.nonzero(rounds["inputs"] > 1)[0]
     spread = np.linspace(0, len(several) - 1, min(SAMPLE_ROUNDS, len(several)))
@@ -200,7 +200,7 @@ def write(shown: Shown, folder: Path, stage: Stage) -> Path:
                 stage("drawing", count, len(DRAWINGS))
                 sections.append(_draw(drawing, shown, folder))
         page = Page(
-            title=f"Run {shown.chronicle.run}",
+            title=f"Run {shown.series.run}",
             subtitle=subtitle(shown),
             facts=facts(shown),
             sections=[*sections, *_tables(shown)],
@@ -238,7 +238,7 @@ def _tables(shown: Shown) -> list[Section]:
             table=learners(shown),
         )
     ]  # fmt: skip
-    if shown.chronicle.refused:
+    if shown.series.refused:
         sections.append(
             Section("refused", "Rejected, word for word", "The newest.", table=refusals(shown))
         )

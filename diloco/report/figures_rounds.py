@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from diloco.cli import units
 from diloco.figures import style
-from diloco.report.chronicle import Column
+from diloco.projections.timeseries import Column
 from diloco.report.figures_run import POINTS, Shown
 
 PHASES = ("wait", "open", "grace", "merge", "publish")
@@ -19,13 +19,13 @@ LINES = 8
 
 def staleness(shown: Shown) -> Figure | None:
     """Distributions of staleness, of updates in a round, and of weight."""
-    chronicle = shown.chronicle
-    if not len(chronicle.inputs):
+    series = shown.series
+    if not len(series.inputs):
         return None
     figure, (left, middle, right) = style.panels(3, 3.0, width_ratios=(1, 1, 1.3))
-    style.share_bars(left, chronicle.inputs["staleness"], style.SKY)
+    style.share_bars(left, series.inputs["staleness"], style.SKY)
     left.set(title="staleness", xlabel="versions behind", ylabel="share of updates (%)")
-    style.share_bars(middle, chronicle.rounds["inputs"], style.GREEN, most=16)
+    style.share_bars(middle, series.rounds["inputs"], style.GREEN, most=16)
     middle.set(title="size of a round", xlabel="updates merged", ylabel="share of rounds (%)")
     _weights(shown, right)
     return figure
@@ -33,15 +33,15 @@ def staleness(shown: Shown) -> Figure | None:
 
 def _weights(shown: Shown, axes: Axes) -> None:
     """How much of its round an update decides, by learner."""
-    inputs, chronicle = shown.chronicle.inputs, shown.chronicle
+    inputs, series = shown.series.inputs, shown.series
     share = inputs["weight"] * inputs["discount"]
     row = inputs["round"].astype(np.int64)
     percent = 100 * share / np.bincount(row, share)[row]
     learner = inputs["learner"]
     axes.set(title="weight in its round", xlabel="share of the round's weight (%)")
-    names = sorted(chronicle.learners)
+    names = sorted(series.learners)
     if len(names) <= style.LANES // 2:
-        index = {name: place for place, name in enumerate(chronicle.learners)}
+        index = {name: place for place, name in enumerate(series.learners)}
         style.quantile_bars(axes, [(name, percent[learner == index[name]]) for name in names])
     else:
         axes.hist(percent, bins=40, color=style.BLUE, edgecolor="white", lw=0.4)
@@ -51,12 +51,12 @@ def _weights(shown: Shown, axes: Axes) -> None:
 
 def traffic(shown: Shown) -> Figure | None:
     """Bytes a second, up and down."""
-    chronicle = shown.chronicle
-    if not len(chronicle.updates):
+    series = shown.series
+    if not len(series.updates):
         return None
     edges = shown.edges()
-    rounds, seconds = chronicle.rounds, np.diff(edges)
-    up, _ = np.histogram(chronicle.updates["time_s"], edges, weights=chronicle.updates["bytes"])
+    rounds, seconds = series.rounds, np.diff(edges)
+    up, _ = np.histogram(series.updates["time_s"], edges, weights=series.updates["bytes"])
     read = rounds["down_bytes"] * rounds["live"]
     down, _ = np.histogram(rounds["stored_s"], edges, weights=read)
     figure, (axes,) = style.panels(1, 2.9)
@@ -76,13 +76,13 @@ def traffic(shown: Shown) -> Figure | None:
 
 def phases(shown: Shown) -> dict[str, Column]:
     """Seconds of each round in each of `PHASES`, float64 [rounds]; NaN where unknown."""
-    rounds = shown.chronicle.rounds
+    rounds = shown.series.rounds
     closed_s, opened_s = rounds["closed_s"], rounds["opened_s"]
     quorum_s = np.where(rounds["quorum_s"] > 0, rounds["quorum_s"], closed_s)
     quorum_s = np.clip(quorum_s, opened_s, closed_s)
     before_s = np.full(len(rounds), np.nan)
     fragment, stored_s = rounds["fragment"], rounds["stored_s"]
-    for index in range(shown.chronicle.fragments):
+    for index in range(shown.series.fragments):
         (mine,) = np.nonzero(fragment == index)
         before_s[mine[1:]] = stored_s[mine[:-1]]
     edges = (before_s, opened_s, quorum_s, closed_s, rounds["merged_s"], stored_s)
@@ -106,7 +106,7 @@ def _seconds(value: float) -> str:
 
 def anatomy(shown: Shown) -> Figure | None:
     """Where the time of a round goes."""
-    if not len(shown.chronicle.rounds):
+    if not len(shown.series.rounds):
         return None
     figure, (left, right) = style.panels(2, 3.1, width_ratios=(1, 1.4))
     lengths = phases(shown)
@@ -118,7 +118,7 @@ def anatomy(shown: Shown) -> Figure | None:
     left.set_xscale("log")
     left.xaxis.set_major_formatter(lambda value, _: _seconds(value))
     left.set(title="length of each phase")
-    closed = shown.since(shown.chronicle.rounds["closed_s"])
+    closed = shown.since(shown.series.rounds["closed_s"])
     edges = np.linspace(0, shown.span_s / shown.unit.scale, min(60, 2 + len(closed) // 8) + 1)
     place = np.clip(np.digitize(closed, edges) - 1, 0, len(edges) - 2)
     counts = np.bincount(place, minlength=len(edges) - 1)
@@ -142,7 +142,7 @@ def anatomy(shown: Shown) -> Figure | None:
 
 def agreement(shown: Shown) -> Figure | None:
     """Cosines between updates of a round, over time and by pairs of learners."""
-    cosines = shown.chronicle.cosines
+    cosines = shown.series.cosines
     matrix = shown.pairs.mean() if shown.pairs and shown.pairs.rounds else None
     if not len(cosines) and matrix is None:
         return None
@@ -167,7 +167,7 @@ def agreement(shown: Shown) -> Figure | None:
 
 
 def _pairs(shown: Shown, figure: Figure, axes: Axes, matrix: Column) -> None:
-    names = shown.chronicle.learners
+    names = shown.series.learners
     order = np.argsort(names)[: style.LANES]
     shown_matrix = matrix[np.ix_(order, order)]
     image = axes.imshow(shown_matrix, vmin=0, vmax=1, cmap="cividis")
@@ -187,13 +187,13 @@ def _pairs(shown: Shown, figure: Figure, axes: Axes, matrix: Column) -> None:
 
 def fragments(shown: Shown) -> Figure | None:
     """Of each fragment: how far learners agree, and how long its updates are."""
-    chronicle = shown.chronicle
-    if not len(chronicle.inputs):
+    series = shown.series
+    if not len(series.inputs):
         return None
     figure, (left, right) = style.panels(2, 3.2, width_ratios=(1, 1.6))
-    of, cosines = chronicle.cosines["fragment"], chronicle.cosines["cosine"]
-    names = range(chronicle.fragments)
-    if chronicle.fragments <= style.LANES // 2:
+    of, cosines = series.cosines["fragment"], series.cosines["cosine"]
+    names = range(series.fragments)
+    if series.fragments <= style.LANES // 2:
         style.quantile_bars(left, [(str(index), cosines[of == index]) for index in names])
         left.set_ylabel("fragment")
         left.axvline(0, color="black", lw=0.7)
@@ -206,7 +206,7 @@ def fragments(shown: Shown) -> Figure | None:
 
 
 def _norms(shown: Shown, figure: Figure, axes: Axes) -> None:
-    inputs, count = shown.chronicle.inputs, shown.chronicle.fragments
+    inputs, count = shown.series.inputs, shown.series.fragments
     norms = inputs["norm"] / inputs["steps"]
     fragment, times = inputs["fragment"], shown.since(inputs["time_s"])
     axes.set_title("norm of its updates, per step")
@@ -221,7 +221,7 @@ def _norms(shown: Shown, figure: Figure, axes: Axes) -> None:
         axes.set_ylabel("L2 norm")
         axes.legend(title="fragment", loc="center left", bbox_to_anchor=(1.0, 0.5))
         return
-    cells = int(np.clip(len(shown.chronicle.rounds) / count / 4, 4, 120))
+    cells = int(np.clip(len(shown.series.rounds) / count / 4, 4, 120))
     edges = np.linspace(0, shown.span_s / shown.unit.scale, cells + 1)
     place = np.arange(-0.5, count)
     sums, *_ = np.histogram2d(fragment, times, (place, edges), weights=norms)
@@ -236,11 +236,11 @@ def _norms(shown: Shown, figure: Figure, axes: Axes) -> None:
 
 def rejected(shown: Shown) -> Figure | None:
     """Rejected updates by reason, over time and by learner."""
-    chronicle = shown.chronicle
-    if not len(chronicle.refusals):
+    series = shown.series
+    if not len(series.refusals):
         return None
     reasons: dict[str, int] = {}
-    for (reason, _), count in chronicle.refusal_reasons.items():
+    for (reason, _), count in series.refusal_reasons.items():
         reasons[reason] = reasons.get(reason, 0) + count
     rows = sorted(reasons.items(), key=lambda item: -item[1])[: style.LANES]
     figure, (left, right) = style.panels(2, 1.9 + 0.22 * len(rows), width_ratios=(1, 1.4))
@@ -253,7 +253,7 @@ def rejected(shown: Shown) -> Figure | None:
     left.set(title="by reason", xlabel="updates rejected")
     left.grid(visible=False, axis="y")
     edges = shown.edges()
-    sums, _ = np.histogram(chronicle.refusals["time_s"], edges)
+    sums, _ = np.histogram(series.refusals["time_s"], edges)
     right.stairs(sums, shown.since(edges), fill=True, color=style.VERMILLION, alpha=0.8)
     right.set(title="over time", ylabel="updates rejected")
     right.set_ylim(bottom=0)

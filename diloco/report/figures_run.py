@@ -11,8 +11,8 @@ from matplotlib.patches import Patch
 from diloco.cli import units
 from diloco.common import wire
 from diloco.figures import style
-from diloco.report.agreement import Pairs
-from diloco.report.chronicle import Chronicle, Column
+from diloco.projections.agreement import Pairs
+from diloco.projections.timeseries import Column, TimeSeries
 from diloco.report.lanes import STATES, Lane
 
 # Points of a curve, and marks of a lane, beyond which they are summed up.
@@ -24,7 +24,7 @@ MARKS = 400
 class Shown:
     """Everything that the figures show."""
 
-    chronicle: Chronicle
+    series: TimeSeries
     lanes: list[Lane]
     scores: list[wire.Score] = field(default_factory=list)
     pairs: Pairs | None = None
@@ -32,12 +32,12 @@ class Shown:
     @property
     def begin_s(self) -> float:
         """Where time axes begin."""
-        return self.chronicle.begins_s
+        return self.series.begins_s
 
     @property
     def span_s(self) -> float:
         """How long they are."""
-        return max(self.chronicle.ends_s - self.begin_s, 1e-3)
+        return max(self.series.ends_s - self.begin_s, 1e-3)
 
     @property
     def unit(self) -> units.Unit:
@@ -50,31 +50,31 @@ class Shown:
 
     def name_time(self, axes: Axes) -> None:
         """Make a time axis of x."""
-        since = "oldest message" if self.chronicle.trimmed else "first learner joined"
+        since = "oldest message" if self.series.trimmed else "first learner joined"
         axes.set_xlabel(f"time since the {since} ({self.unit.name})")
         axes.set_xlim(0, self.span_s / self.unit.scale)
 
     def edges(self) -> Column:
         """Edges of bins for rates: each long enough for some updates of every learner."""
         steps = [lane.step_s for lane in self.lanes if lane.step_s]
-        interval = self.chronicle.settings.sync.interval_steps / self.chronicle.fragments
+        interval = self.series.settings.sync.interval_steps / self.series.fragments
         width_s = 4 * interval * max(steps, default=0.0)
         count = int(np.clip(self.span_s / max(width_s, 1e-9), 8, 160))
         return np.linspace(self.begin_s, self.begin_s + self.span_s, count + 1)
 
 
-def tokens_at(chronicle: Chronicle, times_s: Column) -> Column:
+def tokens_at(series: TimeSeries, times_s: Column) -> Column:
     """Tokens merged by then, on average over fragments."""
-    stored_s, tokens = chronicle.inputs["time_s"], chronicle.inputs["tokens"]
-    summed = np.concatenate([[0.0], np.cumsum(tokens)]) / max(chronicle.fragments, 1)
-    trimmed = max(chronicle.tokens_merged() - summed[-1], 0.0)
+    stored_s, tokens = series.inputs["time_s"], series.inputs["tokens"]
+    summed = np.concatenate([[0.0], np.cumsum(tokens)]) / max(series.fragments, 1)
+    trimmed = max(series.tokens_merged() - summed[-1], 0.0)
     return np.asarray(summed[np.searchsorted(stored_s, times_s, side="right")] + trimmed)
 
 
 def loss(shown: Shown) -> Figure | None:
     """Training and evaluation loss over tokens and over time."""
-    chronicle = shown.chronicle
-    times_s, losses = chronicle.inputs["time_s"], chronicle.inputs["loss"]
+    series = shown.series
+    times_s, losses = series.inputs["time_s"], series.inputs["loss"]
     if not losses.size:
         return None
     figure, (left, right) = style.panels(2, 3.5, sharey=True)
@@ -82,9 +82,9 @@ def loss(shown: Shown) -> Figure | None:
     scored = np.asarray([score.loss for score in shown.scores])
     # Version 0 was there before anybody joined; what is before a trimmed tape has no place.
     places_s = np.maximum(scored_s, shown.begin_s)
-    if chronicle.trimmed:
+    if series.trimmed:
         places_s[scored_s < shown.begin_s] = np.nan
-    tokens = tokens_at(chronicle, times_s)
+    tokens = tokens_at(series, times_s)
     unit = units.count_unit(float(tokens.max()))
     places = [
         (left, tokens / unit.scale, np.asarray([s.tokens for s in shown.scores]) / unit.scale),
@@ -99,7 +99,7 @@ def loss(shown: Shown) -> Figure | None:
             )  # fmt: skip
     left.set_xlabel(f"tokens merged ({unit.name})" if unit.name else "tokens merged")
     left.set_ylabel("loss")
-    left.set_xlim(left=0 if not chronicle.trimmed else None)
+    left.set_xlim(left=0 if not series.trimmed else None)
     shown.name_time(right)
     low, high = float(losses.min()), float(losses.max())
     if low > 0 and high > 30 * low:
@@ -154,7 +154,7 @@ def _most_troubled(lanes: list[Lane]) -> list[Lane]:
 
 
 def _version_lane(shown: Shown, axes: Axes) -> None:
-    times_s = shown.chronicle.versions["time_s"]
+    times_s = shown.series.versions["time_s"]
     times_s = times_s[times_s >= shown.begin_s]
     if times_s.size <= MARKS:
         axes.vlines(shown.since(times_s), -0.36, 0.36, color="black", lw=0.7)
@@ -166,9 +166,9 @@ def _version_lane(shown: Shown, axes: Axes) -> None:
 
 def _merged_times(shown: Shown) -> dict[str, Column]:
     """When updates of each learner were merged, by any fragment."""
-    inputs = shown.chronicle.inputs
+    inputs = shown.series.inputs
     learner, times_s = inputs["learner"], inputs["time_s"]
-    names = shown.chronicle.learners
+    names = shown.series.learners
     return {name: times_s[learner == index] for index, name in enumerate(names)}
 
 
@@ -191,16 +191,16 @@ def _draw_lane(shown: Shown, axes: Axes, place: int, lane: Lane) -> None:
 
 def throughput(shown: Shown) -> Figure | None:
     """Tokens a second, trained and merged."""
-    chronicle = shown.chronicle
-    if not len(chronicle.updates):
+    series = shown.series
+    if not len(series.updates):
         return None
     figure, (axes,) = style.panels(1, 2.9)
     edges = shown.edges()
     rates = [
-        (_rate(chronicle.updates["time_s"], chronicle.updates["tokens"], edges), "trained"),
-        (_rate(chronicle.inputs["time_s"], chronicle.inputs["tokens"], edges), "merged"),
+        (_rate(series.updates["time_s"], series.updates["tokens"], edges), "trained"),
+        (_rate(series.inputs["time_s"], series.inputs["tokens"], edges), "merged"),
     ]
-    rates = [(rate / chronicle.fragments, label) for rate, label in rates]
+    rates = [(rate / series.fragments, label) for rate, label in rates]
     unit = units.count_unit(max(float(rate.max()) for rate, _ in rates))
     looks = ((style.BLUE, "-"), (style.VERMILLION, "--"))
     for (rate, label), (colour, dash) in zip(rates, looks, strict=True):
@@ -235,12 +235,12 @@ class Spent:
 
 def spent(shown: Shown) -> dict[str, Spent]:
     """What came of each learner's time."""
-    inputs = shown.chronicle.inputs
+    inputs = shown.series.inputs
     learner, steps = inputs["learner"], inputs["steps"]
     found = {}
     for lane in shown.lanes:
-        index = shown.chronicle.learners.index(lane.learner)
-        merged = float(steps[learner == index].sum()) / shown.chronicle.fragments * lane.step_s
+        index = shown.series.learners.index(lane.learner)
+        merged = float(steps[learner == index].sum()) / shown.series.fragments * lane.step_s
         worked = lane.seconds("training") + lane.seconds("catching up")
         merged = min(merged, worked)
         found[lane.learner] = Spent(

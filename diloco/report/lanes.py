@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco.report.chronicle import Chronicle, Column, Life
+from diloco.projections.timeseries import Column, Life, TimeSeries
 
 # Stretches of a life that are told apart, at most.
 STRETCHES = 800
@@ -76,44 +76,44 @@ class _Updates:
     step_time_s: Column
 
 
-def make_lanes(chronicle: Chronicle) -> list[Lane]:
+def make_lanes(series: TimeSeries) -> list[Lane]:
     """A lane for each learner, in order of name."""
-    table = chronicle.updates
+    table = series.updates
     columns = {
         name: table[name] for name in ("incarnation", "time_s", "position", "steps", "step_time_s")
     }
     owner = table["learner"]
     lanes = []
-    for index, learner in enumerate(chronicle.learners):
+    for index, learner in enumerate(series.learners):
         mine = owner == index
         updates = _Updates(**{name: values[mine] for name, values in columns.items()})
-        lanes.append(_lane(chronicle, learner, updates))
+        lanes.append(_lane(series, learner, updates))
     return sorted(lanes, key=lambda lane: lane.learner)
 
 
-def _lane(chronicle: Chronicle, learner: str, updates: _Updates) -> Lane:
-    known_lives = [life for life in chronicle.lives if life.learner == learner]
-    joins = [life.joined_s for life in known_lives if life.joined_s >= chronicle.begins_s]
-    lives = [_shown(chronicle, life) for life in known_lives]
+def _lane(series: TimeSeries, learner: str, updates: _Updates) -> Lane:
+    known_lives = [life for life in series.lives if life.learner == learner]
+    joins = [life.joined_s for life in known_lives if life.joined_s >= series.begins_s]
+    lives = [_shown(series, life) for life in known_lives]
     known = updates.step_time_s[updates.step_time_s > 0]
     step_s = float(np.median(known)) if known.size else 0.0
-    steps = float(updates.steps.sum()) / max(chronicle.fragments, 1)
+    steps = float(updates.steps.sum()) / max(series.fragments, 1)
     lane = Lane(learner, [], [], joins, len(lives), step_s, steps)
     for index, life in enumerate(lives):
         following = lives[index + 1] if index + 1 < len(lives) else None
         mine = updates.incarnation == life.incarnation
-        ends_s = _end_of(chronicle, life, updates.time_s[mine], following)
+        ends_s = _end_of(series, life, updates.time_s[mine], following)
         lane.spans += _alive(life, updates, mine, ends_s, step_s)
-        if life.left_s is None and (following or ends_s < chronicle.ends_s):
+        if life.left_s is None and (following or ends_s < series.ends_s):
             lane.kills.append(ends_s)
-            until_s = following.joined_s if following else chronicle.ends_s
+            until_s = following.joined_s if following else series.ends_s
             lane.spans.append(Span(ends_s, until_s, "down"))
     return lane
 
 
-def _shown(chronicle: Chronicle, life: Life) -> Life:
+def _shown(series: TimeSeries, life: Life) -> Life:
     """The part of a life that the tape still tells of; before, it had long caught up."""
-    begins_s = chronicle.begins_s
+    begins_s = series.begins_s
     if life.joined_s >= begins_s:
         return life
     left_s = None if life.left_s is None else max(life.left_s, begins_s)
@@ -121,17 +121,17 @@ def _shown(chronicle: Chronicle, life: Life) -> Life:
     return replace(life, joined_s=begins_s, left_s=left_s, merged_s=merged_s)
 
 
-def _end_of(chronicle: Chronicle, life: Life, times_s: Column, following: Life | None) -> float:
+def _end_of(series: TimeSeries, life: Life, times_s: Column, following: Life | None) -> float:
     """When a life was last heard of; now, if it is alive."""
     if life.left_s is not None:
         return min(life.left_s, following.joined_s) if following else life.left_s
     last_s = max(life.joined_s, float(times_s.max(initial=0.0)))
-    beat = chronicle.beats.get(life.learner)
-    if beat is not None and beat[0].incarnation == life.incarnation:
-        last_s = max(last_s, beat[1])
+    beat = series.beats.get(life.learner)
+    if beat is not None and beat.heartbeat.incarnation == life.incarnation:
+        last_s = max(last_s, beat.heard_at_s)
     if following:
         return min(last_s, following.joined_s)
-    return last_s if chronicle.ends_s - last_s > SILENT_S else chronicle.ends_s
+    return last_s if series.ends_s - last_s > SILENT_S else series.ends_s
 
 
 def _alive(

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from diloco.cli.units import byte_unit, human_count, human_time
-from diloco.report.chronicle import Chronicle
+from diloco.projections.timeseries import TimeSeries
 from diloco.report.figures_run import Shown, goodput, spent
 from diloco.report.page import Fact, Table
 
@@ -15,78 +15,78 @@ ROWS = 100
 
 def subtitle(shown: Shown) -> str:
     """When the run was, and how it was set."""
-    chronicle = shown.chronicle
-    sync, outer = chronicle.settings.sync, chronicle.settings.outer
-    state = "ended" if chronicle.ended_s else "newest message"
+    series = shown.series
+    sync, outer = series.settings.sync, series.settings.outer
+    state = "ended" if series.ended_s else "newest message"
     return (
-        f"Created {_day(chronicle.created_s)}, {state} {_day(chronicle.ends_s)}. "
-        f"{chronicle.fragments} fragments, H = {sync.interval_steps}, {sync.codec} up, "
+        f"Created {_day(series.created_s)}, {state} {_day(series.ends_s)}. "
+        f"{series.fragments} fragments, H = {sync.interval_steps}, {sync.codec} up, "
         f"{sync.delta_codec} down, outer {outer.optimizer} at {outer.learning_rate:g}."
     )
 
 
 def warnings(shown: Shown) -> list[str]:
     """What keeps the report from being whole."""
-    chronicle = shown.chronicle
+    series = shown.series
     found = []
-    if chronicle.trimmed:
+    if series.trimmed:
         found.append(
             "Garbage collection has trimmed the tape: figures begin at "
-            f"{_day(chronicle.begins_s)}. Versions and merged tokens are of the whole run."
+            f"{_day(series.begins_s)}. Versions and merged tokens are of the whole run."
         )
-    if chronicle.unreadable:
+    if series.unreadable:
         found.append(
-            f"{chronicle.unreadable} record(s) could not be read: their bodies are gone or "
+            f"{series.unreadable} record(s) could not be read: their bodies are gone or "
             "damaged. diloco doctor says more."
         )
-    if chronicle.garbage:
-        found.append(f"{chronicle.garbage} message(s) of the tape are none of the protocol.")
+    if series.garbage:
+        found.append(f"{series.garbage} message(s) of the tape are none of the protocol.")
     return found
 
 
 def facts(shown: Shown) -> list[Fact]:
     """The run in short."""
-    chronicle = shown.chronicle
-    merged = sum(totals.updates_merged for totals in chronicle.totals.values())
-    rejected = sum(totals.updates_rejected for totals in chronicle.totals.values())
-    trained = chronicle.updates["tokens"].sum() / max(chronicle.fragments, 1)
-    delivered = chronicle.tokens_merged()
+    series = shown.series
+    merged = sum(totals.updates_merged for totals in series.totals.values())
+    rejected = sum(totals.updates_rejected for totals in series.totals.values())
+    trained = series.updates["tokens"].sum() / max(series.fragments, 1)
+    delivered = series.tokens_merged()
     times = spent(shown)
-    stale = chronicle.inputs["staleness"]
-    steps = chronicle.settings.run.steps
+    stale = series.inputs["staleness"]
+    steps = series.settings.run.steps
     return [
         Fact("duration", human_time(shown.span_s), _whole(shown)),
-        Fact("global step", f"{chronicle.global_step:,}", f"of {steps:,}"),
+        Fact("global step", f"{series.global_step:,}", f"of {steps:,}"),
         Fact("tokens merged", human_count(delivered),
-             "" if chronicle.trimmed else f"of {human_count(trained)} trained and sent"),
-        Fact("versions", f"{_versions(chronicle):,}", f"of {chronicle.fragments} fragments"),
+             "" if series.trimmed else f"of {human_count(trained)} trained and sent"),
+        Fact("versions", f"{_versions(series):,}", f"of {series.fragments} fragments"),
         *_losses(shown),
         Fact("goodput", f"{goodput(times):.0%}", "of the learners' time is in the model"),
-        Fact("learners", f"{len(chronicle.learners)}", _lives(shown)),
+        Fact("learners", f"{len(series.learners)}", _lives(shown)),
         Fact("updates merged", f"{merged:,}",
              f"staleness {stale.mean():.2f} on average" if stale.size else ""),
-        Fact("updates rejected", f"{rejected:,}", _reasons(chronicle)),
+        Fact("updates rejected", f"{rejected:,}", _reasons(series)),
     ]  # fmt: skip
 
 
 def _whole(shown: Shown) -> str:
-    chronicle = shown.chronicle
-    so_far = "" if chronicle.ended_s else "and going on"
-    if not chronicle.trimmed:
+    series = shown.series
+    so_far = "" if series.ended_s else "and going on"
+    if not series.trimmed:
         return so_far
-    whole = human_time(chronicle.ends_s - chronicle.created_s)
+    whole = human_time(series.ends_s - series.created_s)
     return f"the last of {whole} {so_far}".rstrip()
 
 
-def _versions(chronicle: Chronicle) -> int:
+def _versions(series: TimeSeries) -> int:
     """Versions after version 0, over all fragments, whatever was trimmed."""
-    rounds = chronicle.rounds
+    rounds = series.rounds
     of, version = rounds["fragment"], rounds["version"]
-    return int(sum(version[of == index].max(initial=0) for index in range(chronicle.fragments)))
+    return int(sum(version[of == index].max(initial=0) for index in range(series.fragments)))
 
 
 def _losses(shown: Shown) -> list[Fact]:
-    losses = shown.chronicle.inputs["loss"]
+    losses = shown.series.inputs["loss"]
     found = []
     if losses.size:
         width = max(1, losses.size // 50)
@@ -105,9 +105,9 @@ def _lives(shown: Shown) -> str:
     return f"{restarts} restart{'s' * (restarts != 1)}, {kills} unclean end{'s' * (kills != 1)}"
 
 
-def _reasons(chronicle: Chronicle) -> str:
+def _reasons(series: TimeSeries) -> str:
     reasons: dict[str, int] = {}
-    for (reason, _), count in chronicle.refusal_reasons.items():
+    for (reason, _), count in series.refusal_reasons.items():
         reasons[reason] = reasons.get(reason, 0) + count
     most = sorted(reasons.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{reason} {count:,}" for reason, count in most)
@@ -115,22 +115,22 @@ def _reasons(chronicle: Chronicle) -> str:
 
 def learners(shown: Shown) -> Table:
     """A row for each learner."""
-    chronicle, times = shown.chronicle, spent(shown)
-    updates, inputs, refusals_of = chronicle.updates, chronicle.inputs, chronicle.refusals
+    series, times = shown.series, spent(shown)
+    updates, inputs, refusals_of = series.updates, series.inputs, series.refusals
     sent_by, merged_by, refused_by = updates["learner"], inputs["learner"], refusals_of["learner"]
     tokens, sizes, stale = updates["tokens"], updates["bytes"], inputs["staleness"]
     rows = []
     for lane in shown.lanes:
-        index = chronicle.learners.index(lane.learner)
+        index = series.learners.index(lane.learner)
         sent, merged = sent_by == index, merged_by == index
         time = times[lane.learner]
         unit = byte_unit(float(sizes[sent].sum()))
         rows.append(
             (
                 lane.learner,
-                _host(chronicle, lane.learner),
+                _host(series, lane.learner),
                 str(lane.lives),
-                human_count(float(tokens[sent].sum()) / chronicle.fragments),
+                human_count(float(tokens[sent].sum()) / series.fragments),
                 f"{lane.step_s:.3g} s" if lane.step_s else "-",
                 f"{int(sent.sum()):,}",
                 f"{int(merged.sum()):,}",
@@ -139,7 +139,7 @@ def learners(shown: Shown) -> Table:
                 f"{sizes[sent].sum() / unit.scale:.3g} {unit.name}",
                 f"{time.merged / time.total:.0%}" if time.total else "-",
                 human_time(time.down) if time.down else "-",
-                _stall(chronicle, lane.learner),
+                _stall(series, lane.learner),
             )
         )
     columns = (
@@ -149,21 +149,21 @@ def learners(shown: Shown) -> Table:
     return Table(columns, tuple(rows), frozenset({"learner", "host"}))
 
 
-def _host(chronicle: Chronicle, learner: str) -> str:
-    hosts = [life.host for life in chronicle.lives if life.learner == learner]
+def _host(series: TimeSeries, learner: str) -> str:
+    hosts = [life.host for life in series.lives if life.learner == learner]
     return hosts[-1] if hosts else "-"
 
 
-def _stall(chronicle: Chronicle, learner: str) -> str:
-    heard = chronicle.beats.get(learner)
-    if heard is None or not heard[0].run_s:
+def _stall(series: TimeSeries, learner: str) -> str:
+    heard = series.beats.get(learner)
+    if heard is None or not heard.heartbeat.run_s:
         return "-"
-    return f"{heard[0].stall_s / heard[0].run_s:.2%}"
+    return f"{heard.heartbeat.stall_s / heard.heartbeat.run_s:.2%}"
 
 
 def refusals(shown: Shown) -> Table:
     """The newest rejected updates."""
-    newest = list(shown.chronicle.refused)[-ROWS:][::-1]
+    newest = list(shown.series.refused)[-ROWS:][::-1]
     rows = tuple(
         (_day(item.at_s), item.learner, str(item.fragment), item.reason, item.detail)
         for item in newest
@@ -174,8 +174,8 @@ def refusals(shown: Shown) -> Table:
 
 def events(shown: Shown) -> Table:
     """Joins, leaves, and what operators did; the newest first."""
-    chronicle = shown.chronicle
-    happened = [(event.at_s, event.what) for event in chronicle.events]
+    series = shown.series
+    happened = [(event.at_s, event.what) for event in series.events]
     happened += [
         (at_s, f"{lane.learner} was heard of for the last time")
         for lane in shown.lanes

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from diloco.common.errors import HostLostError, WireError
+from diloco.common.reasons import Reason
 from diloco.learner.hosts.messages import FRAME_BYTES, LENGTH, HostMessage, unframe
 
 _ADDRESS_BYTES: Final = 256
@@ -59,5 +60,5 @@ async def read_message(reader: asyncio.StreamReader) -> HostMessage:
     """
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > FRAME_BYTES:
-        raise WireError("oversize", f"a host of this learner sends {length} bytes")
+        raise WireError(Reason.OVERSIZE, f"a host of this learner sends {length} bytes")
     return unframe(await reader.readexactly(length))

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from diloco.common import wire
 from diloco.common.errors import WireError
+from diloco.common.reasons import Reason
 from diloco.common.wire import Part
 from diloco.learner import sync
 from diloco.learner.boundary import Boundary, Then
@@ -173,10 +174,12 @@ def unframe(data: bytes) -> HostMessage:
         fields: dict[str, Any] = msgpack.unpackb(data, use_list=False)
         version, kind = fields.pop("version"), fields.pop("kind")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise WireError("malformed", f"a host of this learner sends no message: {error}") from error
+        raise WireError(
+            Reason.MALFORMED, f"a host of this learner sends no message: {error}"
+        ) from error
     if version != VERSION or kind not in _KINDS:
         raise WireError(
-            "version",
+            Reason.SCHEMA,
             f"a host of this learner sends {kind!r} of version {version}, this one knows "
             f"version {VERSION}",
             hint="give all hosts of a learner the same release",
@@ -184,7 +187,7 @@ def unframe(data: bytes) -> HostMessage:
     try:
         return _KINDS[kind].model_validate(fields)
     except ValidationError as error:
-        raise WireError("malformed", f"{kind} of another host: {error}") from error
+        raise WireError(Reason.MALFORMED, f"{kind} of another host: {error}") from error
 
 
 def _named(value: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
 from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.reasons import Reason
 from diloco.common.service import cancel
 from diloco.learner import sync
 from diloco.learner.boundary import Boundary, Done, Outgoing
@@ -66,7 +67,7 @@ class Link:
             raise message
         if not isinstance(message, kind):
             came = type(message).__name__
-            raise WireError("bad_kind", f"host 0 sends {came} where {kind.__name__} is due")
+            raise WireError(Reason.KIND, f"host 0 sends {came} where {kind.__name__} is due")
         self._ended = self._ended or (isinstance(message, Turn) and message.then == "end")
         return message
 

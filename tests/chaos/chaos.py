@@ -46,15 +46,16 @@ from stage import BrokenError, Stage, mount_disk, unmount_disk  # noqa: E402
 
 from diloco.check.audit import audit  # noqa: E402
 from diloco.check.doctor import examine, show  # noqa: E402
-from diloco.check.history import History, read_history, sort_all  # noqa: E402
 from diloco.check.remake import check_objects  # noqa: E402
 from diloco.cli.opening import open_run  # noqa: E402
-from diloco.common import bus_nats, names, wire  # noqa: E402
-from diloco.common.bus import Message  # noqa: E402
+from diloco.common import names, wire  # noqa: E402
+from diloco.common.bus import Message, jetstream  # noqa: E402
 from diloco.common.config import make_config  # noqa: E402
 from diloco.common.nats_server import NatsServer  # noqa: E402
+from diloco.common.tape import read_message  # noqa: E402
 from diloco.local.fleet import Fleet  # noqa: E402
 from diloco.operate.create import create  # noqa: E402
+from diloco.projections.history import History, read_history  # noqa: E402
 
 LEARNERS = [f"learner-{index}" for index in range(3)]
 AGGREGATORS = [f"aggregator-{index}" for index in range(2)]
@@ -82,7 +83,7 @@ class Follower:
             self._error = error
 
     async def _follow(self) -> None:
-        bus = await bus_nats.connect(self._url, name="chaos")
+        bus = await jetstream.connect(self._url, name="chaos")
         reading = asyncio.ensure_future(self._read(bus))
         stopped = asyncio.ensure_future(asyncio.to_thread(self._stop.wait))
         await asyncio.wait([reading, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +92,7 @@ class Follower:
         await bus.close()
         await reading
 
-    async def _read(self, bus: bus_nats.NatsBus) -> None:
+    async def _read(self, bus: jetstream.NatsBus) -> None:
         subjects = names.tape_subjects(self._run)
         async for message in bus.read(names.tape_stream(self._run), subjects, 1):
             self.messages.append(message)
@@ -177,8 +178,8 @@ class Chaos:
             self._history = asyncio.run(self._read_history())
         known = self._history
         fresh = History(known.specification, known.settings, known.layout, known.store)
-        fresh.messages = [*self.follower.messages]
-        sort_all(fresh)
+        for message in [*self.follower.messages]:
+            fresh.take(read_message(message, known.store))
         return fresh
 
     async def _read_history(self) -> History:
@@ -204,7 +205,7 @@ class Chaos:
 
         async def say() -> None:
             stop = wire.encode(wire.Stop(run=self.run, global_step=0, reason="chaos"))
-            bus = await bus_nats.connect(self.stage.server.url, name="chaos")
+            bus = await jetstream.connect(self.stage.server.url, name="chaos")
             await bus.publish(names.stop(self.run), stop, expected_last=0)
             await bus.close()
 
@@ -241,7 +242,7 @@ class Chaos:
             "steps_trained": trained,
             "steps_merged": round(merged_steps(history, 0.0, time.time())),
             "versions": sum(history.versions()),
-            "tape": len(history.messages),
+            "tape": len(history.times_s),
             "tape_seen_from": history.whole_from,
             "objects_collected": check_objects(history).collected,
             "account": vars(found.account),

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from schedule import ALL
 
-from diloco.check.history import History
 from diloco.common import wire
+from diloco.projections.history import History
 
 
 class Suffered(NamedTuple):
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
 
 
 def records_in_time(history: History) -> list[Stored]:
-    times = {message.seq: message.time_s for message in history.messages}
+    times = history.times_s
     chains = history.records.values()
     return sorted(Stored(times[seq], seq, record) for chain in chains for seq, record in chain)
 
@@ -74,7 +74,7 @@ def recoveries(history: History, faults: list[Suffered]) -> Recoveries:
     whose newest version was its own. All others: from their end to the next version.
     """
     records = records_in_time(history)
-    times = {message.seq: message.time_s for message in history.messages}
+    times = history.times_s
     found = Recoveries()
     for fault in faults:
         if "learner" in fault.kind or fault.victim.startswith("learner"):

@@ -22,8 +22,9 @@ from diloco.common.bus import (
     subject_matches,
     subjects_overlap,
 )
-from diloco.common.bus_nats import connect
+from diloco.common.bus.jetstream import connect
 from diloco.common.errors import BusError, BusUnavailableError, StreamMissingError, SwapLostError
+from diloco.learner.position import last_at_leader
 
 Connect: TypeAlias = Callable[[], Awaitable[Bus]]
 Scenario: TypeAlias = Callable[[Connect, str], Coroutine[Any, Any, None]]
@@ -108,6 +109,20 @@ def test_streams_are_listed_by_name(play: Play) -> None:
     play(scenario)
 
 
+def test_a_swap_that_cannot_succeed_says_what_the_last_message_is(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        await bus.create_stream(t, [f"{t}.>"], LIMITS)
+        assert await last_at_leader(bus, f"{t}.a") == 0
+        await bus.publish(f"{t}.a", b"v0")
+        newest = await bus.publish(f"{t}.a", b"v1")
+        await bus.publish(f"{t}.b", b"v0")
+        assert await last_at_leader(bus, f"{t}.a") == newest
+        assert await bus.last_sequence(t) == newest + 1
+
+    play(scenario)
+
+
 def test_swap_succeeds_only_on_the_subjects_last_message(play: Play) -> None:
     async def scenario(client: Connect, t: str) -> None:
         bus = await client()
@@ -119,7 +134,7 @@ def test_swap_succeeds_only_on_the_subjects_last_message(play: Play) -> None:
         for wrong in (0, first, 2, 99):
             with pytest.raises(SwapLostError, match=f"{t}.a") as caught:
                 await bus.publish(f"{t}.a", b"fork", expected_last=wrong)
-            assert caught.value.expected == wrong
+            assert (caught.value.expected, caught.value.last) == (wrong, second)
             assert not caught.value.retry
         assert await bus.last_sequence(t) == 3
         last = await bus.last(t, f"{t}.a")
@@ -570,7 +585,7 @@ def test_a_listener_that_does_not_take_is_bounded(play: Play) -> None:
 def test_a_subject_to_publish_on_is_plain(play: Play, subject: str) -> None:
     async def scenario(client: Connect, t: str) -> None:
         bus = await client()
-        for call in (bus.publish(subject, b""), bus.broadcast(subject, b""), bus.last(t, subject)):
+        for call in (bus.publish(subject, b""), bus.broadcast(subject, b"")):
             with pytest.raises(BusError, match="is not a subject"):
                 await call
 

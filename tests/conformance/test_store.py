@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import diloco.common.store
+import diloco.common.store.directory
 from diloco.common.errors import (
     ConfigError,
     ObjectExistsError,
@@ -29,7 +29,7 @@ from diloco.common.errors import (
     StoreUnavailableError,
 )
 from diloco.common.store import DirectoryStore, MemoryStore, ObjectInfo, ObjectStore, open_store
-from diloco.common.store_gcs import open_gcs
+from diloco.common.store.gcs import open_gcs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gcs_server import GcsServer
@@ -291,7 +291,7 @@ def test_what_is_deleted_while_a_directory_is_listed_is_left_out(
     store = DirectoryStore(tmp_path)
     for name in ("a/x", "b", "c"):
         store.put(name, b"1")
-    real = diloco.common.store._entries
+    real = diloco.common.store.directory._entries
 
     def entries_then_deletion(folder: Path) -> list[os.DirEntry[str]]:
         found = real(folder)
@@ -299,7 +299,7 @@ def test_what_is_deleted_while_a_directory_is_listed_is_left_out(
         store.delete("b")
         return found
 
-    monkeypatch.setattr(diloco.common.store, "_entries", entries_then_deletion)
+    monkeypatch.setattr(diloco.common.store.directory, "_entries", entries_then_deletion)
     assert names(store, "") == ["c"]
 
 
@@ -308,7 +308,7 @@ def test_a_put_that_meets_an_object_just_being_deleted_stores_its_own(
 ) -> None:
     store = DirectoryStore(tmp_path)
     store.put("o", b"old")
-    real = diloco.common.store._link
+    real = diloco.common.store.directory._link
 
     def link_then_deletion(source: Path, target: Path) -> bool:
         made = real(source, target)
@@ -316,7 +316,7 @@ def test_a_put_that_meets_an_object_just_being_deleted_stores_its_own(
             store.delete("o")
         return made
 
-    monkeypatch.setattr(diloco.common.store, "_link", link_then_deletion)
+    monkeypatch.setattr(diloco.common.store.directory, "_link", link_then_deletion)
     store.put("o", b"new")
     assert store.get("o") == b"new"
 

@@ -25,7 +25,6 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import policy
 from diloco.aggregator.tape_events import decode_event
 from diloco.common import names, shards, wire
-from diloco.common import tape_file as tape_files
 from diloco.common.bus import Message
 from diloco.common.codec import CODECS, Encoded, code_dtype
 from diloco.common.config import RunSettings, load_config, parse_settings, warnings
@@ -34,6 +33,7 @@ from diloco.common.errors import IntegrityError, WireError
 from diloco.common.layout import Tensor, layout_bytes, make_layout, parse_layout
 from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
+from diloco.common.tape import file as tape_files
 from diloco.common.tape import parse_changed
 from diloco.learner import checkpoint
 
@@ -294,7 +294,7 @@ def settings_of(replaced: dict[tuple[str, str], Any]) -> dict[str, Any]:
 
 
 def decode_settings(data: bytes) -> None:
-    warnings(parse_changed(SETTINGS, data))
+    warnings(parse_changed(SETTINGS, Message("diloco.r.settings", 7, 1.0, data, "")))
 
 
 def decode_specification(data: bytes) -> None:

@@ -11,6 +11,7 @@ from fuzzing import BATCH, CaseError, check, damage, fuzz
 from hypothesis import strategies as st
 
 from diloco.common.errors import WireError
+from diloco.common.reasons import Reason
 
 CASES = 8 * BATCH
 
@@ -37,7 +38,7 @@ def test_an_error_of_another_kind_is_found():
     def decode(data):
         if b"\xdc" in data:
             raise KeyError(data)
-        raise WireError("reason", "refused")
+        raise WireError(Reason.MALFORMED, "refused")
 
     with pytest.raises(CaseError, match="KeyError"):
         fuzz(Decoder(st.just(b"right"), (b"right",), decode), 100 * BATCH, first_seed=1)

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from harness import World
 
 from diloco.check.audit import audit
-from diloco.check.history import History, read_history
 from diloco.check.remake import check_objects, remake
 from diloco.cli.opening import open_run
+from diloco.common import tape
+from diloco.common.tape import Item
+from diloco.projections.history import History, read_history
 
 
 class Tape(History):
@@ -35,6 +37,16 @@ class Tape(History):
         assert not breaches, "\n".join(map(str, breaches))
         made = sum(record.what == "version" and record.version > 0 for record in self.all_records())
         assert objects.remade == made or collected
+
+
+def read_items(world: World) -> list[Item]:
+    """Every message on the tape up to now."""
+
+    async def read() -> list[Item]:
+        async with open_run(world.folder) as run:
+            return [item async for item in tape.read_tape(run.context)]
+
+    return asyncio.run(asyncio.wait_for(read(), 60.0))
 
 
 def read_tape(world: World) -> Tape:

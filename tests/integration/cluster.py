@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from harness import eventually
 
 from diloco.auth import files as auth
-from diloco.common.bus_nats import NatsBus, connect
+from diloco.common.bus.jetstream import NatsBus, connect
 from diloco.common.nats_server import _DIE_WITH_PARENT, find_binary, free_port
 
 HOST = "127.0.0.1"

@@ -22,8 +22,9 @@ import psutil
 import tomli_w
 
 from diloco.aggregator.daemon import load_run
-from diloco.common import bus_nats, log, names, wire
-from diloco.common.bus_nats import NatsBus
+from diloco.common import log, names, wire
+from diloco.common.bus import jetstream
+from diloco.common.bus.jetstream import NatsBus
 from diloco.common.config import Config, load_config
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
@@ -302,7 +303,7 @@ class World:
 
         async def connected() -> T:
             config = self.config.bus
-            bus = await bus_nats.connect(
+            bus = await jetstream.connect(
                 config.url,
                 name="test",
                 credentials=config.credentials,

@@ -8,12 +8,12 @@ import numpy as np
 from audit import Tape
 from harness import World
 
-from diloco.check.history import Sent
 from diloco.common import names, shards, slices, wire
 from diloco.common.bus import Bus
 from diloco.common.quantize import encode
 from diloco.common.shards import shard_ranges
 from diloco.common.store import open_store
+from diloco.projections.history import Sent
 
 TOKENS_PER_STEP = 1000
 

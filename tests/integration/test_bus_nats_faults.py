@@ -18,7 +18,7 @@ import pytest
 from proxy import Network, Proxy
 
 from diloco.common.bus import Message, StreamLimits
-from diloco.common.bus_nats import CALL_TIMEOUT_S, NatsBus, connect
+from diloco.common.bus.jetstream import CALL_TIMEOUT_S, NatsBus, connect
 from diloco.common.errors import BusError, BusUnavailableError, ConfigError, SwapLostError
 from diloco.common.nats_server import NatsServer
 
@@ -202,9 +202,12 @@ def test_messages_that_went_astray_are_fetched_again_in_order(
             async with collecting(bus, received):
                 await bus.publish("s.a", b"")
                 await until(lambda: len(received) == 1)
-                assert thief._link is not None
+                assert thief._connection.link is not None
                 (name,) = await consumers(bus)
-                client, inbox = thief._link.client, thief._link.client.new_inbox()
+                client, inbox = (
+                    thief._connection.link.client,
+                    thief._connection.link.client.new_inbox(),
+                )
 
                 async def steal(message: object) -> None:
                     stolen.append(message)
@@ -235,8 +238,8 @@ def test_a_long_undisturbed_read_uses_one_consumer(
             received: list[Message] = []
             async with collecting(bus, received):
                 await until(lambda: len(received) == count, 5.0)
-                assert bus._link is not None
-                (info,) = await bus._link.js.consumers_info("s")
+                assert bus._connection.link is not None
+                (info,) = await bus._connection.link.js.consumers_info("s")
                 assert info.delivered is not None
                 assert info.delivered.consumer_seq == count
 
@@ -244,13 +247,13 @@ def test_a_long_undisturbed_read_uses_one_consumer(
 
 
 async def consumers(bus: NatsBus) -> list[str]:
-    assert bus._link is not None
-    return [info.name for info in await bus._link.js.consumers_info("s")]
+    assert bus._connection.link is not None
+    return [info.name for info in await bus._connection.link.js.consumers_info("s")]
 
 
 async def delete_consumer(bus: NatsBus, name: str) -> None:
-    assert bus._link is not None
-    await bus._link.js.delete_consumer("s", name)
+    assert bus._connection.link is not None
+    await bus._connection.link.js.delete_consumer("s", name)
 
 
 def test_a_reader_that_ends_leaves_no_consumer(own_nats_server: NatsServer, run_async: Run) -> None:
@@ -332,7 +335,7 @@ def test_a_link_that_breaks_with_data_unsent_leaves_no_trace(
                 await bus.broadcast("other", bytes(100_000))
                 await asyncio.sleep(0)
             proxy.cut()
-            await until(lambda: bus._link is None)
+            await until(lambda: bus._connection.link is None)
             proxy.heal()
             await publish_until_stored(bus, b"again")
         gc.collect()
@@ -542,7 +545,7 @@ def test_a_restart_keeps_port_and_starting_twice_is_one_server(own_nats_server: 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_the_server_dies_with_its_parent_and_holds_the_lock_until_then(tmp_path: Path) -> None:
     code = (
-        "import sys, time, pathlib; from common.nats_server import NatsServer\n"
+        "import sys, time, pathlib; from diloco.common.nats_server import NatsServer\n"
         "s = NatsServer(pathlib.Path(sys.argv[1])); s.start(); print(s.pid, flush=True)\n"
         "time.sleep(60)"
     )

@@ -15,9 +15,9 @@ from audit import Tape, read_tape
 from cluster import Cluster, Node, open_cluster
 from harness import ENDLESS, Process, World, open_world
 
-from diloco.common import bus_nats, names
+from diloco.common import names
 from diloco.common.bus import StreamLimits
-from diloco.common.bus_nats import NatsBus
+from diloco.common.bus.jetstream import NatsBus, connection
 from diloco.common.errors import BusUnavailableError, SwapLostError
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -211,7 +211,7 @@ def test_without_a_majority_a_repeat_is_no_refusal(
     cluster: Cluster, run_async: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader that is left says that the first attempt is in process; and so it is."""
-    monkeypatch.setattr(bus_nats, "CALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(connection, "CALL_TIMEOUT_S", 1.0)
     said: list[str] = []
 
     async def attempt(bus: NatsBus) -> int | None:

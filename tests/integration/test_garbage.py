@@ -28,7 +28,7 @@ def until_floor(world: World, least: int) -> Tape:
 def check_bounded(world: World, tape: Tape, learners: int) -> None:
     """Tape and store hold what some versions need, however many there were."""
     assert all(len(tape.records[f]) <= 2 * KEPT for f in range(FRAGMENTS))
-    assert len(tape.messages) <= FRAGMENTS * 2 * KEPT * (2 + learners)
+    assert len(tape.times_s) <= FRAGMENTS * 2 * KEPT * (2 + learners)
     objects = [path for path in world.store.rglob("*") if path.is_file()]
     shards = [path for path in objects if "update" in path.parts]
     assert len(shards) <= FRAGMENTS * KEPT * learners * SHARDS

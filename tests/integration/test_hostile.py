@@ -5,6 +5,7 @@ subject; what is no update is sampled there; honest learners do not notice.
 """
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 from collections.abc import Callable
@@ -17,11 +18,12 @@ from harness import ENDLESS, World
 from mallory import TOKENS_PER_STEP, Mallory
 
 from diloco.aggregator.core.policy import NORM_LEAST
-from diloco.check.history import Sent, read_stream
 from diloco.common import names, shards, slices, wire
-from diloco.common.bus import Bus
+from diloco.common.bus import Bus, Message
 from diloco.common.errors import WireError
 from diloco.common.shards import HEADER
+from diloco.common.tape import decode, messages_of
+from diloco.projections.history import Sent
 
 
 async def lie_in_manifests(mallory: Mallory, bus: Bus) -> None:
@@ -230,14 +232,16 @@ def shown(world: World) -> list[wire.Rejection]:
     subject = names.rejected(world.name, "*")
     stream = names.ops_stream(world.name)
     found = []
-    for message in world.ask(
-        lambda bus: read_stream(bus, stream, [names.heartbeat(world.name, "*"), subject])
-    ):
-        if ".rejected." in message.subject:
-            try:
-                found.append(wire.decode(wire.Rejection, message.payload))
-            except WireError:
-                continue  # Mallory writes there too
+
+    async def read(bus: Bus) -> list[Message]:
+        subjects = [names.heartbeat(world.name, "*"), subject]
+        return [message async for message in messages_of(bus, stream, subjects)]
+
+    for message in world.ask(read):
+        with contextlib.suppress(WireError):  # Mallory writes there too
+            said = decode(message.subject, message.payload)
+            if isinstance(said, wire.Rejection):
+                found.append(said)
     return found
 
 

@@ -12,7 +12,7 @@ from harness import ENDLESS, Process, World
 from diloco.aggregator.daemon import load_run
 from diloco.common import log
 from diloco.common.bus import Message
-from diloco.common.bus_nats import NatsBus
+from diloco.common.bus.jetstream import NatsBus
 from diloco.common.service import Runtime
 from diloco.common.store import DirectoryStore, open_store
 from diloco.learner.adopt import load as load_newest

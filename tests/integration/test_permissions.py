@@ -18,9 +18,9 @@ import pytest
 from harness import ENDLESS, World, open_world
 
 from diloco.auth import files as auth
-from diloco.common import bus_nats, names, wire
+from diloco.common import names, wire
 from diloco.common.bus import StreamLimits
-from diloco.common.bus_nats import NatsBus, connect
+from diloco.common.bus.jetstream import NatsBus, connect, cursor
 from diloco.common.config import BusSection
 from diloco.common.credentials import SHARED_API, load_credentials
 from diloco.common.errors import BusError, BusUnavailableError, ConfigError
@@ -229,14 +229,14 @@ FORBIDDEN: list[tuple[str, Callable[[NatsBus], Awaitable[object]], str]] = [
     ),
     (
         "delete the stream",
-        lambda bus: bus._call(
+        lambda bus: bus._connection.call(
             f"{SHARED_API}.STREAM.DELETE.{TAPE}", lambda js: js.delete_stream(TAPE)
         ),
         f"{SHARED_API}.STREAM.DELETE.{TAPE}",
     ),
     (
         "purge the stream",
-        lambda bus: bus._call(
+        lambda bus: bus._connection.call(
             f"{SHARED_API}.STREAM.PURGE.{TAPE}", lambda js: js.purge_stream(TAPE)
         ),
         f"{SHARED_API}.STREAM.PURGE.{TAPE}",
@@ -321,7 +321,7 @@ def test_an_aggregator_may_not_speak_for_learners_or_the_operator(
         async with guarded.enter("agg") as bus:
             acts = [bus.publish(subject, b"forged") for subject in forbidden]
             deleted = f"{SHARED_API}.STREAM.DELETE.{TAPE}"
-            acts.append(bus._call(deleted, lambda js: js.delete_stream(TAPE)))
+            acts.append(bus._connection.call(deleted, lambda js: js.delete_stream(TAPE)))
             found = await asyncio.gather(*acts, return_exceptions=True)
             for subject, error in zip([*forbidden, deleted], found, strict=True):
                 assert isinstance(error, BusError), subject
@@ -377,8 +377,8 @@ def test_no_answer_is_stored_where_a_learner_asks_for_it(guarded: Guarded, run_a
 def test_the_server_keeps_nothing_of_what_was_answered(
     guarded: Guarded, run_async: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bus_nats, "_PULL_EXPIRES_S", 0.3)
-    monkeypatch.setattr(bus_nats, "_HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(cursor, "_PULL_EXPIRES_S", 0.3)
+    monkeypatch.setattr(cursor, "_HEARTBEAT_S", 0.1)
 
     async def scenario() -> None:
         await make_run(guarded)
@@ -406,7 +406,7 @@ def test_revoking_cuts_off_one_identity_and_no_other_connection(
             guarded.enter("agg") as aggregator,
             guarded.enter("b") as gone,
         ):
-            links = [kept._link, aggregator._link]
+            links = [kept._connection.link, aggregator._connection.link]
             reading = asyncio.ensure_future(first(gone.read(TAPE, [names.stop(RUN)], 1)))
             await gone.publish(names.update(RUN, "b", 0), b"welcome")
             auth.revoke(guarded.folder, "b")
@@ -418,7 +418,7 @@ def test_revoking_cuts_off_one_identity_and_no_other_connection(
                 await gone.publish(names.update(RUN, "b", 0), b"unwelcome")
             await kept.publish(names.update(RUN, "a", 0), b"mine")
             await aggregator.publish(names.record(RUN, 0), b"next")
-            assert [kept._link, aggregator._link] == links
+            assert [kept._connection.link, aggregator._connection.link] == links
             # Somebody new needs no restart either, but a second reload: see docs/operations.md.
             auth.add(guarded.folder, "c", "learner")
             guarded.reload()
@@ -427,7 +427,7 @@ def test_revoking_cuts_off_one_identity_and_no_other_connection(
             await asyncio.sleep(1.0)
             async with guarded.enter("c") as late:
                 await published(late, names.join(RUN, "c"))
-            assert [kept._link, aggregator._link] == links
+            assert [kept._connection.link, aggregator._connection.link] == links
 
     run_async(scenario())
 

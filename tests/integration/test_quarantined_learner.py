@@ -9,9 +9,9 @@ from audit import read_tape
 from harness import ENDLESS, World
 from mallory import Mallory
 
-from diloco.check.history import Sent
 from diloco.common import names
 from diloco.common.bus import Bus
+from diloco.projections.history import Sent
 
 RATE = 5.0
 OFFENCES = 3

@@ -18,7 +18,7 @@ from diloco.common import names, wire
 from diloco.common.errors import BusError, ConfigError
 from diloco.common.nats_server import NatsServer
 from diloco.common.store import open_store
-from diloco.common.tape_file import read_tape_file, write_tape_file
+from diloco.common.tape import read_tape_file, write_tape_file
 from diloco.operate import change as operate
 from diloco.replay import run as replay
 from diloco.replay.export import run_export

@@ -16,8 +16,8 @@ from diloco.cli.opening import open_run
 from diloco.common import names, wire
 from diloco.common.nats_server import NatsServer
 from diloco.model.scores import Scorer
+from diloco.projections.timeseries import TimeSeries
 from diloco.report.build import gather
-from diloco.report.chronicle import Chronicle
 from diloco.report.lanes import make_lanes
 
 
@@ -80,9 +80,9 @@ def look(target: Path, evaluations: int):
 
 def test_views_of_earlier_times_are_scored_from_what_is_stored(ended_run: World) -> None:
     shown = look(ended_run.folder, 4)
-    chronicle: Chronicle = shown.chronicle
-    assert chronicle.ended_s is not None
-    assert [lane.learner for lane in make_lanes(chronicle)] == ["a"]
+    series: TimeSeries = shown.series
+    assert series.ended_s is not None
+    assert [lane.learner for lane in make_lanes(series)] == ["a"]
     losses = [score.loss for score in shown.scores]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

@@ -19,7 +19,7 @@ from diloco.common.errors import (
     StoreUnavailableError,
 )
 from diloco.common.store import ObjectInfo, open_store
-from diloco.common.store_gcs import PART_BYTES, GcsStore
+from diloco.common.store.gcs import PART_BYTES, GcsStore
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gcs_server import GcsServer
@@ -194,7 +194,7 @@ def test_another_writer_that_finishes_first_is_met_at_the_end(
     )
     store.put("o", LARGE)
     span = f"bytes 0-{len(LARGE) - 1}/{len(LARGE)}"
-    answer = store._session.put(upload, data=LARGE, headers={"Content-Range": span})
+    answer = store._bucket.session.put(upload, data=LARGE, headers={"Content-Range": span})
     assert answer.status_code == 412
     assert store.get("o") == LARGE
 
@@ -376,7 +376,7 @@ def test_many_threads_keep_their_connections(server: GcsServer, store: GcsStore)
 
 MEMORY = """
 import resource, sys, threading
-from diloco.common.store_gcs import PART_BYTES, open_gcs
+from diloco.common.store.gcs import PART_BYTES, open_gcs
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

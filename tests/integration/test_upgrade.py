@@ -9,7 +9,7 @@ from audit import Tape, read_tape
 from harness import ENDLESS, World
 
 from diloco.common import names, wire
-from diloco.common.bus_nats import NatsBus
+from diloco.common.bus.jetstream import NatsBus
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
 

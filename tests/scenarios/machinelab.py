@@ -125,7 +125,8 @@ class Lab:
             self.unheard = False
         if isinstance(event, events.CutKnown):
             self.cut_asked = False
-        self.state, effects = machine.step(self.rules, self.state, event)
+        now_s = event.stored_at_s if isinstance(event, events.FromTape) else event.at_s
+        self.state, effects = machine.step_at(self.rules, self.state, event, now_s)
         for effect in effects:
             if isinstance(effect, AskCut):
                 assert not self.cut_asked, "asked twice"

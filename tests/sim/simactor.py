@@ -17,6 +17,7 @@ from simbus import ActorBus
 from simloop import ACTOR
 from simstore import ActorStore
 
+from diloco.common.clock import Clock
 from diloco.common.errors import DilocoError
 from diloco.common.service import Runtime
 
@@ -135,11 +136,17 @@ class Actor:
         self.bus = ActorBus(self)
         self.store = ActorStore(self)
         self.logger = ActorLog(self)
+        self.clock = Clock(self.wall_clock, self.monotonic)
         self.runtime = Runtime(clock=self.clock, offload=self._offload, rng=self.chance)
 
-    def clock(self) -> float:
-        """Seconds since the epoch as this machine has them."""
-        return self.world.clock() + self.world.loop.now_s * self.drift + self.offset_s
+    def monotonic(self) -> float:
+        """Seconds since the machine was started, as its oscillator counts them."""
+        return self.world.loop.now_s * (1 + self.drift)
+
+    def wall_clock(self) -> float:
+        """Seconds since the epoch as this machine has them now; somebody may set it."""
+        since_s = self.monotonic() - self.world.loop.now_s
+        return self.world.clock() + since_s + self.offset_s + self.world.set_by_s[self.name]
 
     # Faults
 

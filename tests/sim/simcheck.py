@@ -136,8 +136,8 @@ class Checkers:
     def on_message(self, stream: str, message: Message) -> None:
         if stream != names.tape_stream(self._world.run_name):
             return
-        kind = message.subject.split(".", 3)[2]
-        handler = self._handlers.get(kind)
+        subject = names.parse_subject(message.subject)
+        handler = self._handlers.get(subject.kind) if subject else None
         if handler is not None:
             self._guard(handler, message)
 
@@ -357,6 +357,7 @@ class Checkers:
             chain.arrays = FragmentArrays.from_objects(
                 self._world.settings, self._world.layout, record.fragment,
                 view=store.get(record.snapshot.name), outer_state=store.get(record.outer.name),
+                arithmetic=self._world.tensors.arithmetic,
             )  # fmt: skip
         else:
             chain.arrays.merge_again(record, partial(read_input, store, chain.arrays.grid))

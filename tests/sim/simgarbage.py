@@ -145,17 +145,15 @@ class GarbageChecker:
     def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:
         """Messages of a subject below a sequence are about to go."""
         self.trimmed += 1
-        kind, *rest = subject.split(".")[2:]
         if stream != names.tape_stream(self._run):
             return
-        if kind == "record":
-            floor = self.needs[int(rest[0])].floor(self._replay_s)
-            free = below_seq <= floor.record_seq
-            self._hold(free, "trim", f"fragment {rest[0]}", f"{below_seq} is above {floor}")
-        elif kind == "update":
-            position = self.needs[int(rest[1])].position
-            free = below_seq <= position
-            self._hold(free, "trim", f"fragment {rest[1]}", f"{below_seq} is above {position}")
+        about = names.parse_subject(subject)
+        kind = about.kind if about else ""
+        if about and about.fragment is not None:
+            needs = self.needs[about.fragment]
+            limit = needs.floor(self._replay_s).record_seq if kind == "record" else needs.position
+            what = f"fragment {about.fragment}"
+            self._hold(below_seq <= limit, "trim", what, f"{below_seq} is above {limit}")
         elif kind in ("join", "leave"):
             position = min(needs.position for needs in self.needs.values())
             self._hold(below_seq <= position, "trim", subject, f"{below_seq} is above {position}")

@@ -57,6 +57,7 @@ PROCESSES = (
     "resume",
     "standby",
     "rivals",
+    "clock_step",
 )
 KINDS = (*OPERATIONS, *PROCESSES)
 # Share of the time with faults, and how much longer than planned the rest may take.
@@ -226,6 +227,7 @@ class Scenario:
                 ("partition", self._cut),
                 ("membership", self._ask_to_leave),
                 ("operator", self._operate),
+                ("clock_step", self._set_clock),
             )
             if plan.has(kind)
         ]
@@ -306,6 +308,17 @@ class Scenario:
                 victim.bus_cut_until_s = until_s
             if sides != "bus":
                 victim.store_cut_until_s = until_s
+
+    async def _set_clock(self, chance: random.Random) -> None:
+        """Somebody sets a machine's clock, by moments or by hours, and never back again."""
+        mean_s = chance.choice([5.0, 20.0])
+        while True:
+            await self._every(chance, mean_s)
+            self.world.injected["clock_step"] += 1
+            victim = self._somebody(chance)
+            by_s = chance.choice([-1, 1]) * 10 ** chance.uniform(0, 4)
+            self.world.set_by_s[victim.name] += by_s
+            self.world.note(victim, "clock set", f"by {by_s:+.1f} s")
 
     async def _operate(self, chance: random.Random) -> None:
         """An operator changes settings, goes back, and marks checkpoints."""

@@ -11,6 +11,7 @@ from simworld import World
 
 from diloco.common import names, wire
 from diloco.common.bus import Message
+from diloco.common.tape import decode
 
 # Processor time that shrinking may take, and events that a trace shows.
 SHRINK_S = 120.0
@@ -110,21 +111,20 @@ def _show(world: World, event: Event) -> str:
 
 def _describe(message: Message) -> str:
     """What a message of the tape says, in a few words."""
-    kind = message.subject.split(".")[2]
-    if kind == "update":
-        manifest = wire.decode(wire.Manifest, message.payload)
-        return (
-            f"incarnation {manifest.incarnation} seq {manifest.seq} attempt {manifest.attempt} "
-            f"on version {manifest.base_version}, {manifest.steps} steps to {manifest.position}"
-        )
-    if kind == "record":
-        record = wire.decode_record(message.payload)
-        if isinstance(record, wire.RecordPointer):
-            return record.body.name
-        merged = [f"{i.learner}:{i.incarnation}:{i.seq}" for i in record.inputs]
-        rejected = [f"{r.learner}:{r.incarnation}:{r.seq} {r.reason}" for r in record.rejected]
-        return (
-            f"{record.what} {record.version} by {record.aggregator} position {record.position} "
-            f"merges {merged} rejects {rejected} ({record.reason})"
-        )
+    match decode(message.subject, message.payload):
+        case wire.Manifest() as manifest:
+            return (
+                f"incarnation {manifest.incarnation} seq {manifest.seq} attempt "
+                f"{manifest.attempt} on version {manifest.base_version}, {manifest.steps} steps to "
+                f"{manifest.position}"
+            )
+        case wire.RecordPointer() as pointer:
+            return pointer.body.name
+        case wire.Record() as record:
+            merged = [f"{i.learner}:{i.incarnation}:{i.seq}" for i in record.inputs]
+            rejected = [f"{r.learner}:{r.incarnation}:{r.seq} {r.reason}" for r in record.rejected]
+            return (
+                f"{record.what} {record.version} by {record.aggregator} position "
+                f"{record.position} merges {merged} rejects {rejected} ({record.reason})"
+            )
     return ""

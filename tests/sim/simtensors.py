@@ -3,7 +3,7 @@
 Every update says which steps of its learner it covers, so that the checkers know what was merged
 once, twice or never. There are two kinds:
 
-- `light()`: vectors of a few elements whose values are digests of all that was merged into them,
+- light ones: vectors of a few elements whose values are digests of all that was merged into them,
   in order. Only arithmetic is replaced, below `FragmentArrays` and instead of `Replica`; what is
   merged, when, in which order, and again after a crash, is production code's business. Any other
   order, input, coefficient or factor gives other digests.
@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 import xxhash
 
-from diloco.aggregator.arrays import merge, outer
+from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.merge import Contribution, Grid
 from diloco.common import shards, slices, wire
 from diloco.common.codec import Encoded, decode_numpy
@@ -167,44 +167,7 @@ def _light_close_round(
     return Encoded(NO_SCALES, delta_N)
 
 
-class _LightMerge:
-    """Stands for the module `diloco.aggregator.arrays.merge` in `diloco.aggregator.arrays.fragment`."""
-
-    Accumulator = _LightSum
-    segment_norms = staticmethod(_light_norms)
-    coefficients = staticmethod(_light_coefficients)
-    factors = staticmethod(_light_factors)
-    make_grid = staticmethod(merge.make_grid)
-
-
-class _LightOuter:
-    """Stands for the module `diloco.aggregator.arrays.outer` in `diloco.aggregator.arrays.fragment`."""
-
-    close_round = staticmethod(_light_close_round)
-    make_outer = staticmethod(outer.make_outer)
-    participation = staticmethod(outer.participation)
-    advance_view = staticmethod(outer.advance_view)
-
-
-def _light_flatten(layout: Layout, fragment: int, _leaves: Any) -> np.ndarray:
-    return np.zeros(layout.fragments[fragment].size, np.float32)
-
-
-def _unchecked(_codec: str, _codes: np.ndarray) -> None:
-    """Whether a float may be is a matter of arithmetic."""
-
-
-@contextlib.contextmanager
-def light() -> Iterator[None]:
-    """Within this, fragments are merged as digests, and equal bytes are decoded once."""
-    with (
-        mock.patch("diloco.aggregator.arrays.fragment.merge", _LightMerge),
-        mock.patch("diloco.aggregator.arrays.fragment.outer", _LightOuter),
-        mock.patch("diloco.operate.create._flatten", _light_flatten),
-        mock.patch("diloco.common.shards._check_codes", new=_unchecked),
-        decoded_once(),
-    ):
-        yield
+LIGHT = Arithmetic(_LightSum, _light_norms, _light_coefficients, _light_factors, _light_close_round)
 
 
 @contextlib.contextmanager
@@ -224,7 +187,8 @@ class Light:
 
     def __init__(self, elements: int) -> None:
         self.elements = elements
-        self.context = light
+        self.context = decoded_once
+        self.arithmetic = LIGHT
 
     def replica(
         self, learner: int, _settings: Any, layout: Layout, views: Sequence[np.ndarray]
@@ -267,6 +231,7 @@ class Ledger:
     def __init__(self, rows: int) -> None:
         self.elements = rows
         self.context = decoded_once
+        self.arithmetic = PRODUCTION
 
     @property
     def _each(self) -> int:

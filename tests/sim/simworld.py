@@ -7,7 +7,7 @@ message and object; `simactor.py` has what may go wrong, `simtensors.py` what st
 import asyncio
 import contextlib
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import replace
@@ -91,6 +91,8 @@ class World:
         self.damaged = False
         self.delivered = 0
         self.steps = 0
+        # By how much each machine's wall clock was set; a machine keeps it over its processes.
+        self.set_by_s: defaultdict[str, float] = defaultdict(float)
         self.trace: deque[tuple[float, str, str, str]] | None = (
             deque(maxlen=TRACE) if traced else None
         )
@@ -213,6 +215,7 @@ class World:
             logger=actor.logger,
             name=name,
             gc=self.gc,
+            arithmetic=self.tensors.arithmetic,
         )
 
     def aggregator(

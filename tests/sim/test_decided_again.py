@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 from simrun import Trial, simulate
 
-from diloco.check.history import History, sort_all
 from diloco.common import names, wire
 from diloco.common.config import parse_settings
+from diloco.common.tape import read_message
+from diloco.projections.history import History
 from diloco.replay.decide import decide
 
 SEEDS = 6
@@ -24,9 +25,9 @@ def history_of(world) -> History:
         settings=parse_settings(specification.settings),
         layout=world.layout,
         store=world.store,
-        messages=messages,
     )
-    sort_all(history)
+    for message in messages:
+        history.take(read_message(message, world.store))
     return history
 
 

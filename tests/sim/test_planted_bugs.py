@@ -11,6 +11,7 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.core import garbage
 from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import slices
+from diloco.common.tape import data_position
 
 SEEDS = 500
 
@@ -76,7 +77,13 @@ def blocks_where_they_come():
     return mock.patch("diloco.common.slices.scatter", in_a_row)
 
 
+def position_from_any_replica():
+    """A learner that comes back believes whatever replica answers where its data goes on."""
+    return mock.patch("simworld.position_after_join", lambda c: data_position(c, c.learner))
+
+
 BUGS = {
+    position_from_any_replica: {"data"},
     position_before_the_commit: {"position"},
     no_fence: {"chain"},
     merged_again_out_of_order: {"stopped"},

@@ -12,7 +12,7 @@ from diloco.common.config import SyncSection
 from diloco.common.layout import Tensor, TensorHint, make_layout
 from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
-from diloco.report.agreement import Pairs, mean_cosine, pair_cosines
+from diloco.projections.agreement import Pairs, mean_cosine, pair_cosines
 
 BLOCK = 16
 CODEC = "int4"

@@ -13,7 +13,7 @@ from diloco.common.errors import BusUnavailableError, ConfigError, StoreUnavaila
 from diloco.common.health import Health, View, step_limit_s
 from diloco.common.manager import report, tell, tell_stopping
 from diloco.common.probes import make_probes, serving
-from diloco.common.service import Runtime, Waits
+from diloco.common.service import Retries, Runtime
 
 
 class Clock:
@@ -147,7 +147,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 def test_pages_over_http() -> None:
-    waits = Waits()
+    waits = Retries()
     probes = make_probes(waits, run="demo", learner="a")
     port = free_port()
     with serving(MetricsSection(port=port), probes):
@@ -178,7 +178,7 @@ def test_pages_over_http() -> None:
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_hint() -> None:
-    probes = make_probes(Waits())
+    probes = make_probes(Retries())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -193,7 +193,7 @@ def test_waits_name_what_passing_faults_keep_waiting(run_async, monkeypatch) -> 
     seen = []
 
     async def no_sleep(_seconds: float) -> None:
-        seen.append(runtime.waits.now())
+        seen.append(runtime.retries.now())
 
     monkeypatch.setattr("diloco.common.service.asyncio.sleep", no_sleep)
     left = [BusUnavailableError("away"), StoreUnavailableError("away"), None]
@@ -206,6 +206,6 @@ def test_waits_name_what_passing_faults_keep_waiting(run_async, monkeypatch) -> 
 
     run_async(runtime.retry("publishing", attempt, logger=log.get()))
     assert seen == [("publishing",), ("publishing",)]
-    assert runtime.waits.now() == ()
-    assert runtime.waits.faults == {("publishing", "bus"): 1, ("publishing", "store"): 1}
-    assert not any(runtime.waits.waiting.values())
+    assert runtime.retries.now() == ()
+    assert runtime.retries.faults == {("publishing", "bus"): 1, ("publishing", "store"): 1}
+    assert not any(runtime.retries.waiting.values())

@@ -5,24 +5,25 @@ import pytest
 
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, make_layout
-from diloco.report.chronicle import Chronicle, Life
+from diloco.common.tape import Extent
+from diloco.projections.timeseries import Life, TimeSeries
 from diloco.report.lanes import Lane, make_lanes
 
 STEP_S = 0.5
 EVERY = 4  # steps between two updates
 
 
-def chronicle(*lives: Life, ends_s: float = 400.0) -> Chronicle:
+def series(*lives: Life, ends_s: float = 400.0) -> TimeSeries:
     settings = RunSettings.model_validate({"run": {"name": "r", "steps": 9}, "sync": {"block": 16}})
     layout = make_layout([Tensor(name="w", shape=(64,), dtype="float32")], fragments=1, block=16)
-    made = Chronicle("r", settings, layout, 0.0)
+    made = TimeSeries("r", settings, layout, 0.0)
     made.learners = sorted({life.learner for life in lives})
     made.lives = list(lives)
     made.ended_s = ends_s
     return made
 
 
-def update(made: Chronicle, life: Life, at_s: float, position: float) -> None:
+def update(made: TimeSeries, life: Life, at_s: float, position: float) -> None:
     made.updates.add(
         made.learners.index(life.learner), life.incarnation, 0, at_s, 1, EVERY, position, 1.0,
         STEP_S, 0.0, 0.0, 1,
@@ -30,7 +31,7 @@ def update(made: Chronicle, life: Life, at_s: float, position: float) -> None:
 
 
 def trained(
-    made: Chronicle, life: Life, begins_s: float, ends_s: float, position: float = 0
+    made: TimeSeries, life: Life, begins_s: float, ends_s: float, position: float = 0
 ) -> float:
     """Steady updates; the position after them."""
     for at_s in np.arange(begins_s, ends_s, EVERY * STEP_S)[1:]:
@@ -45,7 +46,7 @@ def states(lane: Lane) -> dict[str, float]:
 
 def test_a_life_that_trains_and_leaves() -> None:
     life = Life("a", 1, 0.0, "host", left_s=200.0, merged_s=10.0)
-    made = chronicle(life)
+    made = series(life)
     life.position = int(trained(made, life, 0.0, 200.0)) + EVERY
     (lane,) = make_lanes(made)
     assert states(lane) == {"training": 190, "stalled": 0, "down": 0}
@@ -57,7 +58,7 @@ def test_a_life_that_trains_and_leaves() -> None:
 def test_a_killed_life_is_down_until_it_joins_again() -> None:
     first = Life("a", 1, 0.0, "host", merged_s=0.0)
     second = Life("a", 9, 150.0, "host", left_s=400.0, merged_s=160.0)
-    made = chronicle(first, second)
+    made = series(first, second)
     position = trained(made, first, 0.0, 100.0)
     trained(made, second, 150.0, 400.0, position)
     (lane,) = make_lanes(made)
@@ -70,7 +71,7 @@ def test_a_killed_life_is_down_until_it_joins_again() -> None:
 def test_a_killed_life_that_never_returns_is_down_to_the_end() -> None:
     gone = Life("a", 1, 0.0, "host", merged_s=0.0)
     stays = Life("b", 2, 0.0, "host", merged_s=0.0)
-    made = chronicle(gone, stays)
+    made = series(gone, stays)
     trained(made, gone, 0.0, 100.0)
     trained(made, stays, 0.0, 400.0)
     lanes = make_lanes(made)
@@ -80,7 +81,7 @@ def test_a_killed_life_that_never_returns_is_down_to_the_end() -> None:
 
 def test_a_pause_is_a_stall() -> None:
     life = Life("a", 1, 0.0, "host", left_s=400.0, merged_s=0.0)
-    made = chronicle(life)
+    made = series(life)
     position = trained(made, life, 0.0, 100.0)
     life.position = int(trained(made, life, 160.0, 400.0, position))
     (lane,) = make_lanes(made)
@@ -89,7 +90,7 @@ def test_a_pause_is_a_stall() -> None:
 
 def test_work_that_an_outage_kept_back_is_no_stall() -> None:
     life = Life("a", 1, 0.0, "host", left_s=400.0, merged_s=0.0)
-    made = chronicle(life)
+    made = series(life)
     position = trained(made, life, 0.0, 100.0)
     for _ in range(29):  # of 60 s, all at once
         position += EVERY
@@ -101,15 +102,15 @@ def test_work_that_an_outage_kept_back_is_no_stall() -> None:
 
 def test_a_life_of_which_nothing_was_merged_is_catching_up() -> None:
     life = Life("a", 1, 0.0, "host", left_s=50.0)
-    made = chronicle(life)
+    made = series(life)
     (lane,) = make_lanes(made)
     assert [span.state for span in lane.spans] == ["catching up"]
 
 
 def test_of_a_life_that_began_before_a_trimmed_tape_the_rest_is_shown() -> None:
     life = Life("a", 1, -5000.0, "host", left_s=400.0, merged_s=150.0)
-    made = chronicle(life)
-    made.whole_from, made.whole_s = 77, 100.0
+    made = series(life)
+    made.extent = Extent(whole_from=77, whole_s=100.0)
     life.position = int(trained(made, life, 100.0, 400.0, position=10_000))
     (lane,) = make_lanes(made)
     assert states(lane) == {"training": 300, "stalled": 0, "down": 0}

@@ -1,9 +1,10 @@
 """Addresses: what is fenced by a prefix or a subject stays within it."""
 
 import re
+from typing import get_args
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from diloco.common import names
@@ -75,6 +76,82 @@ def test_names_of_objects_can_be_read_back(run, learner, numbers, digest):
 def test_what_is_no_name_of_ours_is_not_read(name):
     assert names.parse_shard("r", name) is None
     assert names.parse_version_object("r", 0, name) is None
+
+
+NUMBERS = st.one_of(st.integers(0, 20), st.integers(0, 10**19 - 1))
+LIVES = st.from_regex("[0-9a-f]{32}", fullmatch=True)
+# By its kind, how each subject is made, of what it says besides its run.
+SUBJECTS = {
+    "spec": (names.spec, st.tuples()),
+    "settings": (names.settings, st.tuples()),
+    "checkpoint": (names.checkpoint, st.tuples()),
+    "stop": (names.stop, st.tuples()),
+    "end": (names.end, st.tuples()),
+    "join": (names.join, st.tuples(valid)),
+    "leave": (names.leave, st.tuples(valid)),
+    "quarantine": (names.quarantine, st.tuples(valid)),
+    "heartbeat": (names.heartbeat, st.tuples(valid)),
+    "rejected": (names.rejected, st.tuples(valid)),
+    "update": (names.update, st.tuples(valid, NUMBERS)),
+    "record": (names.record, st.tuples(NUMBERS)),
+    "round": (names.round_open, st.tuples(NUMBERS)),
+    "lease of a fragment": (names.fragment_lease, st.tuples(NUMBERS)),
+    "lease of an aggregator": (names.aggregator_lease, st.tuples(LIVES)),
+}
+
+
+def said(subject: names.Subject) -> tuple[object, ...]:
+    """What a subject says besides its kind and run."""
+    return tuple(part for part in subject[2:] if part is not None)
+
+
+def test_every_kind_of_subject_is_made_and_read():
+    assert {kind.split()[0] for kind in SUBJECTS} == {*get_args(names.Kind)}
+
+
+@pytest.mark.parametrize("kind", SUBJECTS)
+@settings(max_examples=30, deadline=None)
+@given(run=valid, data=st.data())
+def test_a_subject_is_read_back_as_it_was_made(kind, run, data):
+    make, parts = SUBJECTS[kind]
+    given_parts = data.draw(parts)
+    subject = make(run, *given_parts)
+    found = names.parse_subject(subject)
+    assert found is not None
+    assert (found.kind, found.run, said(found)) == (kind.split()[0], run, given_parts)
+    learner = next((part for part in given_parts if kind != "lease of an aggregator"
+                    and isinstance(part, str)), None)  # fmt: skip
+    assert names.subject_learner(subject) == learner
+
+
+odd_token = st.one_of(
+    st.sampled_from([*get_args(names.Kind), "diloco", "$KV", "diloco-r_leases", "fragment", "a"]),
+    st.sampled_from(["*", ">", "", "00", "01", "-1", "1e3", "A", "a b", "a\n", "x" * 41, "9" * 20]),
+    valid,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(odd_token, min_size=1, max_size=6).map(".".join))
+def test_what_is_read_is_what_would_be_made(subject):
+    """No second spelling, no wildcard, nothing behind it."""
+    found = names.parse_subject(subject)
+    if found is not None:
+        made = [make for kind, (make, _) in SUBJECTS.items() if kind.split()[0] == found.kind]
+        assert subject in [make(found.run, *said(found)) for make in made]
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "diloco.r.record.00", "diloco.r.record.x", "diloco.r.record.*", "diloco.r.update.a.1.2",
+        "diloco.r.join", "diloco.r.join.a.b", "diloco.r.other", "other.r.spec", "diloco.R.spec",
+        "diloco.r.spec.", " diloco.r.spec", "diloco.r.spec\n", "$KV.diloco-r.fragment.0",
+        "$KV.diloco-r_leases.aggregator.x", f"diloco.r.record.{'9' * 20}",
+    ],
+)  # fmt: skip
+def test_what_is_no_subject_of_ours_is_not_read(subject):
+    assert names.parse_subject(subject) is None
 
 
 def matches(pattern: str, subject: str) -> bool:

@@ -13,8 +13,8 @@ from runlab import Lab
 from bench.forger import Forger
 from diloco.common import wire
 from diloco.model.scores import keep, kept
+from diloco.projections.timeseries import read_time_series
 from diloco.report.build import DRAWINGS, sample_pairs, write
-from diloco.report.chronicle import read_chronicle
 from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
 from diloco.report.page import Fact, Page, Section, Table, render
@@ -29,9 +29,9 @@ def quiet(*_: object) -> None:
 
 def look_at(lab: Lab) -> Shown:
     async def look() -> Shown:
-        chronicle = await read_chronicle(lab.context, 0.0)
-        shown = Shown(chronicle, make_lanes(chronicle), await kept(lab.context))
-        shown.pairs = await sample_pairs(lab.context, chronicle, quiet)
+        series = await read_time_series(lab.context, 0.0)
+        shown = Shown(series, make_lanes(series), await kept(lab.context))
+        shown.pairs = await sample_pairs(lab.context, series, quiet)
         return shown
 
     return asyncio.run(look())

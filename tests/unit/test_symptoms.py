@@ -11,24 +11,24 @@ from runlab import RUN, Lab
 
 from diloco.check import symptoms
 from diloco.check.audit import audit
-from diloco.check.history import History, read_history
 from diloco.check.symptoms import Finding
 from diloco.common import names, wire
 from diloco.common.service import Runtime
-from diloco.look.observe import LearnerView
+from diloco.projections.history import History, read_history
+from diloco.projections.live import LastHeartbeat
 
 
 def ask(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 60.0))
 
 
-def beat(learner: str, incarnation: int, heard_at_s: float) -> LearnerView:
+def beat(learner: str, incarnation: int, heard_at_s: float) -> LastHeartbeat:
     heartbeat = wire.Heartbeat(
         learner=learner, incarnation=incarnation, local_step=8, global_step=8, tokens=80,
         loss=1.0, tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0,
         bytes_down=0, updates_sent=1, state="training",
     )  # fmt: skip
-    return LearnerView(heartbeat, heard_at_s)
+    return LastHeartbeat(heartbeat, heard_at_s)
 
 
 def of_learner(history: History, learner: str) -> list[Finding]:
@@ -84,6 +84,8 @@ def test_a_learner_whose_updates_are_rejected() -> None:
     (finding,) = of_learner(history, "odd")
     assert finding.severity == "warning"
     assert "3 of its last 3 updates were rejected: layout 3" in finding.sentence
+    assert finding.advice == "layout: not the run's layout"
+    assert finding.runbook == "runbooks/run-mismatch.md"
     account = audit(history).account
     assert (account.sent, account.merged, account.rejected) == (4, 1, 3)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diloco.common.bus import Message
 from diloco.common.errors import ConfigError, IntegrityError
-from diloco.common.tape_file import (
+from diloco.common.tape.file import (
     MAGIC,
     is_tape_file,
     read_tape_file,

@@ -14,15 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco.check.history import decode_message, messages_of
-from diloco.common import names, wire
-from diloco.common.bus import Message
+from diloco.common import wire
 from diloco.common.config import RunSettings
-from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Layout
-from diloco.common.store import ObjectStore
-from diloco.common.tape import RunContext
-from diloco.report.agreement import mean_cosine
+from diloco.common.tape import Entry, Extent, Garbage, Item, RunContext, Unreadable, read_tape
+from diloco.projections.agreement import mean_cosine
+from diloco.projections.live import LastHeartbeat, read_heartbeats
 
 Column = npt.NDArray[np.float64]
 
@@ -89,7 +86,7 @@ class Life:
 
 
 @dataclass
-class Chronicle:
+class TimeSeries:
     """A run's tape up to now; times are seconds since the epoch, as the server stored messages.
 
     Attributes:
@@ -103,7 +100,7 @@ class Chronicle:
         versions: every record that made a version, with rollbacks, as (seq, fragment, time).
         reasons: why rounds closed.
         totals: of each fragment, by its newest record.
-        whole_from: no message from here on is missing; it was stored at `whole_s`.
+        extent: how far the tape goes, and from where on nothing is missing.
     """
 
     run: str
@@ -139,18 +136,16 @@ class Chronicle:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=WORDS))
     totals: dict[int, wire.Totals] = field(default_factory=dict)
     global_step: int = 0
-    beats: dict[str, tuple[wire.Heartbeat, float]] = field(default_factory=dict)
+    beats: dict[str, LastHeartbeat] = field(default_factory=dict)
     unreadable: int = 0
     garbage: int = 0
-    whole_from: int = 1
-    whole_s: float = 0.0
-    last_s: float = 0.0
+    extent: Extent = field(default_factory=Extent)
     ended_s: float | None = None
 
     @property
     def trimmed(self) -> bool:
         """Whether garbage collection has taken something from the tape."""
-        return self.whole_from > 1
+        return self.extent.whole_from > 1
 
     @property
     def fragments(self) -> int:
@@ -161,23 +156,23 @@ class Chronicle:
     def begins_s(self) -> float:
         """When what is shown begins: the first join, or where a trimmed tape becomes whole."""
         if self.trimmed:
-            return self.whole_s
-        return min([life.joined_s for life in self.lives], default=self.last_s)
+            return self.extent.whole_s
+        return min([life.joined_s for life in self.lives], default=self.extent.last_s)
 
     @property
     def ends_s(self) -> float:
         """When it ends: the run's end, or the last sign of it."""
-        beats = [heard_s for _, heard_s in self.beats.values()]
-        return self.ended_s or max([self.last_s, *beats])
+        beats = [beat.heard_at_s for beat in self.beats.values()]
+        return self.ended_s or max([self.extent.last_s, *beats])
 
     def tokens_merged(self) -> float:
         """Tokens whose work is in the model; each is in every fragment, so it is their mean."""
         return sum(t.tokens_merged for t in self.totals.values()) / max(self.fragments, 1)
 
 
-async def read_chronicle(
+async def read_time_series(
     context: RunContext, created_s: float, progress: Callable[[int, int], None] | None = None
-) -> Chronicle:
+) -> TimeSeries:
     """Everything on a run's tape up to now.
 
     Args:
@@ -188,125 +183,90 @@ async def read_chronicle(
     Raises:
         BusError, StoreUnavailableError: bus or store are away.
     """
-    chronicle = Chronicle(context.run, context.settings, context.layout, created_s)
+    series = TimeSeries(context.run, context.settings, context.layout, created_s)
     last = await context.bus.last_sequence(context.tape)
-    writer = Writer(chronicle, context.epoch, context.store, every=1 + last // (5 * COSINES))
-    subjects = names.tape_subjects(context.run)
-    async for message in messages_of(context.bus, context.tape, subjects):
-        writer.write(message)
-        if progress is not None and message.seq % PROGRESS_EVERY == 0:
-            progress(message.seq, last)
-    for learner in chronicle.learners:
-        beat = await context.bus.last(
-            names.ops_stream(context.run), names.heartbeat(context.run, learner)
-        )
-        if beat is not None:
-            writer.hear(beat)
-    return chronicle
+    builder = Builder(series, context.epoch, every=1 + last // (5 * COSINES))
+    async for item in read_tape(context):
+        builder.take(item)
+        if progress is not None and item.seq % PROGRESS_EVERY == 0:
+            progress(item.seq, last)
+    series.beats = await read_heartbeats(context, series.learners)
+    return series
 
 
-class Writer:
-    """Adds a tape's messages to a chronicle, in their order.
+class Builder:
+    """Adds a tape's messages to a time series, in their order.
 
     Args:
-        chronicle: to be written.
+        series: to be filled.
         epoch: of the tape.
-        store: where large records have their bodies.
         every: one version in so many is looked at for its cosine.
     """
 
-    def __init__(
-        self, chronicle: Chronicle, epoch: int, store: ObjectStore, *, every: int = 1
-    ) -> None:
-        self._chronicle = chronicle
+    def __init__(self, series: TimeSeries, epoch: int, *, every: int = 1) -> None:
+        self._series = series
         self._epoch = epoch
-        self._store = store
         self._every = every
-        self._before = 0
         self._indices: dict[str, int] = {}
         self._lives: dict[tuple[str, int], Life] = {}
         self._announced: dict[tuple[str, int, int], int] = {}
-        radial = chronicle.settings.outer.merge == "rda"
+        radial = series.settings.outer.merge == "rda"
         self._radial = [
             np.asarray([radial and rule == "rda" for rule in fragment.segment_rules()])
-            for fragment in chronicle.layout.fragments
+            for fragment in series.layout.fragments
         ]
 
-    def write(self, message: Message) -> None:
-        """Take the next message of the tape."""
-        chronicle = self._chronicle
-        if message.seq != self._before + 1:
-            chronicle.whole_from, chronicle.whole_s = message.seq, message.time_s
-        self._before, chronicle.last_s = message.seq, message.time_s
-        kind = message.subject.split(".")[2]
-        try:
-            if kind in ("join", "leave", "update", "record"):
-                self._said(message)
-            else:
-                self._happened(kind, message)
-        except WireError:
-            chronicle.garbage += 1
-        except (IntegrityError, ObjectMissingError):
-            chronicle.unreadable += 1
+    def take(self, item: Item) -> None:
+        """Add the tape's next message."""
+        self._series.extent.take(item)
+        match item:
+            case Garbage():
+                self._series.garbage += 1
+            case Unreadable():
+                self._series.unreadable += 1
+            case Entry():
+                self._take_entry(item)
 
-    def hear(self, message: Message) -> None:
-        """Take a learner's newest heartbeat."""
-        try:
-            beat = wire.decode(wire.Heartbeat, message.payload)
-        except WireError:
-            return
-        self._chronicle.beats[beat.learner] = (beat, message.time_s)
-
-    def _said(self, message: Message) -> None:
-        match decode_message(
-            message, run=self._chronicle.run, epoch=self._epoch, store=self._store
-        ):
+    def _take_entry(self, entry: Entry) -> None:
+        match entry.body:
             case wire.Manifest() as manifest:
-                self._announce(manifest, message.time_s)
+                self._announce(manifest, entry.time_s)
             case wire.Record() as record:
-                self._record(record, message)
+                self._record(record, entry)
             case wire.Join() as join:
-                self._join(join, message)
+                self._join(join, entry)
             case wire.Leave() as leave:
-                self._leave(leave, message.time_s)
+                self._leave(leave, entry.time_s)
+            case wire.End():
+                self._series.ended_s = entry.time_s
+                self._happened(entry, "end: every fragment's last version is committed")
+            case wire.Stop() as stop:
+                self._happened(entry, f"stop at global step {stop.global_step} ({stop.reason})")
+            case wire.Settings() as settings:
+                self._happened(entry, "settings changed: " + "; ".join(settings.changed))
+            case wire.Checkpoint() as checkpoint:
+                self._happened(entry, f"checkpoint {checkpoint.name}")
+            case wire.Quarantine() as word:
+                what = "quarantined" if word.active else "let in again"
+                self._happened(entry, f"{word.learner} {what} by {word.by}: {word.reason}")
 
-    def _happened(self, kind: str, message: Message) -> None:
-        chronicle, at_s = self._chronicle, message.time_s
-        if kind == "settings":
-            changed = wire.decode(wire.Settings, message.payload).changed
-            chronicle.events.append(Event(at_s, "settings changed: " + "; ".join(changed)))
-        elif kind == "checkpoint":
-            name = wire.decode(wire.Checkpoint, message.payload).name
-            chronicle.events.append(Event(at_s, f"checkpoint {name}"))
-        elif kind == "quarantine":
-            word = wire.decode(wire.Quarantine, message.payload)
-            what = "quarantined" if word.active else "let in again"
-            chronicle.events.append(
-                Event(at_s, f"{word.learner} {what} by {word.by}: {word.reason}")
-            )
-        elif kind == "stop":
-            stop = wire.decode(wire.Stop, message.payload)
-            chronicle.events.append(
-                Event(at_s, f"stop at global step {stop.global_step} ({stop.reason})")
-            )
-        elif kind == "end":
-            chronicle.ended_s = at_s
-            chronicle.events.append(Event(at_s, "end: every fragment's last version is committed"))
+    def _happened(self, entry: Entry, what: str) -> None:
+        self._series.events.append(Event(entry.time_s, what))
 
     def _index(self, learner: str) -> int:
         if learner not in self._indices:
             self._indices[learner] = len(self._indices)
-            self._chronicle.learners.append(learner)
+            self._series.learners.append(learner)
         return self._indices[learner]
 
-    def _join(self, join: wire.Join, message: Message) -> None:
+    def _join(self, join: wire.Join, entry: Entry) -> None:
         self._index(join.learner)
-        life = Life(join.learner, message.seq, message.time_s, join.host)
+        life = Life(join.learner, entry.seq, entry.time_s, join.host)
         again = any(learner == join.learner for learner, _ in self._lives)
-        self._lives[join.learner, message.seq] = life
-        self._chronicle.lives.append(life)
-        self._chronicle.events.append(
-            Event(message.time_s, f"{join.learner} joined{' again' if again else ''}")
+        self._lives[join.learner, entry.seq] = life
+        self._series.lives.append(life)
+        self._series.events.append(
+            Event(entry.time_s, f"{join.learner} joined{' again' if again else ''}")
         )
 
     def _leave(self, leave: wire.Leave, at_s: float) -> None:
@@ -314,14 +274,17 @@ class Writer:
         if leave.fragments or life is None:
             return
         life.left_s, life.position = at_s, leave.position
-        self._chronicle.events.append(Event(at_s, f"{leave.learner} left"))
+        self._series.events.append(Event(at_s, f"{leave.learner} left"))
 
     def _announce(self, manifest: wire.Manifest, at_s: float) -> None:
+        if manifest.epoch != self._epoch:
+            self._series.garbage += 1
+            return
         sender = (manifest.learner, manifest.incarnation, manifest.fragment)
         if manifest.seq <= self._announced.get(sender, 0):
             return  # It was announced before.
         self._announced[sender] = manifest.seq
-        self._chronicle.updates.add(
+        self._series.updates.add(
             self._index(manifest.learner),
             manifest.incarnation,
             manifest.fragment,
@@ -336,35 +299,35 @@ class Writer:
             sum(shard.size_bytes for shard in manifest.shards),
         )
 
-    def _record(self, record: wire.Record, message: Message) -> None:
-        chronicle, at_s = self._chronicle, message.time_s
-        chronicle.totals[record.fragment] = record.totals
-        chronicle.global_step = max(chronicle.global_step, record.global_step)
+    def _record(self, record: wire.Record, entry: Entry) -> None:
+        series, at_s = self._series, entry.time_s
+        series.totals[record.fragment] = record.totals
+        series.global_step = max(series.global_step, record.global_step)
         for refused in record.rejected:
             self._refuse(record.fragment, refused, at_s)
         if record.what == "verdict":
             return
-        chronicle.versions.add(message.seq, record.fragment, at_s)
+        series.versions.add(entry.seq, record.fragment, at_s)
         if record.what == "restore":
-            chronicle.global_step = record.global_step
+            series.global_step = record.global_step
             what = f"fragment {record.fragment} rolled back to version {record.restored_version}"
-            chronicle.events.append(Event(at_s, what))
+            series.events.append(Event(at_s, what))
         if record.inputs:
-            self._merged(record, message)
+            self._merged(record, entry)
 
     def _refuse(self, fragment: int, refused: wire.Rejected, at_s: float) -> None:
-        chronicle = self._chronicle
-        chronicle.refusals.add(self._index(refused.learner), at_s, refused.tokens, refused.steps)
-        chronicle.refusal_reasons[refused.reason, refused.learner] += 1
-        chronicle.refused.append(
+        series = self._series
+        series.refusals.add(self._index(refused.learner), at_s, refused.tokens, refused.steps)
+        series.refusal_reasons[refused.reason, refused.learner] += 1
+        series.refused.append(
             Refused(at_s, refused.learner, fragment, refused.reason, refused.detail)
         )
 
-    def _merged(self, record: wire.Record, message: Message) -> None:
-        chronicle, at_s, row = self._chronicle, message.time_s, len(self._chronicle.rounds)
-        chronicle.reasons[record.reason] += 1
-        chronicle.rounds.add(
-            message.seq,
+    def _merged(self, record: wire.Record, entry: Entry) -> None:
+        series, at_s, row = self._series, entry.time_s, len(self._series.rounds)
+        series.reasons[record.reason] += 1
+        series.rounds.add(
+            entry.seq,
             record.fragment,
             record.version,
             record.global_step,
@@ -375,7 +338,7 @@ class Writer:
             record.merged_at_s,
             at_s,
             record.totals.tokens_merged,
-            len(message.payload) + (record.delta.size_bytes if record.delta else 0),
+            entry.size_bytes + (record.delta.size_bytes if record.delta else 0),
             sum(member.live for member in record.policy.members),
         )
         for taken in record.inputs:
@@ -383,13 +346,13 @@ class Writer:
         if record.version % self._every == 0:
             cosine = mean_cosine(record, self._radial[record.fragment])
             if cosine is not None:
-                chronicle.cosines.add(record.fragment, at_s, cosine, len(record.inputs))
+                series.cosines.add(record.fragment, at_s, cosine, len(record.inputs))
 
     def _take(self, fragment: int, taken: wire.Input, row: int, at_s: float) -> None:
         life = self._lives.get((taken.learner, taken.incarnation))
         if life is not None and life.merged_s is None:
             life.merged_s = at_s
-        self._chronicle.inputs.add(
+        self._series.inputs.add(
             row,
             self._index(taken.learner),
             fragment,

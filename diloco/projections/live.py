@@ -1,4 +1,4 @@
-"""A run as an onlooker sees it: followed from the tape and the heartbeats, no part of the run."""
+"""A run as it is now: followed from the tape and the heartbeats, by who is no part of the run."""
 
 import asyncio
 import contextlib
@@ -7,10 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diloco.common import names, wire
-from diloco.common.bus import Message
-from diloco.common.errors import ObjectMissingError, StreamMissingError, WireError
+from diloco.common.errors import StreamMissingError, WireError
 from diloco.common.service import cancel
-from diloco.common.tape import Recorded, RunContext, read_record
+from diloco.common.tape import (
+    Entry,
+    Item,
+    Recorded,
+    RunContext,
+    check_record,
+    decode_as,
+    read_item,
+)
 
 # Rounds whose staleness and size the averages look back on.
 RECENT = 64
@@ -21,7 +28,7 @@ Update = tuple[str, int, int]
 
 
 @dataclass
-class LearnerView:
+class LastHeartbeat:
     """One learner's newest heartbeat, and when it came (seconds since the epoch)."""
 
     heartbeat: wire.Heartbeat
@@ -29,7 +36,7 @@ class LearnerView:
 
 
 @dataclass
-class Observed:
+class LiveState:
     """Sums and newest facts of a run.
 
     `heartbeats` holds the last one of every incarnation: sums over all lives are taken of it.
@@ -46,7 +53,7 @@ class Observed:
     waiting: dict[int, dict[Update, float]] = field(default_factory=lambda: defaultdict(dict))
     joined: set[str] = field(default_factory=set)
     left: dict[str, int] = field(default_factory=dict)
-    learners: dict[str, LearnerView] = field(default_factory=dict)
+    learners: dict[str, LastHeartbeat] = field(default_factory=dict)
     heartbeats: dict[tuple[str, int], wire.Heartbeat] = field(default_factory=dict)
     updates_sent: int = 0
     bytes_up: int = 0
@@ -102,15 +109,15 @@ class Observed:
         return sum(len(r.inputs) for r in self.recent) / len(self.recent) if self.recent else 0.0
 
 
-class Observer:
-    """Fills an `Observed` from a bus, for as long as `observe` runs."""
+class Follower:
+    """Keeps a `LiveState` by a bus, for as long as `follow` runs."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self.observed = Observed()
+        self.state = LiveState()
         self.changed = asyncio.Event()
 
-    async def observe(self, start_seq: int = 1) -> None:
+    async def follow(self, start_seq: int = 1) -> None:
         """Follow the tape from a sequence on, and heartbeats; returns once the run has ended."""
         beats = asyncio.ensure_future(self._follow_heartbeats())
         try:
@@ -122,61 +129,66 @@ class Observer:
         run = self._context.run
         subjects = names.tape_subjects(run)
         async for message in self._context.bus.read(self._context.tape, subjects, start_seq):
-            await self.take(message)
-            if self.observed.ended:
+            self.take(await read_item(self._context, message))
+            if self.state.ended:
                 return
 
-    async def take(self, message: Message) -> None:
-        """Note a message of the tape."""
-        match message.subject.split(".")[2:]:
-            case ["end"]:
-                self.observed.ended = True
-            case ["stop"]:
-                self.observed.stopped = True
-            case ["record", _]:
-                # Its body may have been collected: newer ones follow.
-                with contextlib.suppress(ObjectMissingError, WireError):
-                    record = await read_record(self._context, message.payload)
-                    self.note_record(Recorded(record, message.seq, message.time_s))
-            case ["update", *_]:
-                self._note_update(message)
-            case ["join", learner]:
-                self.observed.joined.add(learner)
-            case ["leave", _]:
-                self._note_leave(message.payload)
+    def take(self, item: Item) -> None:
+        """Note what comes next on the tape.
+
+        Raises:
+            IntegrityError, RunMismatchError: as `check_record`.
+        """
+        # Who may say stop and end is believed whatever else is said: as the daemons do.
+        match names.parse_subject(item.subject):
+            case names.Subject(kind="end"):
+                self.state.ended = True
+            case names.Subject(kind="stop"):
+                self.state.stopped = True
+        # The body of an unreadable record may have been collected: newer ones follow.
+        if isinstance(item, Entry):
+            self._note(item)
         self.changed.set()
+
+    def _note(self, entry: Entry) -> None:
+        match entry.body:
+            case wire.Record() as record:
+                check_record(self._context, record)
+                self.note_record(Recorded(record, entry.seq, entry.time_s))
+            case wire.Manifest() as manifest:
+                self._note_update(manifest, entry.time_s)
+            case wire.Join() as join:
+                self.state.joined.add(join.learner)
+            case wire.Leave() as leave if not leave.fragments:
+                self.state.left[leave.learner] = leave.incarnation
 
     def note_record(self, recorded: Recorded) -> None:
         """Note a record of a fragment, the newest known."""
-        record, observed = recorded.record, self.observed
-        known = observed.records.get(record.fragment)
+        record, state = recorded.record, self.state
+        known = state.records.get(record.fragment)
         if known is not None and known.record_seq >= recorded.record_seq:
             return
-        observed.records[record.fragment] = recorded
+        state.records[record.fragment] = recorded
         marks = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
-        observed.waiting[record.fragment] = {
+        state.waiting[record.fragment] = {
             update: at_s
-            for update, at_s in observed.waiting[record.fragment].items()
+            for update, at_s in state.waiting[record.fragment].items()
             if update[2] > marks.get(update[:2], 0)
         }
-        observed.versions[record.fragment] = record.version
-        observed.totals[record.fragment] = record.totals
-        observed.steps[record.fragment] = record.global_step
+        state.versions[record.fragment] = record.version
+        state.totals[record.fragment] = record.totals
+        state.steps[record.fragment] = record.global_step
         for rejected in record.rejected:
-            observed.rejections[rejected.reason] += 1
+            state.rejections[rejected.reason] += 1
         if record.inputs:
-            observed.recent = [*observed.recent, record][-RECENT:]
+            state.recent = [*state.recent, record][-RECENT:]
 
-    def _note_update(self, message: Message) -> None:
-        observed = self.observed
-        try:
-            manifest = wire.decode(wire.Manifest, message.payload)
-        except WireError:
-            return  # The aggregator counts what is no manifest.
+    def _note_update(self, manifest: wire.Manifest, at_s: float) -> None:
+        state = self.state
         if manifest.attempt == 0:
-            observed.updates_sent += 1
-            observed.bytes_up += sum(shard.size_bytes for shard in manifest.shards)
-        known = observed.records.get(manifest.fragment)
+            state.updates_sent += 1
+            state.bytes_up += sum(shard.size_bytes for shard in manifest.shards)
+        known = state.records.get(manifest.fragment)
         marks = known.record.policy.marks if known is not None else ()
         answered = any(
             mark.learner == manifest.learner
@@ -186,37 +198,31 @@ class Observer:
         )
         if known is not None and not answered:
             update = (manifest.learner, manifest.incarnation, manifest.seq)
-            observed.waiting[manifest.fragment].setdefault(update, message.time_s)
-
-    def _note_leave(self, payload: bytes) -> None:
-        with contextlib.suppress(WireError):
-            leave = wire.decode(wire.Leave, payload)
-            if not leave.fragments:
-                self.observed.left[leave.learner] = leave.incarnation
+            state.waiting[manifest.fragment].setdefault(update, at_s)
 
     async def _follow_heartbeats(self) -> None:
         context = self._context
         subjects = [names.heartbeat(context.run, "*")]
         async for message in context.bus.read(names.ops_stream(context.run), subjects, 1):
             try:
-                beat = wire.decode(wire.Heartbeat, message.payload)
+                beat = decode_as(wire.Heartbeat, message.subject, message.payload)
             except WireError:
                 continue
-            self.observed.heartbeats[beat.learner, beat.incarnation] = beat
-            self.observed.learners[beat.learner] = LearnerView(beat, message.time_s)
+            self.state.heartbeats[beat.learner, beat.incarnation] = beat
+            self.state.learners[beat.learner] = LastHeartbeat(beat, message.time_s)
             self.changed.set()
 
 
-async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[str, LearnerView]:
+async def read_heartbeats(context: RunContext, learners: Iterable[str]) -> dict[str, LastHeartbeat]:
     """The newest heartbeat of each of these learners that is still kept."""
-    views: dict[str, LearnerView] = {}
+    views: dict[str, LastHeartbeat] = {}
     stream = names.ops_stream(context.run)
     for learner in learners:
         message = await context.bus.last(stream, names.heartbeat(context.run, learner))
         if message is not None:
             with contextlib.suppress(WireError):
-                beat = wire.decode(wire.Heartbeat, message.payload)
-                views[learner] = LearnerView(beat, message.time_s)
+                beat = decode_as(wire.Heartbeat, message.subject, message.payload)
+                views[learner] = LastHeartbeat(beat, message.time_s)
     return views
 
 
@@ -229,5 +235,5 @@ async def read_leases(context: RunContext) -> dict[int, wire.Lease]:
         with contextlib.suppress(StreamMissingError, WireError):
             message = await context.bus.last(stream, subject)
             if message is not None:
-                found[fragment] = wire.decode(wire.Lease, message.payload)
+                found[fragment] = decode_as(wire.Lease, subject, message.payload)
     return found

@@ -1,38 +1,24 @@
-"""Object stores: immutable, create-only objects under names with '/' in them.
-
-Rules of every backend:
-- An object never changes. Putting the same bytes under an existing name succeeds (a retry whose
-  first answer was lost); putting other bytes raises `ObjectExistsError`.
-- An object is visible whole or not at all, and durable once `put` returns.
-- Calls block and may be made from any thread; passing faults raise `StoreUnavailableError`.
-"""
+"""An object store in a folder, which the processes of one machine or file system may share."""
 
 import contextlib
 import errno
 import os
-import re
 import secrets
-import threading
-import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO
 
-from diloco.common.config import storage_emulator
-from diloco.common.errors import (
-    ConfigError,
-    ObjectExistsError,
-    ObjectMissingError,
-    ObjectRangeError,
-    ObjectTooLargeError,
-    StoreError,
-    StoreUnavailableError,
+from diloco.common.errors import ObjectMissingError, StoreError, StoreUnavailableError
+from diloco.common.store.protocol import (
+    RESERVED,
+    ObjectInfo,
+    check_object_name,
+    check_range,
+    check_size,
+    object_exists,
+    object_missing,
 )
 
-_NAME = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
-_MAX_NAME = 512
-_MAX_TOKEN = 255  # what common file systems allow
-_TEMP = ".tmp"
 _PASSING = {
     # Whatever asks for an object looks before; else it is the folder itself that is missing.
     errno.ENOENT: "the store's folder is gone; mount it again, or put it back",
@@ -44,173 +30,6 @@ _PASSING = {
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
     errno.ENFILE: "the system has too many open files",
 }
-
-
-class ObjectInfo(NamedTuple):
-    """An object's name and its size in bytes."""
-
-    name: str
-    size_bytes: int
-
-
-class ObjectStore(Protocol):
-    """What the daemons need of a store; see the module's rules."""
-
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        """Store `data` under `name`.
-
-        Raises:
-            ObjectExistsError: other bytes stand under that name.
-            StoreUnavailableError: a passing fault; nothing or everything was stored.
-        """
-
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
-        """The bytes of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
-            StoreUnavailableError: a passing fault.
-        """
-
-    def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of `name`, 0 <= start < stop.
-
-        No store can check parts against the checksum of the whole, so the caller must.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreUnavailableError: a passing fault.
-        """
-
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name."""
-
-    def delete(self, name: str) -> None:
-        """Remove `name`; one that is not there is no error."""
-
-
-def check_range(name: str, start: int, stop: int, size_bytes: int | None = None) -> None:
-    """Refuse a range of bytes that is empty, or not within an object of `size_bytes`.
-
-    Args:
-        name: the object.
-        start: first byte.
-        stop: the byte after the last.
-        size_bytes: the object's size; None while it is not known.
-
-    Raises:
-        ObjectRangeError: nothing can be read for that range.
-    """
-    if not 0 <= start < stop:
-        raise ObjectRangeError(f"[{start}, {stop}) is not a byte range of object {name!r}")
-    if size_bytes is not None and stop > size_bytes:
-        raise ObjectRangeError(
-            f"object {name!r} has {size_bytes} bytes, [{start}, {stop}) of them were expected"
-        )
-
-
-def check_size(name: str, size_bytes: int, limit_bytes: int | None) -> None:
-    """Refuse an object that is larger than its reader wants.
-
-    Raises:
-        ObjectTooLargeError: it has more than `limit_bytes`.
-    """
-    if limit_bytes is not None and size_bytes > limit_bytes:
-        raise ObjectTooLargeError(
-            f"object {name!r} has {size_bytes} bytes, at most {limit_bytes} were expected"
-        )
-
-
-def check_object_name(name: str) -> None:
-    """Refuse a name that some backend could not hold.
-
-    Names are relative: tokens of `[A-Za-z0-9._=-]`, at most 255 long, joined by single '/', no
-    token '.' or '..', 512 characters in all; the first token '.tmp' is kept for backends.
-
-    Raises:
-        StoreError: `name` breaks a rule.
-    """
-    tokens = name.split("/")
-    if (
-        len(name) > _MAX_NAME
-        or not _NAME.fullmatch(name)
-        or any(token in {".", ".."} or len(token) > _MAX_TOKEN for token in tokens)
-        or tokens[0] == _TEMP
-    ):
-        raise StoreError(
-            f"{name[:80]!r} is not an object name",
-            hint="tokens of [A-Za-z0-9._=-] joined by '/', relative, no '..', at most 512 long",
-        )
-
-
-class MemoryStore:
-    """Objects in this process's memory; for tests, the simulator and single-process runs."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._objects: dict[str, bytes] = {}
-
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        """Store `data` under `name`.
-
-        Raises:
-            ObjectExistsError: other bytes stand under that name.
-            StoreError: `name` is not an object name.
-        """
-        check_object_name(name)
-        copy = bytes(data)
-        with self._lock:
-            if self._objects.setdefault(name, copy) != copy:
-                raise object_exists(name)
-
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
-        """The bytes of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectTooLargeError: it has more than `limit_bytes`.
-            StoreError: `name` is not an object name.
-        """
-        check_object_name(name)
-        with self._lock:
-            data = self._objects.get(name)
-        if data is None:
-            raise object_missing(name)
-        check_size(name, len(data), limit_bytes)
-        return data
-
-    def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of `name`.
-
-        Raises:
-            ObjectMissingError: no such object.
-            ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreError: `name` is not an object name.
-        """
-        check_range(name, start, stop)
-        data = self.get(name)
-        check_range(name, start, stop, len(data))
-        return data[start:stop]
-
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """All objects whose names begin with `prefix`, in order of name."""
-        with self._lock:
-            found = [
-                ObjectInfo(n, len(d)) for n, d in self._objects.items() if n.startswith(prefix)
-            ]
-        return sorted(found)
-
-    def delete(self, name: str) -> None:
-        """Remove `name`; one that is not there is no error.
-
-        Raises:
-            StoreError: `name` is not an object name.
-        """
-        check_object_name(name)
-        with self._lock:
-            self._objects.pop(name, None)
 
 
 class DirectoryStore:
@@ -231,7 +50,7 @@ class DirectoryStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         with _os_errors("open", str(root)):
-            (root / _TEMP).mkdir(parents=True, exist_ok=True)
+            (root / RESERVED).mkdir(parents=True, exist_ok=True)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Store `data` under `name`; on disk, its name included, when this returns.
@@ -316,7 +135,7 @@ class DirectoryStore:
         Raises:
             FileNotFoundError: the folder is not there, or is not the one that was opened.
         """
-        if not (self.root / _TEMP).is_dir():
+        if not (self.root / RESERVED).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
 
     def _read(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
@@ -338,7 +157,7 @@ class DirectoryStore:
             raise object_missing(name) from None
 
     def _write_temp(self, data: memoryview) -> Path:
-        temp = self.root / _TEMP / secrets.token_hex(16)
+        temp = self.root / RESERVED / secrets.token_hex(16)
         descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -366,7 +185,7 @@ class DirectoryStore:
             return
         for entry in entries:
             name = f"{folder}/{entry.name}" if folder else entry.name
-            if name == _TEMP:
+            if name == RESERVED:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from self._walk(name)
@@ -375,53 +194,9 @@ class DirectoryStore:
                 yield ObjectInfo(name, entry.stat().st_size)
 
 
-def open_store(url: str, *, emulator: bool = False) -> ObjectStore:
-    """The store at `url`: `gs://bucket/prefix`, `file:///absolute/path`, or the path of a folder.
-
-    Args:
-        url: where the objects are.
-        emulator: a gs:// URL means the server at STORAGE_EMULATOR_HOST.
-
-    Raises:
-        ConfigError: the URL is of a kind that this version does not know, or `emulator` and the
-            environment disagree.
-        StoreError: the folder cannot be used, or there are no credentials.
-    """
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        if not url:
-            raise ConfigError("the store's URL is empty", hint="file:///path, or a folder's path")
-        return DirectoryStore(Path(url).absolute())
-    if scheme == "file":
-        if not rest.startswith("/"):
-            raise ConfigError(f"{url!r} names no absolute path", hint="write file:///path")
-        return DirectoryStore(Path(urllib.parse.unquote(rest)))
-    if scheme == "gs":
-        from diloco.common.store_gcs import open_gcs
-
-        return open_gcs(url, storage_emulator(asked_for=emulator))
-    raise ConfigError(
-        f"{url!r}: unknown kind of store {scheme!r}",
-        hint="write gs://bucket/prefix or file:///path",
-    )
-
-
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return [*entries]
-
-
-def object_exists(name: str) -> ObjectExistsError:
-    """What `put` raises when other bytes stand under `name`."""
-    return ObjectExistsError(
-        f"an object {name!r} with other bytes exists",
-        hint="names are create-only; two writers used one name for different contents",
-    )
-
-
-def object_missing(name: str) -> ObjectMissingError:
-    """What `get` raises when there is no `name`."""
-    return ObjectMissingError(f"no object {name!r}")
 
 
 def _read_all(name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None) -> bytes:

@@ -7,9 +7,9 @@ import pytest
 from runlab import RUN, Lab
 
 from bench.forger import Forger
-from diloco.check.history import History, read_history
 from diloco.common import names, wire
-from diloco.report.chronicle import Chronicle, Table, read_chronicle
+from diloco.projections.history import History, read_history
+from diloco.projections.timeseries import Table, TimeSeries, read_time_series
 
 
 def test_a_table_has_columns() -> None:
@@ -22,8 +22,8 @@ def test_a_table_has_columns() -> None:
     assert (column.tolist(), len(table)) == ([2, 4], 3)
 
 
-def read(lab: Lab) -> Chronicle:
-    return asyncio.run(read_chronicle(lab.context, 0.0))
+def read(lab: Lab) -> TimeSeries:
+    return asyncio.run(read_time_series(lab.context, 0.0))
 
 
 @pytest.fixture
@@ -41,22 +41,22 @@ def forged() -> Lab:
 
 
 def test_it_says_what_the_history_says(forged: Lab) -> None:
-    chronicle = read(forged)
+    series = read(forged)
     history: History = asyncio.run(read_history(forged.context))
     inputs = [taken for record in history.all_records() for taken in record.inputs]
     rejected = [taken for record in history.all_records() for taken in record.rejected]
-    assert len(chronicle.updates) == len(history.sent())
-    assert len(chronicle.inputs) == len(inputs) > 100
-    assert len(chronicle.refusals) == len(chronicle.refused) == len(rejected) > 5
-    assert sum(chronicle.refusal_reasons.values()) == len(rejected)
-    assert chronicle.inputs["tokens"].sum() == sum(taken.tokens for taken in inputs)
-    assert chronicle.inputs["staleness"].sum() == sum(taken.staleness for taken in inputs)
-    assert sorted(chronicle.learners) == ["a", "b", "c"]
-    assert len(chronicle.lives) == len(history.joins) == 5
-    assert chronicle.tokens_merged() == chronicle.inputs["tokens"].sum() / 2
-    assert len(chronicle.cosines) > 10
-    rounds = chronicle.rounds
-    of_round = np.bincount(chronicle.inputs["round"].astype(int))
+    assert len(series.updates) == len(history.sent())
+    assert len(series.inputs) == len(inputs) > 100
+    assert len(series.refusals) == len(series.refused) == len(rejected) > 5
+    assert sum(series.refusal_reasons.values()) == len(rejected)
+    assert series.inputs["tokens"].sum() == sum(taken.tokens for taken in inputs)
+    assert series.inputs["staleness"].sum() == sum(taken.staleness for taken in inputs)
+    assert sorted(series.learners) == ["a", "b", "c"]
+    assert len(series.lives) == len(history.joins) == 5
+    assert series.tokens_merged() == series.inputs["tokens"].sum() / 2
+    assert len(series.cosines) > 10
+    rounds = series.rounds
+    of_round = np.bincount(series.inputs["round"].astype(int))
     assert of_round.tolist() == rounds["inputs"].tolist()
 
 
@@ -80,9 +80,9 @@ def test_garbage_is_counted_and_passed_over(forged: Lab) -> None:
         await forged.bus.publish(names.join(RUN, "a"), wire.encode(join))
 
     asyncio.run(spoil())
-    chronicle = read(forged)
-    assert chronicle.garbage == 2
-    assert len(chronicle.lives) == 5
+    series = read(forged)
+    assert series.garbage == 2
+    assert len(series.lives) == 5
 
 
 def test_words_of_operators_are_events(forged: Lab) -> None:
@@ -114,17 +114,17 @@ def test_a_trimmed_tape_says_so_and_keeps_its_sums(forged: Lab) -> None:
             await forged.bus.trim(forged.context.tape, names.record(RUN, fragment), 150)
 
     asyncio.run(trim())
-    chronicle = read(forged)
-    assert chronicle.trimmed
+    series = read(forged)
+    assert series.trimmed
     assert not whole.trimmed
-    assert len(chronicle.rounds) < len(whole.rounds)
-    assert chronicle.tokens_merged() == whole.tokens_merged()
+    assert len(series.rounds) < len(whole.rounds)
+    assert series.tokens_merged() == whole.tokens_merged()
 
 
 def test_a_run_in_which_nothing_has_happened() -> None:
     lab = Lab()
     asyncio.run(lab.create())
-    chronicle = read(lab)
-    assert (len(chronicle.updates), len(chronicle.rounds), chronicle.learners) == (0, 0, [])
-    assert len(chronicle.versions) == 1
-    assert chronicle.begins_s <= chronicle.ends_s
+    series = read(lab)
+    assert (len(series.updates), len(series.rounds), series.learners) == (0, 0, [])
+    assert len(series.versions) == 1
+    assert series.begins_s <= series.ends_s

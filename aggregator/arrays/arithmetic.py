@@ -1,0 +1,25 @@
+"""What a fragment's arrays calculate with, so that a simulation may bring arithmetic of its own."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from diloco.aggregator.arrays import merge, outer
+from diloco.aggregator.arrays.merge import Accumulator, Grid, Norms, Vector
+from diloco.common.codec import Encoded
+
+
+class Arithmetic(NamedTuple):
+    """The functions of `merge` and `outer` that look at numbers.
+
+    Attributes:
+        accumulator: an empty sum over a grid.
+    """
+
+    accumulator: Callable[[Grid], Accumulator] = merge.Accumulator
+    segment_norms: Callable[..., Norms] = merge.segment_norms
+    coefficients: Callable[..., Vector] = merge.coefficients
+    factors: Callable[..., Vector] = merge.factors
+    close_round: Callable[..., Encoded] = outer.close_round
+
+
+PRODUCTION = Arithmetic()

@@ -1,0 +1,83 @@
+"""How to reach the servers, who we are, and when to try again."""
+
+import asyncio
+import math
+import random
+import ssl
+import urllib.parse
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.common.credentials import load_credentials
+from diloco.common.errors import ConfigError
+
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.1, 5.0
+
+
+class Address(NamedTuple):
+    """How to reach the servers and who we are."""
+
+    url: str
+    name: str
+    credentials: Path | None
+    inbox_prefix: str
+    api: str
+    tls_ca: Path | None
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What the server's certificate is checked with; None if the URL and file ask for none."""
+        if self.tls_ca is None and not self.url.startswith("tls://"):
+            return None
+        return ssl.create_default_context(cafile=self.tls_ca)
+
+    def identity(self) -> dict[str, Any]:
+        """Arguments of nats-py's `connect` that prove who we are, read anew."""
+        if self.credentials is None:
+            return {}
+        own = load_credentials(self.credentials)
+        if own is None:
+            return {"user_credentials": str(self.credentials)}
+        return {"nkeys_seed_str": own.seed}
+
+    def shown(self) -> str:
+        """The URL without user names and passwords."""
+        return ",".join(part.rpartition("@")[2].rpartition("/")[2] for part in self.url.split(","))
+
+
+class Pause:
+    """Growing pauses between attempts, with jitter so that a fleet does not come back at once."""
+
+    def __init__(self) -> None:
+        self._next_s = _PAUSE_MIN_S
+
+    async def wait(self, at_most_s: float = math.inf) -> None:
+        """Sleep for the next pause."""
+        pause_s = self._next_s * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, no secret
+        self._next_s = min(self._next_s * 2, _PAUSE_MAX_S)
+        await asyncio.sleep(min(pause_s, at_most_s))
+
+    def reset_after(self, good_s: float) -> None:
+        """Begin with short pauses again if all was well for longer than the longest pause."""
+        if good_s > _PAUSE_MAX_S:
+            self._next_s = _PAUSE_MIN_S
+
+
+def check_address(address: Address) -> None:
+    """Refuse what cannot be reached by its form alone.
+
+    Raises:
+        ConfigError: no NATS URL, or certificates that cannot be used.
+    """
+    for part in address.url.split(","):
+        parsed = urllib.parse.urlsplit(part)
+        if parsed.scheme not in {"nats", "tls"} or not parsed.hostname:
+            raise ConfigError(
+                f"{address.shown()!r} is not a NATS URL", hint="write nats://host:4222"
+            )
+    try:
+        address.tls()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the certificates in {str(address.tls_ca)!r}: {error}",
+            hint="bus.tls_ca is a PEM file with the certificate of the server's authority",
+        ) from error

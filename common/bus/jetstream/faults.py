@@ -1,0 +1,65 @@
+"""The errors of nats-py and of the server as ours: whose fault, and whether to retry."""
+
+import contextlib
+from collections.abc import Iterator
+
+import nats.errors
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+
+from diloco.common.bus.limits import stream_is_full
+from diloco.common.errors import BusError, BusUnavailableError, StreamMissingError
+
+WRONG_LAST_SEQUENCE = (10071, 10164)
+STREAM_EXISTS = 10058
+_STREAM_NOT_FOUND = 10059
+# Without a majority a cluster holds an earlier attempt of a message, neither stored nor lost.
+_STILL_IN_PROCESS = 10158
+_STREAM_FULL = (10077, "maximum bytes exceeded")
+
+
+class RefusedError(BusError):
+    """The server answered with an error; its number tells which."""
+
+    err_code = 0
+    no_message = False
+
+
+class NoStreamError(RefusedError, StreamMissingError):
+    """The server has no stream of that name."""
+
+
+@contextlib.contextmanager
+def vendor_errors(subject: str) -> Iterator[None]:
+    """Turn what nats-py raises about `subject` into our errors."""
+    try:
+        yield
+    except nats.errors.Error as error:
+        raise ours(error, subject) from error
+
+
+def ours(error: nats.errors.Error, subject: str) -> BusError:
+    """Our error for one of nats-py's, by whose fault it is and whether to retry."""
+    text = f"{subject!r}: {error}"
+    if isinstance(error, NoStreamResponseError | nats.errors.NoRespondersError):
+        return BusUnavailableError(
+            f"{subject!r}: no responders",
+            hint="no stream takes this subject, or its leader is being elected; create the run",
+        )
+    if isinstance(error, APIError) and (error.err_code, error.description) == _STREAM_FULL:
+        return stream_is_full(subject)
+    passing = isinstance(error, APIError) and (
+        error.code == 503 or error.err_code == _STILL_IN_PROCESS
+    )
+    if isinstance(error, APIError) and not passing:
+        if error.err_code == _STREAM_NOT_FOUND:
+            return NoStreamError(text, hint="create the run first, or use the server it is on")
+        refused = RefusedError(text)
+        refused.err_code = error.err_code or 0
+        # A direct get says only 404; from the leader it is 10037, where 10059 is 'no stream'.
+        refused.no_message = isinstance(error, NotFoundError) and error.err_code in {None, 10037}
+        return refused
+    if isinstance(error, nats.errors.MaxPayloadError):
+        return BusError(f"{subject!r}: the message is larger than the server takes")
+    if isinstance(error, nats.errors.BadSubjectError | nats.errors.BadHeaderError):
+        return BusError(text)
+    return BusUnavailableError(text)

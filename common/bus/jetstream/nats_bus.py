@@ -1,0 +1,361 @@
+"""The bus: what the protocol asks for, over one connection."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+from nats.js import api
+
+from diloco.common.bus.jetstream.address import Address, Pause, check_address
+from diloco.common.bus.jetstream.connection import Connection
+from diloco.common.bus.jetstream.cursor import Cursor, Cursors
+from diloco.common.bus.jetstream.faults import STREAM_EXISTS, WRONG_LAST_SEQUENCE, RefusedError
+from diloco.common.bus.jetstream.link import Link
+from diloco.common.bus.jetstream.listening import listen_on
+from diloco.common.bus.jetstream.streams import (
+    fill,
+    message_of,
+    settings_of,
+    store,
+    stream_config,
+    stream_info,
+    stream_names,
+)
+from diloco.common.bus.limits import (
+    check_limits,
+    check_settings,
+    check_ttl,
+    stream_exists,
+    stream_settings,
+)
+from diloco.common.bus.protocol import Filled, Message, StreamLimits
+from diloco.common.bus.subjects import check_patterns, check_subject
+from diloco.common.credentials import OWN_API, load_credentials
+from diloco.common.errors import (
+    BusError,
+    BusUnavailableError,
+    StreamMissingError,
+    SwapLostError,
+)
+
+_BROADCAST_BACKLOG_BYTES = 1 << 20
+_LAST_SEQUENCE = re.compile(r"wrong last sequence: (\d+)")
+
+
+class NatsBus:
+    """A `Bus` over one NATS connection at a time; made by `connect`."""
+
+    def __init__(self, address: Address, link: Link, *, direct_reads: bool) -> None:
+        self.name = address.name
+        self._api = address.api
+        self._direct_reads = direct_reads
+        self._connection = Connection(address, link)
+        self._cursors = Cursors(self._connection)
+
+    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+        """Create `stream`; the same again is no error.
+
+        A stream that keeps what is old, or has no limit on age or size, refuses new messages when
+        its limit is reached or the disk is full; others drop their oldest.
+
+        Raises:
+            BusError: it exists with other settings (each difference is named), its subjects
+                overlap with another stream's, or the server cannot do this.
+            BusUnavailableError: no answer.
+        """
+        check_patterns(subjects)
+        check_limits(limits)
+        wanted = stream_config(stream, subjects, limits)
+        try:
+            await self._connection.call(
+                f"{self._api}.STREAM.CREATE.{stream}", lambda js: js.add_stream(wanted)
+            )
+        except RefusedError as error:
+            if error.err_code != STREAM_EXISTS:
+                raise
+            info = await stream_info(self._connection, stream)
+            check_settings(stream, settings_of(info.config), stream_settings(subjects, limits))
+
+    async def streams(self) -> list[str]:
+        """The names of all streams, sorted.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: not permitted.
+        """
+        return sorted(await stream_names(self._connection))
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        msg_id: str | None = None,
+        expected_last: int | None = None,
+        ttl_s: float | None = None,
+    ) -> int:
+        """Append a message to the stream that owns `subject`; its sequence.
+
+        Never repeats by itself: after `BusUnavailableError` call again with the same `msg_id`.
+        After a repeat, `SwapLostError` may mean that the first attempt won: read `last`.
+
+        Raises:
+            SwapLostError: the subject's last message is not `expected_last`.
+            BusUnavailableError: no answer within `CALL_TIMEOUT_S`, or no stream takes the subject
+                now; the message may or may not have been stored.
+            BusError: refused for good (too large, not permitted, closed; a time to live below a
+                second, or in a stream that is not `last_only`).
+        """
+        check_subject(subject)
+        check_ttl(ttl_s, allowed=True)
+        try:
+            return await store(
+                self._connection, subject, bytes(payload), _headers(msg_id, expected_last, ttl_s)
+            )
+        except RefusedError as error:
+            if error.err_code in WRONG_LAST_SEQUENCE:
+                last = _LAST_SEQUENCE.search(error.message)
+                raise SwapLostError(
+                    subject, expected_last or 0, None if last is None else int(last[1])
+                ) from error
+            raise
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
+
+        It is asked of the stream's leader; with `direct_reads` (no patterns then),
+        of any replica. For how stale
+        that may be see `Bus.last`.
+
+        Raises:
+            BusUnavailableError: no answer (with `direct_reads` also: no such stream).
+            BusError: no such stream, or not permitted.
+        """
+        direct = self._direct_reads
+        check_subject(subject, wildcards=not direct)
+        asked = f"{self._api}.{'DIRECT' if direct else 'STREAM.MSG'}.GET.{stream}"
+        if direct:
+            asked = f"{asked}.{subject}"
+        try:
+            raw = await self._connection.call(
+                asked, lambda js: js.get_last_msg(stream, subject, direct)
+            )
+        except RefusedError as error:
+            if error.no_message:
+                return None
+            raise
+        assert raw.time is not None
+        return message_of(subject, raw.seq or 0, raw.time.timestamp(), raw.data, raw.headers)
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence of the stream's last message; 0 if it is empty.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: no such stream, or not permitted.
+        """
+        return (await stream_info(self._connection, stream)).state.last_seq
+
+    async def filled(self, stream: str) -> Filled:
+        """How full a stream is.
+
+        Raises:
+            BusUnavailableError: no answer.
+            BusError: no such stream, or not permitted.
+        """
+        info = await stream_info(self._connection, stream)
+        return Filled(info.state.bytes, max(info.config.max_bytes or 0, 0))
+
+    async def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+
+        Raises:
+            BusUnavailableError: no answer; nothing, some or all was removed: call again.
+            BusError: no such stream, or not permitted.
+        """
+        check_subject(subject)
+        last = await self.last(stream, subject)
+        # Newer messages may come meanwhile, older ones cannot: the last one is safe.
+        end = min(below_seq, last.seq) if last is not None else 0
+        if end > 1:
+            await self._connection.call(
+                f"{self._api}.STREAM.PURGE.{stream}",
+                lambda js: js.purge_stream(stream, seq=end, subject=subject),
+            )
+
+    async def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """Create `stream` with the messages of one that was exported; how many it has now.
+
+        A server gives a message the time of its arrival and the next number: the time it had
+        goes into a header, which reading prefers, and gaps are filled and emptied again. Message
+        ids too go into a header of our own, since the server would drop those it meets twice.
+
+        Raises:
+            BusError: there is such a stream already, or it does not take a message.
+            BusUnavailableError: no answer; the stream may be there in part.
+        """
+        with contextlib.suppress(StreamMissingError):
+            await stream_info(self._connection, stream)
+            raise stream_exists(stream)
+        await self.create_stream(stream, subjects, limits)
+        try:
+            return await fill(self._connection, stream, subjects, messages)
+        except BaseException:
+            with contextlib.suppress(BusError):
+                asked = f"{self._api}.STREAM.DELETE.{stream}"
+                await self._connection.call(asked, lambda js: js.delete_stream(stream))
+            raise
+
+    async def read(
+        self, stream: str, subjects: list[str], start_seq: int
+    ) -> AsyncIterator[Message]:
+        """Messages of `subjects` from `start_seq` (1 is the first) on; ends when the bus closes.
+
+        Outlives lost connections, servers and consumers.
+
+        Raises:
+            BusError: no such stream, bad or overlapping subjects, not permitted, or the position
+                is more than one beyond the stream's end (the server lost messages).
+        """
+        check_patterns(subjects)
+        position, pause = max(start_seq, 1), Pause()
+        cursor: Cursor | None = None
+        try:
+            while not self._connection.closed:
+                try:
+                    if cursor is None:
+                        cursor = await self._cursors.open(stream, subjects, position)
+                    message = await cursor.next()
+                except BusUnavailableError:
+                    if cursor is not None:
+                        await cursor.close()
+                        pause.reset_after(cursor.age_s())
+                    cursor = None
+                    await self._connection.wait_linked(pause)
+                    continue
+                position = message.seq + 1
+                yield message
+        except BusError:
+            if not self._connection.closed:
+                raise
+        finally:
+            if cursor is not None:
+                await cursor.close()
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        """Tell whoever listens; dropped when there is no connection or it is congested.
+
+        Raises:
+            BusError: `subject` is none.
+        """
+        check_subject(subject)
+        link = self._connection.link
+        if link is None or link.client.pending_data_size > _BROADCAST_BACKLOG_BYTES:
+            return
+        with contextlib.suppress(BusError):
+            await self._connection.call(
+                subject, lambda _: link.client.publish(subject, bytes(payload))
+            )
+
+    async def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        """(subject, payload) of every broadcast that matches `subject`; ends when the bus closes.
+
+        It hears what reaches the server after the first `anext`, and misses what is sent while
+        the connection is down; beyond `LISTEN_BACKLOG` unread messages new ones are dropped.
+
+        Raises:
+            BusError: `subject` is no pattern, or not permitted.
+        """
+        check_subject(subject, wildcards=True)
+        pause, loop = Pause(), asyncio.get_running_loop()
+        while not self._connection.closed:
+            started = loop.time()
+            try:
+                async with contextlib.aclosing(
+                    listen_on(self._connection.current(), subject)
+                ) as heard:
+                    async for message in heard:
+                        yield message
+            except BusUnavailableError:
+                pause.reset_after(loop.time() - started)
+                await self._connection.wait_linked(pause)
+
+    async def close(self) -> None:
+        """Release the connection; reads and listeners end."""
+        await self._connection.close()
+
+
+def _headers(msg_id: str | None, expected_last: int | None, ttl_s: float | None) -> dict[str, str]:
+    """What a publication asks of the server."""
+    headers: dict[str, str] = {}
+    if msg_id is not None:
+        headers[api.Header.MSG_ID.value] = msg_id
+    if expected_last is not None:
+        headers[api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value] = str(expected_last)
+    if ttl_s is not None:
+        headers[api.Header.MSG_TTL.value] = f"{round(ttl_s * 1000)}ms"
+    return headers
+
+
+async def connect(
+    url: str,
+    *,
+    name: str,
+    credentials: str | None = None,
+    tls_ca: str | None = None,
+    connect_timeout_s: float = 10.0,
+    inbox_prefix: str | None = None,
+    direct_reads: bool = False,
+) -> NatsBus:
+    """Connect to NATS; afterwards the connection is kept up for ever.
+
+    Args:
+        url: one server or several, joined by ','; user and password may stand in it.
+        name: who this is, in the server's monitoring and in consumers' names.
+        credentials: path of a file of `diloco auth`, or of a `.creds` file of NATS's own tools;
+            read at every connection.
+        tls_ca: path of the certificates that the server's must be signed by; the system's if None.
+            Without it, `tls://` asks for TLS, and `nats://` leaves that to the server.
+        connect_timeout_s: seconds until the first connection must stand.
+        inbox_prefix: first tokens of the subjects that answers come to; if None, as the credentials
+            say, or `_INBOX`.
+        direct_reads: let any replica answer `last`, for credentials without the right to
+            `$JS.API.STREAM.MSG.GET`; those of a learner imply it.
+
+    Raises:
+        BusUnavailableError: no server answered in time.
+        BusError: the server refused the credentials.
+        ConfigError: the URL or the credentials cannot be used.
+    """
+    own = None if credentials is None else load_credentials(Path(credentials))
+    address = Address(
+        url,
+        name,
+        None if credentials is None else Path(credentials),
+        inbox_prefix or (own.inbox_prefix if own else "_INBOX"),
+        own.api_prefix if own else OWN_API,
+        None if tls_ca is None else Path(tls_ca),
+    )
+    check_address(address)
+    loop, pause = asyncio.get_running_loop(), Pause()
+    deadline = loop.time() + connect_timeout_s
+    while True:
+        link = Link(address)
+        try:
+            await link.open(max(deadline - loop.time(), 0.1))
+        except BusUnavailableError:
+            if loop.time() >= deadline:
+                raise
+            await pause.wait(deadline - loop.time())
+            continue
+        return NatsBus(
+            address, link, direct_reads=direct_reads or (own is not None and own.direct_reads)
+        )

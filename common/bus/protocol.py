@@ -1,0 +1,172 @@
+"""The message bus: streams with compare-and-swap, and messages that are not kept.
+
+Rules of every backend:
+- A stream is an ordered log; sequence numbers start at 1 and never repeat.
+- `publish` returns once the message is durable. With the same `msg_id` again (within the
+  stream's duplicate window) it stores nothing and returns the first one's sequence.
+- `expected_last` is the sequence of the subject's last message, 0 for none: compare-and-swap.
+- With `ttl_s` a message vanishes so long after it was stored, in a stream of `last_only`.
+- `read` yields every matching message from a sequence on, in order, exactly once per call, and
+  then waits for new ones; it survives lost connections by itself.
+- `trim` removes what is old of a subject; sequence numbers and compare-and-swap stay as they are.
+- An answer may be stale; each read says how. Only `read` can prove that it is not: what comes
+  before a message of one's own was there before it. Whatever must happen exactly once hangs on
+  `read` until that message is seen, or on `expected_last`, which is judged where the stream grows.
+- `broadcast` reaches whoever listens now, at most once, and is kept nowhere.
+Subjects use NATS's grammar: tokens joined by '.', '*' matches one token, a last '>' the rest.
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple, Protocol
+
+# Broadcasts that one listener may leave unread; then the oldest are dropped.
+LISTEN_BACKLOG = 1024
+
+
+class Message(NamedTuple):
+    """One message of a stream."""
+
+    subject: str
+    seq: int
+    time_s: float  # when the stream stored it, seconds since the epoch
+    payload: bytes
+    msg_id: str  # '' if it was published without one
+
+
+class StreamLimits(NamedTuple):
+    """What a stream keeps; 0 means no limit. Of the tape nothing goes but by garbage collection.
+
+    `keep_old`: a stream at `max_bytes` takes no new message, instead of dropping its oldest.
+    `last_only`: of each subject its last message alone, which may have a time to live: a bucket
+    of keys and values, as NATS calls it.
+    """
+
+    max_age_s: float = 0.0
+    max_bytes: int = 0
+    max_message_bytes: int = 1 << 20
+    duplicate_window_s: float = 120.0
+    replicas: int = 1
+    last_only: bool = False
+    keep_old: bool = False
+
+
+class Filled(NamedTuple):
+    """How much a stream holds, and the most that it may (0: no limit)."""
+
+    size_bytes: int
+    max_bytes: int
+
+
+class Bus(Protocol):
+    """What the daemons need of a bus; see the module's rules."""
+
+    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+        """Create `stream`; the same again is no error.
+
+        Raises:
+            BusError: it exists with other settings (both are named).
+        """
+
+    async def streams(self) -> list[str]:
+        """The names of all streams, sorted.
+
+        Staleness: as the servers' leader has them; one made or removed this moment may be missing
+        or there.
+        """
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        msg_id: str | None = None,
+        expected_last: int | None = None,
+        ttl_s: float | None = None,
+    ) -> int:
+        """Append a message to the stream that owns `subject`; its sequence.
+
+        Raises:
+            SwapLostError: the subject's last message is not `expected_last`.
+            BusUnavailableError: no answer, and the message may or may not have been stored; or the
+                stream is full (`keep_old`).
+            BusError: refused for good (no such stream, too large, not permitted; `ttl_s` below a
+                second, or in a stream that is not `last_only`).
+        """
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The last message of `subject`, or of all that match it as a pattern; None if none does.
+
+        Staleness: without bound. With the credentials of a learner any replica may answer, also one
+        that is behind what was acknowledged, even to this client, and the next answer may be
+        older than this one. With others the stream's leader answers, which is behind only while it
+        does not know yet that it was replaced (seconds). It is a place to begin to `read` from,
+        and what `expected_last` then proves or refutes.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
+
+    async def last_sequence(self, stream: str) -> int:
+        """Sequence of the stream's last message; 0 if it is empty.
+
+        Staleness: asked of the stream's leader. All that was acknowledged before the call is
+        counted, but for a leader that does not know yet that it was replaced (seconds); so it is
+        a lower bound, and may be lower than an earlier answer.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
+
+    async def filled(self, stream: str) -> Filled:
+        """How full a stream is.
+
+        Staleness: as of `last_sequence`; what was published meanwhile is missing.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+        """
+
+    async def trim(self, stream: str, subject: str, below_seq: int) -> None:
+        """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.
+
+        Raises:
+            StreamMissingError: there is no such stream.
+            BusUnavailableError: no answer; nothing, some or all was removed: call again.
+        """
+
+    async def restore(
+        self,
+        stream: str,
+        subjects: list[str],
+        limits: StreamLimits,
+        messages: Iterable[Message],
+    ) -> int:
+        """Create `stream` with the messages of one that was exported; how many it has now.
+
+        Subjects, sequence numbers, times and message ids are the exported ones, and what was
+        missing between them is missing here.
+
+        Raises:
+            BusError: there is such a stream already, or it does not take a message.
+            BusUnavailableError: no answer; the stream may be there in part.
+        """
+
+    def read(self, stream: str, subjects: list[str], start_seq: int) -> AsyncIterator[Message]:
+        """Messages of `subjects` from `start_seq` (1 is the first) on, then new ones, for ever.
+
+        Staleness: it may lag behind the stream's end without bound, and nothing tells that it
+        does; but it gives the stream's order, without gaps, and never goes back. Who has read a
+        message knows everything of these subjects that was stored before it.
+        """
+
+    async def broadcast(self, subject: str, payload: bytes) -> None:
+        """Tell whoever listens; never raises for want of a connection or a listener."""
+
+    def listen(self, subject: str) -> AsyncIterator[tuple[str, bytes]]:
+        """(subject, payload) of every broadcast that matches `subject` from now on.
+
+        Staleness: it comes within moments or never; silence says nothing.
+        """
+
+    async def close(self) -> None:
+        """Release the connection."""

@@ -1,0 +1,145 @@
+"""Why a message or an update is refused: every reason there is, with what people need to know.
+
+A message that is "no update" is counted and dropped; an update is rejected by its "manifest" alone
+or by its "objects", and its record says why. Reasons are plain words on the wire: a record may
+have one that another release gave, so readers use `find`.
+"""
+
+from enum import StrEnum
+from typing import Literal, Self
+
+Stage = Literal["no update", "manifest", "objects"]
+
+_REJECTED = "runbooks/rejected-updates.md"
+_LAGGING = "runbooks/lagging-learner.md"
+_QUARANTINED = "runbooks/quarantined-learner.md"
+_CREDENTIALS = "runbooks/credentials.md"
+_UPGRADE = "runbooks/upgrade.md"
+_MISMATCH = "runbooks/run-mismatch.md"
+
+
+class Reason(StrEnum):
+    """One reason; its value is the word on the wire.
+
+    Attributes:
+        stages: how far what it refuses has come.
+        text: what it means, for people.
+        offence: whether it counts towards `bounds.quarantine_offences`: not what the sender did
+            not bring about, or could not know; nor what is no update, whose sender is not sure.
+        runbook: what to do about it.
+    """
+
+    stages: tuple[Stage, ...]
+    text: str
+    offence: bool
+    runbook: str
+
+    def __new__(
+        cls,
+        word: str,
+        stages: Stage | tuple[Stage, ...],
+        text: str,
+        runbook: str = _REJECTED,
+        offence: bool = True,
+    ) -> Self:
+        """A member."""
+        made = str.__new__(cls, word)
+        made._value_ = word
+        made.stages = stages if isinstance(stages, tuple) else (stages,)
+        made.text, made.runbook = text, runbook
+        made.offence = offence and made.stages != ("no update",)
+        return made
+
+    def __repr__(self) -> str:
+        """As the plain word: texts of records are the same whoever gave the reason."""
+        return repr(self.value)
+
+    # fmt: off
+    OVERSIZE = "oversize", ("no update", "objects"), "a message or a shard is larger than it may be"
+    UNDECODABLE = "undecodable", "no update", "it is no msgpack map"
+    SCHEMA = "schema", "no update", "it is of a schema that this release does not read", _UPGRADE
+    KIND = "kind", "no update", "it is of another kind than its subject carries"
+    MALFORMED = "malformed", "no update", "a field is missing, unknown or wrong"
+    SENDER = (
+        "sender", "no update",
+        "it names another run, learner or fragment than its subject", _CREDENTIALS,
+    )
+    IN_FLIGHT = "in_flight", "no update", "the learner's update before it is not resolved yet"
+    EPOCH = "epoch", "no update", "it is of another tape", _MISMATCH
+    RATE = (
+        "rate", "no update",
+        "more than bounds.max_updates_per_s; an honest learner announces the update again",
+        _CREDENTIALS,
+    )
+    SETTINGS = "settings", "no update", "settings that cannot be changed so"
+
+    UNKNOWN_INCARNATION = (
+        "unknown_incarnation", "manifest", "no join of this incarnation came before it",
+    )
+    SUPERSEDED = (
+        "superseded", "manifest",
+        "a newer life of the learner joined before the manifest was stored", _LAGGING, False,
+    )
+    ENDED = (
+        "ended", "manifest", "the fragment's last version is committed", _REJECTED, False,
+    )
+    QUARANTINED = "quarantined", "manifest", "its sender is quarantined", _QUARANTINED, False
+    LAYOUT = "layout", "manifest", "not the run's layout", _MISMATCH
+    CODEC = "codec", "manifest", "not the run's codec", _MISMATCH
+    TOKENS = (
+        "tokens", "manifest", "more than bounds.max_tokens_per_step in each step", _LAGGING,
+    )
+    STEPS = (
+        "steps", "manifest",
+        "more steps than bounds.max_steps_per_s allows since the learner was last heard of",
+        _LAGGING,
+    )
+    SHARDS = (
+        "shards", "manifest",
+        "slices that do not ascend, leave the fragment or are too many; a block in no shard or two",
+    )
+    NAME = "name", "manifest", "a shard lies elsewhere"
+    SIZE = "size", "manifest", "a shard cannot have that size"
+    FUTURE = "future", "manifest", "based on a version that does not exist yet"
+    BASE_DIGEST = "base_digest", "manifest", "based on the newest version, but on another view"
+    STALE = "stale", "manifest", "staler than staleness.max_versions", _LAGGING, False
+    ROLLED_BACK = (
+        "rolled_back", "manifest", "based on a version before the newest rollback", _REJECTED,
+        False,
+    )
+
+    MISSING = "missing", "objects", "a shard is not there"
+    CHECKSUM = "checksum", "objects", "a shard is not what the manifest says"
+    TRUNCATED = "truncated", "objects", "a shard is shorter than it must be"
+    BAD_MAGIC = "bad_magic", "objects", "a shard's header is not one"
+    CODEC_MISMATCH = "codec_mismatch", "objects", "a shard's header says another codec"
+    BAD_SCALE = "bad_scale", "objects", "a scale that no encoder gives"
+    BAD_CODE = "bad_code", "objects", "a code that no encoder gives"
+    NON_FINITE = "non_finite", "objects", "a value that is infinite or not a number"
+    NORM = (
+        "norm", "objects", "its norm per step is beyond bounds.norm_reject running medians",
+    )
+    INTERNAL = (
+        "internal", "objects",
+        "reading or adding it failed twice for a reason of ours, while others' work passed",
+        _REJECTED, False,
+    )
+    LATE = (
+        "late", "objects", "not verified when the run's end could wait no longer", _REJECTED,
+        False,
+    )
+    # fmt: on
+
+
+_BY_WORD = {reason.value: reason for reason in Reason}
+
+
+def find(word: str) -> Reason | None:
+    """The reason that a record or a message gives; None for one of another release."""
+    return _BY_WORD.get(word)
+
+
+def is_offence(word: str) -> bool:
+    """Whether a rejection for a reason counts against its sender; of another release's: yes."""
+    reason = find(word)
+    return reason is None or reason.offence

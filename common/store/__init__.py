@@ -1,0 +1,30 @@
+"""Object stores: immutable, create-only objects under names with '/' in them.
+
+`protocol.py` has the rules of every backend; `memory.py`, `directory.py` and `gcs/` are backends.
+"""
+
+from diloco.common.store.directory import DirectoryStore
+from diloco.common.store.memory import MemoryStore
+from diloco.common.store.opening import open_store
+from diloco.common.store.protocol import (
+    ObjectInfo,
+    ObjectStore,
+    check_object_name,
+    check_range,
+    check_size,
+    object_exists,
+    object_missing,
+)
+
+__all__ = [
+    "DirectoryStore",
+    "MemoryStore",
+    "ObjectInfo",
+    "ObjectStore",
+    "check_object_name",
+    "check_range",
+    "check_size",
+    "object_exists",
+    "object_missing",
+    "open_store",
+]

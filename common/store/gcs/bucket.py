@@ -1,0 +1,98 @@
+"""The requests that a store makes of its bucket, with retries of what passes."""
+
+import contextlib
+import urllib.parse
+from typing import NamedTuple
+
+import requests
+from google.api_core import exceptions as api
+from google.api_core.retry import Retry
+from google.auth.credentials import Credentials
+from google.auth.transport.requests import AuthorizedSession
+from google.cloud import storage
+from requests.adapters import HTTPAdapter
+
+from diloco.common.store.gcs.faults import is_passing, our_errors
+
+ENDPOINT = "https://storage.googleapis.com"
+RETRY_S = 10.0
+TIMEOUT_S = (10.0, 30.0)  # to connect, or to send a piece; between two bytes of an answer
+PART_BYTES = 8 << 20  # of a download; what is larger goes up in a session
+# Callers run on many threads of their own; each needs a connection beside those of the ranges.
+_CONNECTIONS = 64
+
+
+class Bucket(NamedTuple):
+    """A bucket as one store sees it.
+
+    Attributes:
+        prefix: before every object's name; '' or ending in '/'.
+        client: Google's, for requests about objects as a whole.
+        session: for requests with an object's bytes.
+        retry: repeats what fails by a passing fault.
+        timeout_s: longest waits to connect, and between two bytes.
+    """
+
+    prefix: str
+    endpoint: str
+    client: storage.Bucket
+    session: AuthorizedSession
+    retry: Retry
+    timeout_s: tuple[float, float]
+
+    def errors(
+        self, action: str, name: str, permission: str
+    ) -> contextlib.AbstractContextManager[None]:
+        """As `our_errors`, about the object `name` of the store."""
+        return our_errors(action, self.client.name, self.prefix, name, permission)
+
+    def read(
+        self, name: str, start: int, count: int | None, generation: str | None = None
+    ) -> requests.Response:
+        """The answer for `count` bytes from `start`, of which only the head has been read."""
+        headers = {"Accept-Encoding": "identity"}
+        if count is not None:
+            headers["Range"] = f"bytes={start}-{start + count - 1}"
+        params = {"alt": "media"} | ({"generation": generation} if generation else {})
+        quoted = urllib.parse.quote(self.prefix + name, safe="")
+        response = self.session.get(
+            f"{self.endpoint}/download/storage/v1/b/{self.client.name}/o/{quoted}",
+            params=params,
+            headers=headers,
+            timeout=self.timeout_s,
+            stream=True,
+        )
+        if response.status_code != (200 if count is None else 206):
+            raise api.from_http_response(response)
+        return response
+
+
+def open_bucket(
+    bucket: str,
+    prefix: str,
+    credentials: Credentials,
+    endpoint: str,
+    retry_s: float,
+    timeout_s: tuple[float, float],
+) -> Bucket:
+    """A bucket; nothing is asked of the service yet."""
+    session = AuthorizedSession(credentials)
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=_CONNECTIONS))
+    session.hooks["response"].append(_read_refusal)
+    # The session is given so that all requests share its large pool of connections.
+    client = storage.Client(
+        project=None,
+        credentials=credentials,
+        _http=session,
+        client_options={"api_endpoint": endpoint},
+    )
+    retry = Retry(predicate=is_passing, initial=0.1, maximum=2.0, multiplier=2.0, timeout=retry_s)
+    joined = f"{prefix}/" if prefix else ""
+    return Bucket(joined, endpoint, client.bucket(bucket), session, retry, timeout_s)
+
+
+def _read_refusal(response: requests.Response, **_: object) -> None:
+    """Read an error's body at once, which frees its connection even where nobody else looks."""
+    if not response.ok:
+        response.content  # noqa: B018 - reading the attribute reads the body

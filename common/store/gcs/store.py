@@ -1,0 +1,189 @@
+"""The store: what the protocol asks for, of one bucket."""
+
+import contextlib
+
+import google.auth
+from google.api_core import exceptions as api
+from google.auth import exceptions as auth
+from google.auth.credentials import AnonymousCredentials, Credentials
+
+from diloco.common.errors import (
+    ConfigError,
+    ObjectMissingError,
+    StoreError,
+    StoreUnavailableError,
+)
+from diloco.common.store.gcs.bucket import ENDPOINT, RETRY_S, TIMEOUT_S, open_bucket
+from diloco.common.store.gcs.checksums import checksum_of
+from diloco.common.store.gcs.downloads import Downloads
+from diloco.common.store.gcs.faults import brief, no_credentials
+from diloco.common.store.gcs.uploads import upload
+from diloco.common.store.protocol import (
+    ObjectInfo,
+    check_object_name,
+    check_range,
+    object_exists,
+)
+
+_DOWNLOADS = 3  # of an object whose bytes come damaged
+_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+
+
+def open_gcs(url: str, emulator: str | None = None) -> "GcsStore":
+    """The store at `url`, "gs://bucket" or "gs://bucket/prefix".
+
+    Args:
+        url: names the bucket; objects are below the prefix.
+        emulator: address of a server for tests, used without credentials; None for Google's, with
+            application-default credentials.
+
+    Raises:
+        ConfigError: the URL names no bucket, or a prefix that cannot be one.
+        StoreError: there are no credentials.
+    """
+    bucket, _, prefix = url.removeprefix("gs://").partition("/")
+    prefix = prefix.rstrip("/")
+    if not bucket:
+        raise ConfigError(f"{url!r} names no bucket", hint="write gs://bucket/prefix")
+    try:
+        if prefix:
+            check_object_name(prefix)
+    except StoreError as error:
+        raise ConfigError(f"{url!r}: {error.message}", hint=error.hint) from error
+    credentials = AnonymousCredentials() if emulator else _default_credentials()
+    return GcsStore(bucket, prefix, credentials, endpoint=emulator or ENDPOINT)
+
+
+class GcsStore:
+    """Objects in a bucket, below a prefix.
+
+    Args:
+        bucket: its name.
+        prefix: before every object's name, joined with '/'; '' for none.
+        credentials: who asks.
+        endpoint: address of the service.
+        retry_s: passing faults are retried for so long without progress.
+        timeout_s: longest waits to connect, and between two bytes.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        credentials: Credentials,
+        *,
+        endpoint: str = ENDPOINT,
+        retry_s: float = RETRY_S,
+        timeout_s: tuple[float, float] = TIMEOUT_S,
+    ) -> None:
+        self._bucket = open_bucket(bucket, prefix, credentials, endpoint, retry_s, timeout_s)
+        self._downloads = Downloads(self._bucket)
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Store `data` under `name`; durable when this returns.
+
+        Raises:
+            ObjectExistsError: other bytes stand under that name.
+            StoreUnavailableError: a passing fault; nothing or everything was stored.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        """
+        check_object_name(name)
+        view = memoryview(data).cast("B")
+        checksum = checksum_of(data)
+        with self._bucket.errors("store", name, "storage.objects.create"):
+            while True:
+                try:
+                    return upload(self._bucket, name, view, checksum)
+                except api.PreconditionFailed:
+                    found = self._look_up(name)
+                # None: deleted since.
+                if found == (view.nbytes, checksum):
+                    return None
+                if found is not None:
+                    raise object_exists(name)
+
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+        """The bytes of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`; no more than its head was read.
+            StoreUnavailableError: a passing fault, or the bytes come damaged again and again.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        """
+        check_object_name(name)
+        with self._bucket.errors("read", name, "storage.objects.get"):
+            for _ in range(_DOWNLOADS):
+                data, checksum = self._downloads.whole(name, limit_bytes)
+                if checksum_of(data) == checksum:
+                    return data
+        raise StoreUnavailableError(
+            f"the bytes of {name!r} came damaged {_DOWNLOADS} times: their crc32c is not "
+            f"{checksum}",
+            hint="look for a proxy or a faulty network device between here and the store",
+        )
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`, all of one object, but not compared with a checksum.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            StoreUnavailableError: a passing fault.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        """
+        check_object_name(name)
+        check_range(name, start, stop)
+        with self._bucket.errors("read", name, "storage.objects.get"):
+            return self._downloads.range(name, start, stop)
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects whose names begin with `prefix`, in order of name.
+
+        Raises:
+            StoreUnavailableError: a passing fault.
+            StoreError: not permitted, or no such bucket.
+        """
+        bucket = self._bucket
+        with bucket.errors("list", prefix, "storage.objects.list"):
+            blobs = bucket.client.list_blobs(
+                prefix=bucket.prefix + prefix,
+                fields="items(name,size),nextPageToken",
+                retry=bucket.retry,
+                timeout=bucket.timeout_s,
+            )
+            cut = len(bucket.prefix)
+            return sorted(ObjectInfo(blob.name[cut:], int(blob.size)) for blob in blobs)
+
+    def delete(self, name: str) -> None:
+        """Remove `name`; one that is not there is no error.
+
+        Raises:
+            StoreUnavailableError: a passing fault.
+            StoreError: not permitted, no such bucket, or `name` is not an object name.
+        """
+        check_object_name(name)
+        bucket = self._bucket
+        with (
+            contextlib.suppress(ObjectMissingError),
+            bucket.errors("delete", name, "storage.objects.delete"),
+        ):
+            blob = bucket.client.blob(bucket.prefix + name)
+            blob.delete(retry=bucket.retry, timeout=bucket.timeout_s)
+
+    def _look_up(self, name: str) -> tuple[int, str] | None:
+        """Size and crc32c of an object; None if it is not there."""
+        bucket = self._bucket
+        with bucket.errors("look up", name, "storage.objects.get"):
+            blob = bucket.client.get_blob(
+                bucket.prefix + name, retry=bucket.retry, timeout=bucket.timeout_s
+            )
+        return None if blob is None else (int(blob.size), str(blob.crc32c))
+
+
+def _default_credentials() -> Credentials:
+    try:
+        credentials, _ = google.auth.default(scopes=[_SCOPE])
+    except auth.GoogleAuthError as error:
+        raise no_credentials(f"there are no Google credentials: {brief(error)}") from error
+    return credentials

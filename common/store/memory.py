@@ -1,0 +1,80 @@
+"""An object store in this process's memory; for tests, the simulator and single-process runs."""
+
+import threading
+
+from diloco.common.store.protocol import (
+    ObjectInfo,
+    check_object_name,
+    check_range,
+    check_size,
+    object_exists,
+    object_missing,
+)
+
+
+class MemoryStore:
+    """Objects in this process's memory; for tests, the simulator and single-process runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[str, bytes] = {}
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Store `data` under `name`.
+
+        Raises:
+            ObjectExistsError: other bytes stand under that name.
+            StoreError: `name` is not an object name.
+        """
+        check_object_name(name)
+        copy = bytes(data)
+        with self._lock:
+            if self._objects.setdefault(name, copy) != copy:
+                raise object_exists(name)
+
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+        """The bytes of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`.
+            StoreError: `name` is not an object name.
+        """
+        check_object_name(name)
+        with self._lock:
+            data = self._objects.get(name)
+        if data is None:
+            raise object_missing(name)
+        check_size(name, len(data), limit_bytes)
+        return data
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            StoreError: `name` is not an object name.
+        """
+        check_range(name, start, stop)
+        data = self.get(name)
+        check_range(name, start, stop, len(data))
+        return data[start:stop]
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects whose names begin with `prefix`, in order of name."""
+        with self._lock:
+            found = [
+                ObjectInfo(n, len(d)) for n, d in self._objects.items() if n.startswith(prefix)
+            ]
+        return sorted(found)
+
+    def delete(self, name: str) -> None:
+        """Remove `name`; one that is not there is no error.
+
+        Raises:
+            StoreError: `name` is not an object name.
+        """
+        check_object_name(name)
+        with self._lock:
+            self._objects.pop(name, None)

@@ -1,0 +1,41 @@
+"""Which store a URL means."""
+
+import urllib.parse
+from pathlib import Path
+
+from diloco.common.config import storage_emulator
+from diloco.common.errors import ConfigError
+from diloco.common.store.directory import DirectoryStore
+from diloco.common.store.protocol import ObjectStore
+
+
+def open_store(url: str, *, emulator: bool = False) -> ObjectStore:
+    """The store at `url`: `gs://bucket/prefix`, `file:///absolute/path`, or the path of a folder.
+
+    Args:
+        url: where the objects are.
+        emulator: a gs:// URL means the server at STORAGE_EMULATOR_HOST.
+
+    Raises:
+        ConfigError: the URL is of a kind that this version does not know, or `emulator` and the
+            environment disagree.
+        StoreError: the folder cannot be used, or there are no credentials.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        if not url:
+            raise ConfigError("the store's URL is empty", hint="file:///path, or a folder's path")
+        return DirectoryStore(Path(url).absolute())
+    if scheme == "file":
+        if not rest.startswith("/"):
+            raise ConfigError(f"{url!r} names no absolute path", hint="write file:///path")
+        return DirectoryStore(Path(urllib.parse.unquote(rest)))
+    if scheme == "gs":
+        # Only here, because to load the client of Google takes a second that most never need.
+        from diloco.common.store.gcs import open_gcs
+
+        return open_gcs(url, storage_emulator(asked_for=emulator))
+    raise ConfigError(
+        f"{url!r}: unknown kind of store {scheme!r}",
+        hint="write gs://bucket/prefix or file:///path",
+    )

@@ -1,0 +1,137 @@
+"""Object stores: immutable, create-only objects under names with '/' in them.
+
+Rules of every backend:
+- An object never changes. Putting the same bytes under an existing name succeeds (a retry whose
+  first answer was lost); putting other bytes raises `ObjectExistsError`.
+- An object is visible whole or not at all, and durable once `put` returns.
+- Calls block and may be made from any thread; passing faults raise `StoreUnavailableError`.
+"""
+
+import re
+from typing import NamedTuple, Protocol
+
+from diloco.common.errors import (
+    ObjectExistsError,
+    ObjectMissingError,
+    ObjectRangeError,
+    ObjectTooLargeError,
+    StoreError,
+)
+
+# The first token of names that a backend keeps for itself.
+RESERVED = ".tmp"
+_NAME = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
+_MAX_NAME = 512
+_MAX_TOKEN = 255  # what common file systems allow
+
+
+class ObjectInfo(NamedTuple):
+    """An object's name and its size in bytes."""
+
+    name: str
+    size_bytes: int
+
+
+class ObjectStore(Protocol):
+    """What the daemons need of a store; see the module's rules."""
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Store `data` under `name`.
+
+        Raises:
+            ObjectExistsError: other bytes stand under that name.
+            StoreUnavailableError: a passing fault; nothing or everything was stored.
+        """
+
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+        """The bytes of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
+            StoreUnavailableError: a passing fault.
+        """
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`, 0 <= start < stop.
+
+        No store can check parts against the checksum of the whole, so the caller must.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+            StoreUnavailableError: a passing fault.
+        """
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects whose names begin with `prefix`, in order of name."""
+
+    def delete(self, name: str) -> None:
+        """Remove `name`; one that is not there is no error."""
+
+
+def check_range(name: str, start: int, stop: int, size_bytes: int | None = None) -> None:
+    """Refuse a range of bytes that is empty, or not within an object of `size_bytes`.
+
+    Args:
+        name: the object.
+        start: first byte.
+        stop: the byte after the last.
+        size_bytes: the object's size; None while it is not known.
+
+    Raises:
+        ObjectRangeError: nothing can be read for that range.
+    """
+    if not 0 <= start < stop:
+        raise ObjectRangeError(f"[{start}, {stop}) is not a byte range of object {name!r}")
+    if size_bytes is not None and stop > size_bytes:
+        raise ObjectRangeError(
+            f"object {name!r} has {size_bytes} bytes, [{start}, {stop}) of them were expected"
+        )
+
+
+def check_size(name: str, size_bytes: int, limit_bytes: int | None) -> None:
+    """Refuse an object that is larger than its reader wants.
+
+    Raises:
+        ObjectTooLargeError: it has more than `limit_bytes`.
+    """
+    if limit_bytes is not None and size_bytes > limit_bytes:
+        raise ObjectTooLargeError(
+            f"object {name!r} has {size_bytes} bytes, at most {limit_bytes} were expected"
+        )
+
+
+def check_object_name(name: str) -> None:
+    """Refuse a name that some backend could not hold.
+
+    Names are relative: tokens of `[A-Za-z0-9._=-]`, at most 255 long, joined by single '/', no
+    token '.' or '..', 512 characters in all; the first token '.tmp' is kept for backends.
+
+    Raises:
+        StoreError: `name` breaks a rule.
+    """
+    tokens = name.split("/")
+    if (
+        len(name) > _MAX_NAME
+        or not _NAME.fullmatch(name)
+        or any(token in {".", ".."} or len(token) > _MAX_TOKEN for token in tokens)
+        or tokens[0] == RESERVED
+    ):
+        raise StoreError(
+            f"{name[:80]!r} is not an object name",
+            hint="tokens of [A-Za-z0-9._=-] joined by '/', relative, no '..', at most 512 long",
+        )
+
+
+def object_exists(name: str) -> ObjectExistsError:
+    """What `put` raises when other bytes stand under `name`."""
+    return ObjectExistsError(
+        f"an object {name!r} with other bytes exists",
+        hint="names are create-only; two writers used one name for different contents",
+    )
+
+
+def object_missing(name: str) -> ObjectMissingError:
+    """What `get` raises when there is no `name`."""
+    return ObjectMissingError(f"no object {name!r}")

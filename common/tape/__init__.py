@@ -1,0 +1,70 @@
+"""The run's tape: its messages decoded, its reader, what a run's parts look up on it.
+
+- `messages.py`: the decoder, typed, each body checked against its subject.
+- `reader.py`: a whole tape, message by message.
+- `run.py`: the run's context, specification and settings.
+- `records.py`: the records of a fragment, and the objects they name.
+- `file.py`: a tape in one file.
+"""
+
+from diloco.common.tape.file import is_tape_file, read_tape_file, tape_file_run, write_tape_file
+from diloco.common.tape.messages import decode, decode_as
+from diloco.common.tape.reader import (
+    Entry,
+    Extent,
+    Garbage,
+    Item,
+    Unreadable,
+    messages_of,
+    read_item,
+    read_message,
+    read_tape,
+)
+from diloco.common.tape.records import (
+    Recorded,
+    check_record,
+    get_object,
+    last_record,
+    lost_for_good,
+    read_record,
+    records_of,
+)
+from diloco.common.tape.run import (
+    RunContext,
+    changed_settings,
+    data_position,
+    load_specification,
+    parse_changed,
+    settings_at,
+)
+
+__all__ = [
+    "Entry",
+    "Extent",
+    "Garbage",
+    "Item",
+    "Recorded",
+    "RunContext",
+    "Unreadable",
+    "changed_settings",
+    "check_record",
+    "data_position",
+    "decode",
+    "decode_as",
+    "get_object",
+    "is_tape_file",
+    "last_record",
+    "load_specification",
+    "lost_for_good",
+    "messages_of",
+    "parse_changed",
+    "read_item",
+    "read_message",
+    "read_record",
+    "read_tape",
+    "read_tape_file",
+    "records_of",
+    "settings_at",
+    "tape_file_run",
+    "write_tape_file",
+]

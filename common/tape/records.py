@@ -1,0 +1,165 @@
+"""The records of a fragment, and the objects that they name."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from diloco.common import names, shards, wire
+from diloco.common.bus import Message
+from diloco.common.errors import (
+    IntegrityError,
+    ObjectLostError,
+    ObjectMissingError,
+    RunIncompleteError,
+    RunMismatchError,
+    WireError,
+)
+from diloco.common.reasons import Reason
+from diloco.common.store import ObjectStore
+from diloco.common.tape.messages import check_fits, decode
+from diloco.common.tape.run import RunContext
+
+
+async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, int]:
+    """The newest record of a fragment, and its stream sequence.
+
+    Raises:
+        RunIncompleteError: the run has no such fragment: it was not created, or not wholly.
+        IntegrityError: the record was made for another layout, or its body is gone.
+    """
+    missed = 0
+    while True:
+        message = await context.bus.last(context.tape, names.record(context.run, fragment))
+        if message is None:
+            raise RunIncompleteError(
+                f"run {context.run!r} has no record of fragment {fragment}",
+                hint="create the run with: diloco run create --config FILE",
+            )
+        try:
+            return await read_record(context, message), message.seq
+        except ObjectMissingError as error:
+            if message.seq == missed:
+                raise lost_for_good(
+                    f"record {message.seq} of fragment {fragment}", error
+                ) from error
+            missed = message.seq
+
+
+def lost_for_good(what: str, error: ObjectMissingError) -> ObjectLostError:
+    """The error of an object that the newest record needs: no collection took it."""
+    return ObjectLostError(f"{what}: {error.message}", hint="runbooks/missing-object.md")
+
+
+async def read_record(context: RunContext, message: Message) -> wire.Record:
+    """The record in a message of the tape, or in the object that the message names.
+
+    Raises:
+        WireError: it is no record, or not of its subject.
+        IntegrityError: it is of another layout, or its object is not what the message says.
+        RunMismatchError: it is of another epoch.
+        ObjectMissingError: its object is gone; it is not needed any more if newer ones follow.
+    """
+    found = decode(message.subject, message.payload)
+    if isinstance(found, wire.RecordPointer):
+        found = await context.runtime.call(record_in, context.store, message.subject, found)
+    if not isinstance(found, wire.Record):
+        raise WireError(Reason.KIND, f"expected a record on {message.subject!r}")
+    check_record(context, found)
+    return found
+
+
+def record_in(store: ObjectStore, subject: str, pointer: wire.RecordPointer) -> wire.Record:
+    """The record that a message of a subject points to.
+
+    Raises:
+        WireError: it is no record, or not of its subject.
+        IntegrityError, ObjectMissingError: its object is damaged or gone.
+    """
+    record = wire.decode(wire.Record, get_object(store, pointer.body))
+    check_fits(subject, record)
+    return record
+
+
+def check_record(context: RunContext, found: wire.Record) -> None:
+    """Refuse a record of another epoch or layout than this process began with.
+
+    Raises:
+        IntegrityError: it is of another layout.
+        RunMismatchError: it is of another epoch.
+    """
+    if found.epoch != context.epoch:
+        raise RunMismatchError(
+            f"run {context.run!r} is in epoch {found.epoch}, this process began in epoch "
+            f"{context.epoch}: the run was resumed on a new tape",
+            hint="start this process again",
+        )
+    if found.layout != context.layout.digest:
+        raise IntegrityError(
+            f"record of fragment {found.fragment}: layout {found.layout}, "
+            f"the run's specification has {context.layout.digest}"
+        )
+
+
+class Recorded(NamedTuple):
+    """A record, and where and when the tape has it (seconds since the epoch).
+
+    `body`: the object that holds it, if it is too large for the tape.
+    """
+
+    record: wire.Record
+    record_seq: int
+    stored_at_s: float
+    body: wire.ObjectRef | None = None
+
+
+async def records_of(
+    context: RunContext, fragment: int, start_seq: int = 1
+) -> AsyncIterator[Recorded]:
+    """A fragment's records, from the oldest that the tape still has to the newest of now.
+
+    Those before `start_seq` are passed over, and those that are collected meanwhile.
+
+    Raises:
+        RunMismatchError, IntegrityError: as `last_record`.
+        ObjectMissingError: the body of a record that stays is gone.
+    """
+    _, newest_seq = await last_record(context, fragment)
+    if start_seq > newest_seq:
+        return
+    subject = names.record(context.run, fragment)
+    async for message in context.bus.read(context.tape, [subject], start_seq):
+        try:
+            record = await read_record(context, message)
+        except ObjectMissingError:
+            if await _stands(context, subject, message.seq):
+                raise
+        else:
+            found = decode(message.subject, message.payload)
+            body = found.body if isinstance(found, wire.RecordPointer) else None
+            yield Recorded(record, message.seq, message.time_s, body)
+        if message.seq >= newest_seq:
+            return
+
+
+async def _stands(context: RunContext, subject: str, seq: int) -> bool:
+    """Whether the tape still has a message of a subject, which had later ones."""
+    messages = context.bus.read(context.tape, [subject], seq)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        return (await anext(messages)).seq == seq
+
+
+def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
+    """The bytes of an object, compared with what its record says.
+
+    Raises:
+        IntegrityError: its size or checksum differs.
+        ObjectMissingError, StoreUnavailableError: as `ObjectStore.get`.
+    """
+    data = store.get(expected.name)
+    if len(data) != expected.size_bytes or shards.crc32c(data) != expected.crc32c:
+        raise IntegrityError(
+            f"object {expected.name!r}: {len(data)} bytes with crc32c {shards.crc32c(data)}, "
+            f"its record says {expected.size_bytes} with {expected.crc32c}",
+            hint="runbooks/digest-mismatch.md",
+        )
+    return data

@@ -1,0 +1,174 @@
+"""A run as one daemon or command has it: its context, its specification, its settings."""
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from diloco.common import log, names, wire
+from diloco.common.bus import Bus, Message
+from diloco.common.config import RunSettings, check_changeable, parse_settings
+from diloco.common.errors import (
+    ConfigError,
+    IntegrityError,
+    RunMissingError,
+    StreamMissingError,
+    WireError,
+)
+from diloco.common.layout import Layout
+from diloco.common.reasons import Reason
+from diloco.common.service import Runtime
+from diloco.common.store import ObjectStore
+from diloco.common.tape.messages import decode_as
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """What all parts of one daemon share of its run."""
+
+    settings: RunSettings
+    layout: Layout
+    epoch: int
+    bus: Bus
+    store: ObjectStore
+    runtime: Runtime
+    logger: log.Logger
+
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.settings.run.name
+
+    @property
+    def tape(self) -> str:
+        """The run's stream."""
+        return names.tape_stream(self.run)
+
+
+async def load_specification(bus: Bus, run: str) -> wire.Specification:
+    """The run's specification, the tape's first message.
+
+    Raises:
+        RunMissingError: there is no such run.
+    """
+    message = None
+    with contextlib.suppress(StreamMissingError):
+        message = await bus.last(names.tape_stream(run), names.spec(run))
+    if message is None:
+        raise RunMissingError(
+            f"there is no run {run!r} on this bus",
+            hint="create it with: diloco run create --config FILE",
+        )
+    return decode_as(wire.Specification, message.subject, message.payload)
+
+
+def changed_settings(created: RunSettings, message: wire.Settings) -> RunSettings:
+    """The run's settings after a message that changes them.
+
+    Args:
+        created: those of the specification.
+        message: the change.
+
+    Raises:
+        WireError: it changes what no run can change.
+    """
+    try:
+        changed = parse_settings(message.settings)
+        check_changeable(created, changed)
+    except ConfigError as error:
+        raise WireError(Reason.SETTINGS, error.message) from error
+    return changed
+
+
+def parse_changed(created: RunSettings, message: Message) -> RunSettings:
+    """The run's settings after a message of the tape, as `changed_settings`.
+
+    Raises:
+        WireError: also when it cannot be decoded.
+    """
+    said = decode_as(wire.Settings, message.subject, message.payload)
+    return changed_settings(created, said)
+
+
+async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
+    """The run's settings that a message of the tape put in force; 0: the specification's.
+
+    Raises:
+        IntegrityError: there is no such message.
+    """
+    if not settings_seq:
+        return context.settings
+    subject = names.settings(context.run)
+    messages = context.bus.read(context.tape, [subject], settings_seq)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        async for message in messages:
+            if message.seq == settings_seq:
+                return parse_changed(context.settings, message)
+            break
+    raise IntegrityError(
+        f"the tape has no settings at sequence {settings_seq}, which a record names",
+        hint="was the stream purged by hand? restore it, or resume from a checkpoint",
+    )
+
+
+async def data_position(
+    context: RunContext,
+    learner: str,
+    last: Callable[[str], Awaitable[Message | None]] | None = None,
+) -> int:
+    """Where a learner's data goes on, in batches: behind all that its messages cover.
+
+    Args:
+        context: of the run.
+        learner: its name.
+        last: gives a subject's last message; `Bus.last`, which may be stale, if None.
+    """
+    run = context.run
+    last = last or partial(_last, context)
+    specification = await _first(context, names.spec(run), wire.Specification)
+    positions = [specification.positions.get(learner, 0)]
+    positions.append(await _position_on(context, names.leave(run, learner), wire.Leave, last))
+    for fragment in range(len(context.layout.fragments)):
+        subject = names.update(run, learner, fragment)
+        positions.append(await _position_on(context, subject, wire.Manifest, last))
+    return max(positions)
+
+
+async def _first(context: RunContext, subject: str, kind: type[wire.T]) -> wire.T:
+    """The first message of a subject that has one, read in order: no replica takes it for missing.
+
+    Raises:
+        WireError: it cannot be decoded.
+    """
+    messages = context.bus.read(context.tape, [subject], 1)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        return decode_as(kind, subject, (await anext(messages)).payload)
+
+
+async def _last(context: RunContext, subject: str) -> Message | None:
+    return await context.runtime.retry(
+        "reading the tape", lambda: context.bus.last(context.tape, subject), logger=context.logger
+    )
+
+
+async def _position_on(
+    context: RunContext,
+    subject: str,
+    kind: type[wire.Manifest | wire.Leave],
+    last: Callable[[str], Awaitable[Message | None]],
+) -> int:
+    """Position in the last message of a subject; in all of them, if that is not readable."""
+    newest = await last(subject)
+    if newest is None:
+        return 0
+    try:
+        return decode_as(kind, subject, newest.payload).position
+    except WireError as error:
+        context.logger.warning("unreadable", subject=subject, reason=error.reason)
+    position = 0
+    async for message in context.bus.read(context.tape, [subject], 1):
+        with contextlib.suppress(WireError):
+            position = max(position, decode_as(kind, subject, message.payload).position)
+        if message.seq >= newest.seq:
+            break
+    return position

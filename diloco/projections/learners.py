@@ -1,0 +1,135 @@
+"""Everybody who has joined a run, as its tape has it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from diloco.common import wire
+from diloco.common.tape import Entry, Item, RunContext, read_tape
+
+
+@dataclass
+class Learner:
+    """One learner, from what the tape still has.
+
+    Attributes:
+        state: "live", "silent" (its fragments' owners wait for it no more), "left", or
+            "quarantined"; `why` says what for.
+        incarnation: its newest life, of `lives` that the tape knows.
+        offences: the most that any fragment counts; see `bounds.quarantine_offences`.
+        tokens: of what was merged, on the mean over the fragments.
+        reasons: how many updates were rejected, by reason.
+        heard_at_s: when its last join or update was stored, in seconds since the epoch.
+    """
+
+    name: str
+    state: str = "live"
+    why: str = ""
+    host: str = ""
+    incarnation: int = 0
+    lives: int = 0
+    merged: int = 0
+    rejected: int = 0
+    offences: int = 0
+    tokens: int = 0
+    step_time_s: float = 0.0
+    heard_at_s: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+
+class Roster:
+    """The learners of a run, message by message; holds no more than there are learners.
+
+    Args:
+        fragments: P, of the run.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        self._fragments = fragments
+        self._known: dict[str, Learner] = {}
+        self._left: set[tuple[str, int]] = set()
+        self._words: dict[str, wire.Quarantine] = {}
+        self._newest: dict[int, wire.PolicyState] = {}
+
+    def take(self, item: Item) -> None:
+        """Note what comes next on the tape."""
+        match item:
+            case Entry(body=wire.Join() as join):
+                one = self._learner(join.learner)
+                one.lives, one.host, one.incarnation = one.lives + 1, join.host, item.seq
+            case Entry(body=wire.Leave() as leave) if not leave.fragments:
+                self._left.add((leave.learner, leave.incarnation))
+            case Entry(body=wire.Quarantine() as word):
+                self._words[word.learner] = word
+            case Entry(body=wire.Record() as record):
+                self._note(record)
+
+    def learners(self) -> list[Learner]:
+        """Everybody so far, by name."""
+        found = {name: replace(one) for name, one in self._known.items()}
+        for one in found.values():
+            one.tokens //= max(1, self._fragments)
+        self._remember(found)
+        for name, word in self._words.items():
+            if name in found:
+                said = ("quarantined", word.reason) if word.active else ("live", "")
+                found[name].state, found[name].why = said
+        for one in found.values():
+            if one.state == "live":
+                one.state = self._state(one)
+        return [found[name] for name in sorted(found)]
+
+    def _learner(self, name: str) -> Learner:
+        return self._known.setdefault(name, Learner(name))
+
+    def _note(self, record: wire.Record) -> None:
+        for taken in record.inputs:
+            one = self._learner(taken.learner)
+            one.merged += 1
+            one.tokens += taken.tokens
+        for refused in record.rejected:
+            one = self._learner(refused.learner)
+            one.rejected += 1
+            one.reasons[refused.reason] += 1
+        self._newest[record.fragment] = record.policy
+
+    def _remember(self, found: dict[str, Learner]) -> None:
+        """What the machines know of the members after their newest records."""
+        for memory in self._newest.values():
+            for member in memory.members:
+                one = found.setdefault(member.learner, Learner(member.learner))
+                one.incarnation = max(one.incarnation, member.incarnation)
+                one.offences = max(one.offences, member.offences)
+                one.step_time_s = max(one.step_time_s, member.step_time_s)
+                one.heard_at_s = max(one.heard_at_s, member.heard_at_s)
+            for name in memory.quarantined:
+                # The word itself may be trimmed from the tape by now; a later one overrules this.
+                found.setdefault(name, Learner(name)).state = "quarantined"
+
+    def _members(self, one: Learner) -> Iterator[wire.MemberState]:
+        """What each fragment's machine knows of a learner's newest life."""
+        for memory in self._newest.values():
+            for member in memory.members:
+                if (member.learner, member.incarnation) == (one.name, one.incarnation):
+                    yield member
+
+    def _state(self, one: Learner) -> str:
+        """What a learner is that is not shut out."""
+        if (one.name, one.incarnation) in self._left:
+            return "left"
+        current = [*self._members(one)]
+        if current and all(member.left for member in current):
+            return "left"
+        return "silent" if current and not any(member.live for member in current) else "live"
+
+
+async def read_learners(context: RunContext) -> list[Learner]:
+    """Everybody who has joined a run up to now, by name.
+
+    Raises:
+        BusError, StoreUnavailableError: bus or store are away.
+    """
+    roster = Roster(len(context.layout.fragments))
+    async for item in read_tape(context):
+        roster.take(item)
+    return roster.learners()

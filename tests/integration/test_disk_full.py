@@ -1,0 +1,110 @@
+"""A NATS server whose disk fills and is freed, on a small file system of its own."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from diloco.check import doctor
+from diloco.common import names
+from diloco.common.bus import StreamLimits, jetstream
+from diloco.common.config import RunSettings
+from diloco.common.errors import BusUnavailableError
+from diloco.common.layout import Tensor, make_layout
+from diloco.common.nats_server import NatsServer
+from diloco.common.service import Runtime
+from diloco.common.store import MemoryStore
+from diloco.learner.publish import Context, Publisher
+from diloco.learner.train import Meter
+
+RUN = "full"
+LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a file system can be mounted by root only")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(descriptor, bytes(4096))
+    finally:
+        os.close(descriptor)
+
+
+async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - the server tells nobody
+            await asyncio.sleep(0.1)
+
+
+async def scenario(server: NatsServer, disk: Path) -> None:
+    bus = await jetstream.connect(server.url, name="island")
+    ops, tape = names.ops_stream(RUN), names.tape_stream(RUN)
+    bounded = StreamLimits(max_age_s=3600.0, max_bytes=1 << 20)
+    await bus.create_stream(tape, names.tape_subjects(RUN), StreamLimits())
+    await bus.create_stream(ops, names.ops_subjects(RUN), bounded)
+    context = Context(
+        settings=RunSettings.model_validate({"run": {"name": RUN, "steps": 9}}),
+        layout=LAYOUT,
+        epoch=0,
+        bus=bus,
+        store=MemoryStore(),
+        runtime=Runtime(),
+        logger=structlog.get_logger(),
+        learner="island",
+    )
+    meter = Meter("island", context.traffic)
+    publisher = Publisher(context, lambda _event, _payload=None: None)
+    with structlog.testing.capture_logs() as logged:
+
+        def said(event: str, level: str) -> bool:
+            return any((e["event"], e["log_level"]) == (event, level) for e in logged)
+
+        beating = asyncio.create_task(publisher.beat(lambda: meter.heartbeat(1), 0.2))
+        try:
+            heard = names.heartbeat(RUN, "island")
+            while await bus.last(ops, heard) is None:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.1)
+            fill(disk / "filler")
+            await until(lambda: said("heartbeats_lost", "warning"))
+            (disk / "filler").unlink()
+            # Room alone does not mend the stream, which is what `doctor` says.
+            with pytest.raises(BusUnavailableError, match="no answer"):
+                await bus.publish(names.rejected(RUN, "a"), b"x")
+            (finding,) = await doctor._probe_bus(context)
+            assert finding.runbook == "runbooks/disk-full.md"
+            assert "restarted" in finding.advice
+            await asyncio.to_thread(server.restart)
+            await until(lambda: said("heartbeats_resumed", "info"))
+            bus_finding, *_ = await doctor._probe_bus(context)
+            assert (bus_finding.severity, bus_finding.about) == ("ok", "bus")
+        finally:
+            beating.cancel()
+            await asyncio.wait({beating})
+            await bus.close()
+
+
+def test_a_full_disk_is_warned_of_and_a_restart_mends_what_room_does_not(
+    small_disk: Path, run_async: Callable[[Coroutine[Any, Any, None]], None]
+) -> None:
+    with NatsServer(small_disk / "nats") as server:
+        run_async(scenario(server, small_disk))
