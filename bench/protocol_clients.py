@@ -27,8 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import tomli_w
 
-from diloco.common import bus_nats, log, names, shards, slices, wire
-from diloco.common.bus import Bus
+from diloco.common import log, names, shards, slices, wire
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import Config, load_config
 from diloco.common.layout import Layout, Tensor, make_layout
 from diloco.common.nats_server import NatsServer
@@ -335,7 +335,7 @@ async def measure(
 ) -> tuple[Figures, Figures]:
     """(forecast, measured)."""
     config = configure(folder, url, options)
-    bus = await bus_nats.connect(url, name="bench")
+    bus = await jetstream.connect(url, name="bench")
     layout = await create(config, bus, options)
     store = Store(server, store_updates(config, layout))
     planned = forecast(config, layout, options)
@@ -346,7 +346,7 @@ async def measure(
         record = _record(message.payload)
         starts.append(sync.Start(0, record.view_digest, message.seq, 0))
     buses: list[Bus] = [
-        await bus_nats.connect(url, name=f"learner-{n}") for n in range(options.learners)
+        await jetstream.connect(url, name=f"learner-{n}") for n in range(options.learners)
     ]
     process = start_aggregator(folder)
     fleet = clients(config, layout, store, buses, tuple(starts), options)
