@@ -17,7 +17,7 @@ from diloco.aggregator.core import events, machine
 from diloco.common.codec import encoded_bytes
 from diloco.common.config import parse_settings
 from diloco.common.errors import ConfigError
-from diloco.common.store_gcs import PART_BYTES
+from diloco.common.store.gcs.bucket import PART_BYTES
 from diloco.plan import costs
 from diloco.plan import forecast as plan
 from diloco.plan import inputs as plan_inputs
@@ -290,6 +290,15 @@ def test_a_snapshot_holds_its_record_up():
     apart_s = np.diff(rounds.committed_s)
     assert apart_s.max() > 40
     assert rounds.kept == 1
+
+
+@pytest.mark.parametrize("read_s", [0.01, 0.18])
+def test_a_snapshot_excludes_nobody_from_the_next_round(read_s):
+    """Storing it takes a whole interval, which is not what a commit usually takes."""
+    slow = replace(QUICK, read_s=read_s, snapshot_s=24.0)
+    rounds = rounds_of([worker()] * 64, aggregator=slow)
+    assert rounds.participants > 63.5
+    assert rounds.mean_staleness < 0.01
 
 
 def test_a_learner_with_too_few_steps_sends_once_it_has_them():
