@@ -530,8 +530,9 @@ def test_an_aggregator_s_link_that_is_full_makes_versions_late():
     made = plan.make_plan(run, fleet, 10**9, sized, updates=100)
     enough = replace(fleet, aggregator_gbit=2 * made.aggregator_gbit)
     full = replace(fleet, aggregator_gbit=made.aggregator_gbit / 4)
-    assert plan.make_plan(run, enough, 10**9, sized, updates=100).interval_s < 24.1
-    assert plan.make_plan(run, full, 10**9, sized, updates=100).interval_s > 80
+    # The last record that is counted waits for its snapshot.
+    assert plan.make_plan(run, enough, 10**9, sized, updates=100).interval_s < 24.4
+    assert plan.make_plan(run, full, 10**9, sized, updates=100).interval_s > 72
 
 
 def test_versions_over_a_link_that_is_too_slow_come_later():
