@@ -60,7 +60,7 @@ class Seen(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What is forecast and measured, of one version of one fragment."""
+    """What is forecast and measured, of one version of one fragment; the interval is a median."""
 
     merged: float
     staleness: float
@@ -275,7 +275,7 @@ def measured(seen: list[Seen], settle: int, fragments: int) -> Figures:
     return Figures(
         len(staleness) / versions,
         float(np.mean(staleness)),
-        (last.at_s - first.at_s) / versions,
+        float(np.median(np.diff([one.at_s for one in seen[settle - 1 :]]))),
         (last.cpu_s - first.cpu_s) / each,
         (last.read_bytes - first.read_bytes) / each,
         (last.written_bytes - first.written_bytes) / each,

@@ -111,6 +111,15 @@ def ema(average: float, value: float) -> float:
     return value if average == 0 else average + EMA * (value - average)
 
 
+def sync_s(average_s: float, took_s: float) -> float:
+    """Moving average of what a commit takes; one that takes far longer than most counts as twice.
+
+    A snapshot is stored with every C-th version alone. Counted in full it would leave the rounds
+    after it no grace, and the first of them would close on whoever is quickest.
+    """
+    return ema(average_s, min(took_s, 2 * average_s) if average_s else took_s)
+
+
 def elapsed_s(since_s: float, until_s: float) -> float:
     """Seconds between two times, as a record can hold them: clocks and claims may be absurd."""
     return min(max(0.0, until_s - since_s), wire.GREATEST_S)

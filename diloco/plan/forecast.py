@@ -24,6 +24,8 @@ UTILIZATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 # How much is simulated: updates of a fragment, and failures of the fleet.
 UPDATES = 4000
 FEWEST_ROUNDS = 12
+# Of a larger fleet one learner stands for several in the simulation of rounds.
+MOST_LEARNERS = 128
 MOST_ROUNDS = 500
 FAILURES = 3000
 # From a message to what happens on it, on top of the link: one poll of the bus, one request of the
@@ -193,7 +195,8 @@ def make_plan(
     reads_s = len(fleet.islands) * aggregator.read_s + aggregator.message_s
     travels_s = [_travels_s(settings, island, sized) for island in fleet.islands]
     cycle_s = max(up_s + down_s for up_s, down_s in travels_s) + close_s + reads_s
-    rounds_s = max(interval_s, cycle_s) * _rounds(len(fleet.islands), updates)
+    stands_for = math.ceil(len(fleet.islands) / MOST_LEARNERS)
+    rounds_s = max(interval_s, cycle_s) * _rounds(len(fleet.islands) // stands_for, updates)
     traces = _learners(fleet, _horizon_s(fleet, rounds_s), rng)
     workers = [
         Worker(
@@ -205,13 +208,7 @@ def make_plan(
         )
         for island, (up_s, down_s), trace in zip(fleet.islands, travels_s, traces, strict=True)
     ]
-    rounds = plan_rounds.simulate(
-        settings,
-        workers,
-        aggregator=aggregator,
-        horizon_s=rounds_s,
-        rng=rng,
-    )
+    rounds = _simulated(settings, workers, aggregator, stands_for, rounds_s, rng)
     baselines = _data_parallel(fleet, parameters, rng)
     systems = (*baselines, _decoupled(fleet, traces, rounds, settings))
     return Plan(
@@ -238,6 +235,36 @@ def make_plan(
         late_share=rounds.late_share,
         kept=rounds.kept,
     )
+
+
+def _simulated(
+    settings: RunSettings,
+    workers: list[Worker],
+    aggregator: plan_rounds.Aggregator,
+    stands_for: int,
+    horizon_s: float,
+    rng: np.random.Generator,
+) -> Rounds:
+    """The rounds of the fleet; one update stands for several of learners as fast.
+
+    Reading it takes as long as reading all of them, so that a round has the same times.
+    """
+    chosen = workers
+    if stands_for > 1:
+        by_speed = sorted(workers, key=lambda worker: worker.step_s)
+        chosen = by_speed[stands_for // 2 :: stands_for]
+    scale = len(workers) / len(chosen)
+    least = max(1, math.ceil(settings.quorum.min_learners / scale))
+    quorum = settings.quorum.model_copy(update={"min_learners": least})
+    rounds = plan_rounds.simulate(
+        settings.model_copy(update={"quorum": quorum}),
+        chosen,
+        aggregator=replace(aggregator, read_s=scale * aggregator.read_s),
+        horizon_s=horizon_s,
+        rng=rng,
+    )
+    rounds.stands_for = scale
+    return rounds
 
 
 def over_learners(

@@ -86,6 +86,7 @@ class Rounds:
         reasons: how often rounds closed for which reason.
         kept: share of the trained tokens that were merged, or on their way at the end.
         utilization: share of the time in which learners could train that they did not wait.
+        stands_for: learners of the fleet for each that was simulated.
     """
 
     committed_s: list[float] = field(default_factory=list)
@@ -95,6 +96,7 @@ class Rounds:
     reads: int = 0
     kept: float = 1.0
     utilization: float = 1.0
+    stands_for: float = 1.0
 
     @property
     def versions(self) -> int:
@@ -111,7 +113,8 @@ class Rounds:
     @property
     def participants(self) -> float:
         """Mean number of updates in a version."""
-        return len(self.staleness) / self.versions if self.versions else 0.0
+        simulated = len(self.staleness) / self.versions if self.versions else 0.0
+        return self.stands_for * simulated
 
     @property
     def mean_staleness(self) -> float:

@@ -22,7 +22,7 @@ VERSION_CORE_S = 2 * (14.0e-3 + 66.1e-3 + 94.1e-3) / (1 << 26)
 # Threads that a version is made on, however many cores there are: its outer step's.
 CLOSING_THREADS = WORKERS
 # For each byte from or to the store: sockets, copies and checksum, and with TLS its cipher too.
-PLAIN_CORE_S, TLS_CORE_S = 0.5e-9, 1e-9
+PLAIN_CORE_S, TLS_CORE_S = 0.7e-9, 1e-9
 # An object is read in ranges of this length, a request each.
 RANGE_BYTES = 8 << 20
 # Bytes on the tape: of a manifest and a record, and of each shard in one and each input in another.

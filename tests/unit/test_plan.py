@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import replace
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from diloco.aggregator.core import events, machine
 from diloco.common.codec import encoded_bytes
 from diloco.common.config import parse_settings
 from diloco.common.errors import ConfigError
+from diloco.common.store.gcs.bucket import PART_BYTES
+from diloco.plan import costs
 from diloco.plan import forecast as plan
 from diloco.plan import inputs as plan_inputs
 from diloco.plan import intervals as plan_intervals
@@ -24,6 +27,7 @@ from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages
+from diloco.plan.prices import read_prices
 from diloco.plan.rounds import Worker
 from diloco.plan.run import run_plan
 
@@ -83,6 +87,17 @@ def test_a_job_under_given_absences():
     # 10 and 25 seconds after the beginning and the restart.
     assert trace.losses == ((10.0, 2.0), (60.0, 1.0))
     assert plan_outages.scheduled(outages, [], 100.0, step_s=1.0).uptime == 1
+
+
+def test_failures_of_one_step_count_as_one():
+    """Drawn once in 20 s: the span in which something fails is the last one."""
+    outages = Outages(mtbi_s=1e6, slice_chips=1, restart_s=80.0, merge_s=20.0)
+    trace = traced(outages, 50_000, 400_000, elastic=False)
+    up_s = 20 / (1 - math.exp(-1))
+    assert trace.uptime == pytest.approx(up_s / (up_s + 80), abs=0.01)
+    elastic = traced(replace(outages, return_s=1000.0), 50_000, 400_000, elastic=True)
+    each = traced(replace(outages, return_s=1000.0, merge_s=0.0), 50_000, 400_000, elastic=True)
+    assert elastic.goodput > each.goodput + 0.05
 
 
 def test_a_restart_loses_what_was_trained_since_the_checkpoint():
@@ -269,6 +284,35 @@ def test_slow_storing_excludes_nobody():
     assert (rounds.participants, rounds.mean_staleness) == (8, 0)
 
 
+def test_a_snapshot_holds_its_record_up():
+    """Every eighth record takes an interval longer; nobody's work is lost by it."""
+    slow = replace(QUICK, snapshot_s=24.0)
+    rounds = rounds_of([worker()] * 4, aggregator=slow)
+    apart_s = np.diff(rounds.committed_s)
+    assert apart_s.max() > 40
+    assert rounds.kept == 1
+
+
+@pytest.mark.parametrize("read_s", [0.01, 0.18])
+def test_a_snapshot_excludes_nobody_from_the_next_round(read_s):
+    """Storing it takes a whole interval, which is not what a commit usually takes."""
+    slow = replace(QUICK, read_s=read_s, snapshot_s=24.0)
+    rounds = rounds_of([worker()] * 64, aggregator=slow)
+    assert rounds.participants > 63.5
+    assert rounds.mean_staleness < 0.01
+
+
+def test_a_learner_with_too_few_steps_sends_once_it_has_them():
+    """A round is open; the slow one has four of six steps then, and the round waits for both."""
+    slower = Worker(
+        step_s=4.4, step_tokens=100, upload_s=0.1, download_s=0.1,
+        trace=plan_outages.always(2000.0),
+    )  # fmt: skip
+    rounds = rounds_of([worker(), slower], quorum={"min_learners": 2, "deadline_s": 40.0})
+    assert rounds.participants == 2
+    assert rounds.interval_s == pytest.approx(6 * 4.4, rel=0.15)
+
+
 def test_learners_out_of_phase_fall_into_it():
     """One begins half an interval later; the quorum is all eight."""
     late = plan_outages.Trace(2000.0, np.asarray([0.0, 12.0]), np.asarray([0.0, 1.0]), (), ())
@@ -356,6 +400,30 @@ def test_memory_follows_the_outer_optimizer():
     heavy = plan_traffic.sizes(run_settings(outer={"optimizer": "delayed_nesterov"}), [1 << 20] * 8)
     assert heavy.resident_bytes - plain.resident_bytes == 2 * 4 * (8 << 20)
     assert heavy.snapshot_bytes - plain.snapshot_bytes == 2 * 4 * (8 << 20)
+
+
+def test_a_large_object_is_read_in_several_requests():
+    assert plan_traffic.RANGE_BYTES == PART_BYTES
+    sized = plan_traffic.sizes(run_settings(sync={"fragments": 2}), [40 << 20] * 2)
+    each = math.ceil(encoded_bytes("int4", 40 << 20, 64) / PART_BYTES)
+    assert sized.delta_gets == 2 * each == sized.update_gets
+
+
+def test_what_is_kept_is_the_window_and_what_its_snapshot_reaches():
+    sized = plan_traffic.sizes(run_settings(), [1 << 20] * 8)
+    each = 3 * sized.update_bytes + sized.delta_bytes
+    kept = plan_traffic.retained_bytes(sized, 3, 10.0, 1000.0)
+    assert kept == pytest.approx(104 * each + 14 * sized.snapshot_bytes)
+    # Without a window: what recovery needs.
+    least = plan_traffic.retained_bytes(sized, 3, 10.0, 0.0)
+    assert least == pytest.approx(12 * each + 2.5 * sized.snapshot_bytes)
+
+
+def test_transfers_take_processor_time():
+    sized = plan_traffic.sizes(run_settings(), [1 << 20] * 8)
+    more = plan_traffic.core_s(sized, 4, tls=True) - plan_traffic.core_s(sized, 4, tls=False)
+    moved = 4 * sized.update_bytes + sized.delta_bytes + sized.snapshot_bytes / 8
+    assert more == pytest.approx(moved * (plan_traffic.TLS_CORE_S - plan_traffic.PLAIN_CORE_S))
 
 
 def test_a_full_link_delays_every_fragment():
@@ -463,7 +531,8 @@ def test_an_aggregator_s_link_that_is_full_makes_versions_late():
     made = plan.make_plan(run, fleet, 10**9, sized, updates=100)
     enough = replace(fleet, aggregator_gbit=2 * made.aggregator_gbit)
     full = replace(fleet, aggregator_gbit=made.aggregator_gbit / 4)
-    assert plan.make_plan(run, enough, 10**9, sized, updates=100).interval_s < 24.1
+    # The last record that is counted waits for its snapshot.
+    assert plan.make_plan(run, enough, 10**9, sized, updates=100).interval_s < 24.4
     late = plan.make_plan(run, full, 10**9, sized, updates=100)
     # It reads a quarter of what four learners would send every 24 steps, and no more: versions are
     # fewer, and the latest updates of a round wait for the next one.
@@ -491,6 +560,91 @@ def test_the_slowest_learner_holds_data_parallel_up():
     rigid, _, decoupled = made.systems
     assert rigid.tokens_per_s == pytest.approx(75)
     assert decoupled.tokens_per_s == pytest.approx(225, rel=0.01)
+
+
+def test_of_a_large_fleet_one_stands_for_several(monkeypatch):
+    run = run_settings(quorum={"min_learners": 60})
+    sized = plan_traffic.sizes(run, plan_traffic.equal_fragments(run, 10**8))
+    islands = tuple(plan.Island(step_s=step_s) for step_s in [1.0, 1.2] * 30)
+    fleet = plan.Fleet(islands=islands)
+    whole = plan.make_plan(run, fleet, 10**8, sized, updates=100)
+    monkeypatch.setattr(plan, "MOST_LEARNERS", 20)
+    some = plan.make_plan(run, fleet, 10**8, sized, updates=100)
+    assert some.participants == pytest.approx(whole.participants, rel=0.02)
+    assert some.interval_s == pytest.approx(whole.interval_s, rel=0.02)
+    assert some.daily.bytes_read == pytest.approx(whole.daily.bytes_read, rel=0.03)
+
+
+def test_a_version_is_made_on_the_threads_that_make_it():
+    """However many cores the updates need."""
+    run = run_settings(sync={"fragments": 1})
+    sized = plan_traffic.sizes(run, [1 << 30])
+    fleet = plan.Fleet(islands=(plan.Island(),) * 64, aggregator_gbit=1000.0)
+    made = plan.make_plan(run, fleet, 1 << 30, sized, updates=100)
+    assert made.cores > 4
+    assert made.close_s > (1 << 30) * plan_traffic.VERSION_CORE_S / 2
+
+
+# Costs
+
+
+def costs_of(*regions, **changes):
+    made = small_plan(4, mtbi_s=1000 * YEAR_S)
+    table = replace(read_prices(None), **changes)
+    return made, costs.compare(table, regions, made)
+
+
+def test_in_one_region_nothing_but_machines_storage_and_requests_costs():
+    _, (cheapest, other) = costs_of(*["us-east1"] * 4)
+    assert cheapest.name.startswith("regional bucket in us-east1")
+    assert (cheapest.uploads, cheapest.downloads, cheapest.replication) == (0, 0, 0)
+    assert min(cheapest.operations, cheapest.storage, cheapest.machines) > 0
+    assert other.downloads > 0 < other.replication
+
+
+def test_bytes_between_regions_cost_by_their_continents():
+    regions = ("us-east1", "us-east1", "us-west1", "europe-west4")
+    made, found = costs_of(*regions)
+    regional = next(cost for cost in found if cost.name.startswith("regional"))
+    each_gib = made.daily.bytes_merged / 4 / (1 << 30)
+    assert regional.uploads == pytest.approx(each_gib * (0.02 + 0.05))
+    down_gib = (made.daily.bytes_read - made.daily.bytes_merged) / 4 / (1 << 30)
+    assert regional.downloads == pytest.approx(down_gib * (0.02 + 0.05))
+    multi = next(cost for cost in found if cost.name.startswith("multi"))
+    assert multi.name == "multi-region bucket in north-america"
+    merged_gib = 4 * each_gib
+    assert multi.downloads == pytest.approx(down_gib * (3 * 0.02 + 0.05) + merged_gib * 0.02)
+    assert multi.uploads == pytest.approx(each_gib * 0.05)
+    assert regional.total == pytest.approx(sum(regional[1:]))
+
+
+def test_the_cheapest_is_first_and_prices_decide_it():
+    regions = ("us-east1", "us-west1", "us-central1", "us-east4")
+    _, found = costs_of(*regions)
+    assert found[0].name.startswith("regional")
+    _, found = costs_of(*regions, multi_region_read=0.0, replication=0.0)
+    assert found[0].name.startswith("multi-region")
+    _, free = costs_of(*regions, uploads_charged=False)
+    assert free[0].uploads == 0
+
+
+def test_a_table_of_prices_of_one_s_own(tmp_path):
+    text = resources.files("diloco.plan").joinpath("prices.toml").read_text()
+    file = tmp_path / "prices.toml"
+    file.write_text(text.replace("core = 0.031611", "core = 1000.0"))
+    dear = json.loads(invoke("--json", "--learners", "2", "--mtbi", "never", "--prices", str(file)))
+    cheap = json.loads(invoke("--json", "--learners", "2", "--mtbi", "never", "--tokens", "1M"))
+    day = cheap["costs"]["a_day"][0]
+    assert dear["costs"]["a_day"][0]["machines"] > 1000 * day["machines"]
+    assert cheap["costs"]["run"][0] == pytest.approx(day["total"] * cheap["systems"][2]["days"])
+    file.write_text(text.replace("replication", "copies"))
+    with pytest.raises(ConfigError, match="replication"):
+        run_plan(PlanOptions(learners=2, prices=file))
+    file.write_text(text.replace('"europe europe"', '"europe"'))
+    with pytest.raises(ConfigError, match="two continents"):
+        run_plan(PlanOptions(learners=2, prices=file))
+    with pytest.raises(ConfigError, match="No such file"):
+        run_plan(PlanOptions(learners=2, prices=tmp_path / "none.toml"))
 
 
 def test_the_same_chips_in_more_islands():
@@ -574,7 +728,7 @@ def test_the_plan_as_json():
 def test_the_plan_as_tables():
     text = invoke("--chips", "1.2M", "--learners", "2", "--mtbi", "1y", "--gbit", "10")
     words = ("1,200,000 chips", "goodput", "elastic", "Gbit/s", "staleness", "memory", "loss")
-    for word in words:
+    for word in ("Cheapest: regional bucket", *words):
         assert word in text
 
 
@@ -614,6 +768,8 @@ def test_the_picture(tmp_path):
         ({"spread": "wide"}, "--spread 'wide'"),
         ({"mtbi": "soon"}, "--mtbi 'soon'"),
         ({"return_time": "10"}, "--return '10'"),
+        ({"merge_failures": "9"}, "--merge-failures '9'"),
+        ({"regions": "us-east1,atlantis-1"}, "no continent of 'atlantis-1'"),
         ({"settings": ("sync.codec=int2",)}, "sync.codec"),
         ({"settings": ("sync",)}, "expected section.key=value"),
     ],
