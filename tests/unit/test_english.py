@@ -23,7 +23,13 @@ SOURCES = [
     for path in sorted((ROOT / folder).glob("**/*.py"))
     if not any(part.is_symlink() for part in path.parents)
 ]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "design").glob("*.md")),
+]
+# Read in an emergency.
+RUNBOOKS = sorted((ROOT / "runbooks").glob("*.md"))
 
 # Nowhere.
 BANNED = {
@@ -38,8 +44,12 @@ BANNED = {
     r"second word\b": "second signal",
     r"is (?:there|here) already": "already exists",
     r"is none (?:of|that)": "is not a",
+    r"\bpassing (?:fault|error)": "transient fault",
+    r"\bheard of for so\b": "silent for the liveness timeout",
+    r"\bbeg[ia]ns? anew\b": "start fresh",
+    r"\bwhat it is behind\b": "its lag",
 }
-# Not in help and errors, which are read in haste; pages may have an aside.
+# Not in help, errors and runbooks, which are read in haste; other pages may have an aside.
 BANNED_IN_HASTE = {
     r"\bheard of\b": "silent, liveness timeout",
     r"\bso (?:many|long|often)\b": "the number, the time",
@@ -158,3 +168,13 @@ def test_errors_are_plain_english(path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_no_banned_phrase(page: Path) -> None:
     assert not list(hits(page.read_text(), BANNED))
+
+
+@pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.name)
+def test_runbooks_are_plain_english(page: Path) -> None:
+    assert not list(hits(page.read_text(), BANNED | BANNED_IN_HASTE))
+
+
+def test_pages_and_runbooks_are_found() -> None:
+    assert len(PAGES) > 25
+    assert len(RUNBOOKS) > 25
