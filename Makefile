@@ -111,13 +111,15 @@ bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
 	done
 
 # Of some hundreds of runs in virtual time; those that RESULTS holds are not run again.
-quality: install ## sweep the quality of training, for two hours of one core; RESULTS=runs/quality.jsonl
+quality: install ## sweep the quality of training, for some hours of one core; RESULTS=runs/quality.jsonl
 	@mkdir -p $(dir $(RESULTS))
-	@for task in language student; do \
+	@for task in language student transfer; do \
 		$(RUN) bench.sweep --results $(RESULTS) --task $$task $(ARGS) || exit 1; \
 	done
 	@$(RUN) bench.curves --results $(RESULTS) --task student
-	@$(RUN) bench.curves --results $(RESULTS) --plot $(dir $(RESULTS))quality.png
+	@$(RUN) bench.curves --results $(RESULTS) --task transfer
+	@$(RUN) bench.curves --results $(RESULTS) --plot $(dir $(RESULTS))quality.png \
+		--proof $(dir $(RESULTS))quality-proof.png
 
 quality-large: install ## quality of SIZE=10m or 35m on an accelerator, PIECE=9 minutes at a time
 	@$(RUN) bench.large --folder $(LARGE) --size $(SIZE) --minutes $(PIECE) $(ARGS)

@@ -4,22 +4,29 @@ Objects go to names that hold their content; messages that commit go by compare-
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.common import log, metrics, names, shards, wire
 from diloco.common.config import GcSection
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
 from diloco.common.tape import RunContext
 
+if TYPE_CHECKING:
+    from diloco.aggregator.arrays.arithmetic import Arithmetic
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context(RunContext):
-    """What all parts of one aggregator process share; `name` stands in its records."""
+    """What all parts of one aggregator process share; `name` stands in its records.
+
+    `arithmetic`: what arrays are calculated with; None for production's. That loads JAX where it is
+    used, and not here: operators' commands have a context too.
+    """
 
     name: str
     gc: GcSection = field(default_factory=GcSection)
-    arithmetic: Arithmetic = PRODUCTION
+    arithmetic: "Arithmetic | None" = None
     metrics: Metrics = field(default_factory=Metrics)
     health: Health = field(default_factory=Health)
 

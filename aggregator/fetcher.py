@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from diloco.aggregator.arrays.arithmetic import PRODUCTION
 from diloco.aggregator.arrays.fragment import Payload
 from diloco.aggregator.arrays.merge import Grid
 from diloco.aggregator.context import Context
@@ -46,6 +47,7 @@ class Fetcher:
         self._free = asyncio.Semaphore(FETCHES)
         self._passed: Counter[str] = Counter()
         self._tasks = tasks
+        self._arithmetic = context.arithmetic or PRODUCTION
 
     def start(self, fetch: Fetch) -> None:
         """Read an update once there is room for it."""
@@ -112,7 +114,7 @@ class Fetcher:
         try:
             context = self._context
             return await context.runtime.call(
-                read_payload, context.store, fetch.manifest, self._grid, context.arithmetic
+                read_payload, context.store, fetch.manifest, self._grid, self._arithmetic
             )
         except BaseException:
             self._free.release()

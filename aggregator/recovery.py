@@ -8,6 +8,7 @@ import contextlib
 from functools import partial
 from typing import NamedTuple
 
+from diloco.aggregator.arrays.arithmetic import PRODUCTION
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.context import Context
 from diloco.aggregator.records import cited
@@ -134,7 +135,7 @@ async def _load_outer_state(context: Context, at: wire.Record) -> FragmentArrays
             at.fragment,
             view=get_object(context.store, at.snapshot),
             outer_state=get_object(context.store, at.outer),
-            arithmetic=context.arithmetic,
+            arithmetic=context.arithmetic or PRODUCTION,
         )
 
     return await context.runtime.call(load)

@@ -30,6 +30,8 @@ MAIN = {
 }
 
 
+# Tasks whose runs learners join.
+JOINED = ("language", "student")
 PROOF_BASES = ("adamw, data-parallel", "data-parallel")
 PROOF_LABELS = {
     "adamw, data-parallel": "data-parallel, AdamW",
@@ -278,7 +280,7 @@ def main() -> None:
     if options.proof:
         proof_plot(results, options.proof)
     if options.plot:
-        all_tasks = {task: read(options.results, task) for task in get_args(Kind)}
+        all_tasks = {task: read(options.results, task) for task in JOINED}
         plot(results, all_tasks, options.plot)
 
 

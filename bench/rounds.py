@@ -158,12 +158,8 @@ def _row(case: Case, after: Cell, before: Cell | None) -> str:
 
 
 def _figures(found: Cell) -> list[str]:
-    return [
-        f"{found.merged:.2f}",
-        f"{found.interval:.1f}",
-        f"{found.staleness:.2f}",
-        f"{found.reads:.2f}",
-    ]
+    merged, interval, staleness, reads = found
+    return [f"{merged:.2f}", f"{interval:.1f}", f"{staleness:.2f}", f"{reads:.2f}"]
 
 
 if __name__ == "__main__":

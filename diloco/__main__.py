@@ -13,7 +13,6 @@ from rich.console import Console
 import diloco
 from diloco.auth.command import app as auth
 from diloco.check.command import app as check
-from diloco.cli.opening import Place, use_place
 from diloco.common.errors import DilocoError
 from diloco.daemons.command import app as daemons
 from diloco.local.command import app as local
@@ -69,6 +68,8 @@ def options(
 ) -> None:
     """Train one model on islands of accelerators that are far apart, unequal and unreliable."""
     if bus is not None or store is not None:
+        from diloco.cli.opening import Place, use_place
+
         use_place(Place(bus, store))
 
 

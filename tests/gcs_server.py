@@ -6,7 +6,7 @@ preconditions on generations (412), ranges (206, 416), crc32c checked and given,
 prefix, deletion, strong consistency. Objects and unfinished uploads are files in a folder, and
 outlive the server. Faults happen on request: see `Fault`.
 
-    python tests/gcs_server.py FOLDER --bucket NAME [--port 0]
+    python tests/gcs_server.py FOLDER --bucket NAME [--port 0] [--gbit 10]
 
 prints its address on a line, and serves until it is ended.
 """
@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import secrets
 import socket
 import struct
@@ -98,6 +99,28 @@ def encode_crc32c(value: int) -> str:
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
+class Link:
+    """One way of a link that all requests share: bytes pass one after another.
+
+    Attributes:
+        carried: bytes that have passed.
+    """
+
+    def __init__(self, gbit: float) -> None:
+        self.carried = 0
+        self._s_per_byte = 8 / (gbit * 1e9)
+        self._free_at_s = 0.0
+        self._lock = threading.Lock()
+
+    def carry(self, count: int) -> None:
+        """Return once so many bytes have passed."""
+        with self._lock:
+            self.carried += count
+            begins_s = max(self._free_at_s, time.monotonic())
+            self._free_at_s = ends_s = begins_s + count * self._s_per_byte
+        time.sleep(max(0.0, ends_s - time.monotonic()))
+
+
 class GcsServer:
     """The server, on a thread of its own.
 
@@ -105,9 +128,18 @@ class GcsServer:
         folder: keeps objects and unfinished uploads.
         buckets: that exist.
         host: address to listen on.
+        gbit: what its link carries each way.
     """
 
-    def __init__(self, folder: Path, *buckets: str, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *buckets: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        gbit: float = math.inf,
+    ) -> None:
+        self.up, self.down = Link(gbit), Link(gbit)
         self.buckets = set(buckets)
         self.requests: list[Seen] = []
         self.page_size = 1000
@@ -227,6 +259,20 @@ class GcsServer:
         if before is not None:
             self.path(before).unlink()
         return stored
+
+    def copy(self, stored: Stored, bucket: str, name: str) -> Stored:
+        """The same bytes under another name."""
+        self.check_bucket(bucket)
+        with self._lock:
+            self._last_generation = max(self._last_generation + 1, time.time_ns() // 1000)
+            path = self._folder / "objects" / secrets.token_hex(16)
+            path.hardlink_to(self.path(stored))
+            copied = stored._replace(
+                bucket=bucket, name=name, generation=self._last_generation, path=path.name
+            )
+            self._record(bucket, name).write_text(json.dumps(copied._asdict()))
+            self._objects[bucket, name] = copied
+        return copied
 
     def delete(self, bucket: str, name: str, query: dict[str, str]) -> None:
         stored = self.find(bucket, name, query.get("generation"))
@@ -398,6 +444,7 @@ class _Handler(BaseHTTPRequestHandler):
             if len(piece) < limit:
                 raise BrokenError
             self.left -= len(piece)
+            self.gcs.up.carry(len(piece))
             if fault is not None and fault.kind == "flip":
                 piece = _flipped(piece, fault.after_bytes - done)
             done += len(piece)
@@ -557,6 +604,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         file.seek(start)
         fault = self.fault
+        self.gcs.down.carry(stop - start)
         if fault is None:
             self.connection.sendfile(file, start, stop - start)
             return
@@ -614,9 +662,10 @@ def main() -> None:
     parser.add_argument("--bucket", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--gbit", type=float, default=math.inf)
     arguments = parser.parse_args()
     place = {"host": arguments.host, "port": arguments.port}
-    with GcsServer(arguments.folder, arguments.bucket, **place) as server:
+    with GcsServer(arguments.folder, arguments.bucket, gbit=arguments.gbit, **place) as server:
         print(server.url, flush=True)
         threading.Event().wait()
 

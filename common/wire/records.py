@@ -69,8 +69,8 @@ class Observation(Part):
     what: str = Field(
         description="of an update: `fetched`, `failed`, `broke` (adding it failed); of a learner:"
         " `live`, `dead`; of the round: `timer`, `cut` (the leader's answer), `made` (the version"
-        " is made), `committed` (the record before stands); `tick`: the time when a message of"
-        " the tape was read; `resumed`: the machine began from the record before"
+        " is made), `committed` (the record before stands); `tick`: the time when a message of the"
+        " tape was read; `resumed`: the machine began from the record before"
     )
     at_s: float = Field(description="when")
     after_seq: Count = Field(

@@ -3,16 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
-from diloco.cli.settings import parse_fragments
 from diloco.common import log
-from diloco.common.config import Config, load_config, make_config, with_mesh
 from diloco.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco.common.config import Config
 
 app = group()
 
@@ -40,6 +41,8 @@ def aggregator(
     restart an aggregator resumes from the tape. The first SIGINT or SIGTERM stops it cleanly, the
     second at once. Logs are JSON lines on stderr.
     """
+    from diloco.cli.settings import parse_fragments
+
     pinned = None if fragments is None else parse_fragments(fragments)
     loaded = _load(config, log_level, aggregator={"name": name}, metrics={"port": metrics_port})
     from diloco.aggregator.daemon import serve
@@ -143,7 +146,7 @@ def learner(options: LearnerOptions) -> None:
     serve(config, options.name)
 
 
-def _learner_config(options: LearnerOptions) -> Config:
+def _learner_config(options: LearnerOptions) -> "Config":
     hardware = {
         # The hosts of a dry run are emulated in this process.
         "hosts": None if options.dry_run else options.hosts,
@@ -153,12 +156,16 @@ def _learner_config(options: LearnerOptions) -> Config:
     }
     metrics = {"port": options.metrics_port}
     config = _load(options.config, options.log_level, metrics=metrics, learner=hardware)
+    from diloco.common.config import with_mesh
+
     return config if options.mesh is None else with_mesh(config, options.name, options.mesh)
 
 
-def _load(path: Path, level: str, **options: Mapping[str, object]) -> Config:
+def _load(path: Path, level: str, **options: Mapping[str, object]) -> "Config":
     """The file, with the keys that options of the command line set: section={key: value}."""
     log.configure(level)
+    from diloco.common.config import load_config, make_config
+
     loaded = load_config(path)
     for section, keys in options.items():
         given = {key: value for key, value in keys.items() if value is not None}

@@ -12,7 +12,6 @@ from diloco.cli import options as shared
 from diloco.cli.command import command, group
 from diloco.cli.screen import say
 from diloco.common import log
-from diloco.common.config import load_config
 
 app = group()
 run_app = group("Create runs and change their settings.")
@@ -34,6 +33,8 @@ def run_create(
 ) -> None:
     """Create a run: streams, specification, and version 0 of every fragment."""
     log.configure(log_level)
+    from diloco.common.config import load_config
+
     loaded = load_config(config)
     from diloco.common.config import warnings
     from diloco.operate.create import create

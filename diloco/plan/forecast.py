@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco.common.config import RunSettings
+from diloco.common.config import GcSection, RunSettings
 from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
@@ -53,7 +53,8 @@ class Fleet:
         rigid: a learner too stands still as a whole while one of its slices is out.
         outages: None: nothing ever fails.
         learner_restart_s: as `outages.restart_s`, of a learner; None: the same.
-        aggregator_gbit: of its link to the store.
+        aggregator_gbit: of its link to the store, and whether that is encrypted (`tls`).
+        replay_window_s: so old versions are kept.
         gradient_bits: of one element of data-parallel's gradient.
         hidden: share of data-parallel's step under which its exchange may lie.
     """
@@ -63,6 +64,8 @@ class Fleet:
     rigid: bool = False
     learner_restart_s: float | None = None
     aggregator_gbit: float = 10.0
+    tls: bool = True
+    replay_window_s: float = GcSection().replay_window_s
     gradient_bits: int = 16
     hidden: float = 2 / 3
 
@@ -106,13 +109,22 @@ class Bandwidth(NamedTuple):
 
 
 class Daily(NamedTuple):
-    """Of a day: objects written and read, bytes written to and read from the store."""
+    """Of a day: objects written and read, bytes written to and read from the store.
+
+    Attributes:
+        gets: requests that read: a large object takes several.
+        bytes_merged: of `bytes_read` what the aggregator reads.
+        tape_bytes: of the messages on the tape, `records` among them.
+    """
 
     objects_written: float
     objects_read: float
+    gets: float
     bytes_written: float
     bytes_read: float
+    bytes_merged: float
     records: float
+    tape_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +133,8 @@ class Plan:
 
     Attributes:
         cores: of all aggregators, busy for half of the time; `memory_bytes` at least.
+        busy_cores: cores that are busy on average in the rounds as simulated.
+        retained_bytes: in the store, once garbage is collected.
         aggregator_gbit: what their links must carry, each way, for a version of every fragment in
             H steps; snapshots included.
         close_s: from a round's close to its record, once its updates are read.
@@ -136,7 +150,9 @@ class Plan:
     bandwidth: tuple[Bandwidth, ...]
     daily: Daily
     cores: int
+    busy_cores: float
     memory_bytes: int
+    retained_bytes: float
     aggregator_gbit: float
     close_s: float
     interval_s: float
@@ -170,7 +186,7 @@ def make_plan(
     rng = np.random.default_rng(seed)
     fastest_s = min(island.step_s for island in fleet.islands)
     interval_s = settings.sync.interval_steps * fastest_s
-    cores = plan_traffic.cores(sized, len(fleet.islands), interval_s)
+    cores = plan_traffic.cores(sized, len(fleet.islands), interval_s, tls=fleet.tls)
     in_lockstep = sized.fragments if settings.sync.mode == "lockstep" else 1
     aggregator = _aggregator(fleet, sized, cores, interval_s, in_lockstep)
     close_s = aggregator.make_s + aggregator.store_s + aggregator.message_s
@@ -208,7 +224,12 @@ def make_plan(
         ),
         daily=_daily(sized, rounds, len(fleet.islands)),
         cores=cores,
+        busy_cores=plan_traffic.core_s(sized, rounds.participants, tls=fleet.tls)
+        / rounds.interval_s,
         memory_bytes=sized.resident_bytes,
+        retained_bytes=plan_traffic.retained_bytes(
+            sized, rounds.participants, rounds.interval_s, fleet.replay_window_s
+        ),
         aggregator_gbit=_aggregator_gbit(fleet, sized, interval_s),
         close_s=close_s / in_lockstep,
         interval_s=rounds.interval_s,
@@ -300,14 +321,18 @@ def _aggregator(
     together take longer than that, each has only its share of the link.
     """
     share = sized.largest / sized.elements
+    threads = min(cores, plan_traffic.CLOSING_THREADS)
     link_s = 8 / (fleet.aggregator_gbit * 1e9)
-    read_s = link_s * sized.update_bytes / sized.fragments
+    update_core_s = sized.update_bytes * plan_traffic.byte_core_s(tls=fleet.tls)
+    update_core_s += sized.elements * plan_traffic.UPDATE_CORE_S
+    read_s = max(link_s * sized.update_bytes, update_core_s / cores) / sized.fragments
     if read_s * sized.fragments * len(fleet.islands) > interval_s:
         read_s *= sized.fragments
     return plan_rounds.Aggregator(
         read_s=in_lockstep * read_s,
-        make_s=in_lockstep * sized.largest * plan_traffic.VERSION_CORE_S / cores,
+        make_s=in_lockstep * sized.largest * plan_traffic.VERSION_CORE_S / threads,
         store_s=in_lockstep * link_s * sized.delta_bytes * share,
+        snapshot_s=in_lockstep * link_s * sized.snapshot_bytes * share,
         message_s=in_lockstep * MESSAGE_S,
     )
 
@@ -393,9 +418,12 @@ def _daily(sized: Sizes, rounds: Rounds, learners: int) -> Daily:
         + each * sized.fragments
         + snapshots * 2 * sized.fragments,
         objects_read=updates * sized.update_objects + each * learners * sized.fragments,
+        gets=updates * sized.update_gets + each * learners * sized.delta_gets,
         bytes_written=updates * sized.update_bytes
         + each * sized.delta_bytes
         + snapshots * sized.snapshot_bytes,
         bytes_read=updates * sized.update_bytes + each * learners * sized.delta_bytes,
+        bytes_merged=updates * sized.update_bytes,
         records=each * sized.fragments,
+        tape_bytes=each * plan_traffic.tape_bytes(sized, rounds.participants),
     )

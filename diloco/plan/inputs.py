@@ -11,6 +11,7 @@ from diloco.common.config import RunSettings, load_config
 from diloco.common.errors import ConfigError
 from diloco.common.layout import Layout
 from diloco.plan import traffic as plan_traffic
+from diloco.plan.costs import Prices
 from diloco.plan.forecast import Fleet, Island
 from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages, Spread
@@ -21,6 +22,7 @@ T = TypeVar("T")
 _COUNTS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _TIMES_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400.0}
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?"
+US_REGIONS = ["us-central1", "us-east1", "us-east4", "us-west1"]
 _DEFAULT_PARAMETERS = 5 * 10**9
 
 
@@ -113,7 +115,12 @@ def _outages(options: PlanOptions) -> Outages | None:
         restart_s=options.restart_s,
         checkpoint_every_s=options.checkpoint_every_s,
         spares=options.spares,
+        merge_s=_merge_s(options.merge_failures),
     )
+
+
+def _merge_s(text: str) -> float:
+    return 0.0 if text == "never" else _time_s("--merge-failures", text)
 
 
 def _spread(text: str) -> Spread:
@@ -130,6 +137,18 @@ def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet) -> in
     if options.config is None:
         return 0
     return settings.run.tokens or settings.run.steps * fleet.step_tokens
+
+
+def read_regions(options: PlanOptions, prices: Prices) -> tuple[str, ...]:
+    """A region for each learner; fewer than there are learners are taken in turn."""
+    named = [name.strip() for name in options.regions.split(",")] if options.regions else US_REGIONS
+    for name in named:
+        if not prices.continent(name):
+            raise ConfigError(
+                f"--regions {options.regions!r}: the prices know no continent of {name!r}",
+                hint=f"a region's name begins with one of {', '.join(sorted(prices.continents))}",
+            )
+    return tuple(named[number % len(named)] for number in range(options.learners))
 
 
 def _each(option: str, text: str, count: int, parse: Callable[[str, str], T]) -> list[T]:

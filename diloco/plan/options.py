@@ -10,6 +10,7 @@ from diloco.cli.options import Json, Settings
 
 # Parts of --help.
 FLEET, FAILURES, BASELINE = "Fleet", "Failures", "Data-parallel baseline"
+COSTS = "Costs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +171,30 @@ class PlanOptions:
     seed: Annotated[
         int, typer.Option(rich_help_panel=FAILURES, help="seed of the simulated failures", min=0)
     ] = 0
+    merge_failures: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=FAILURES,
+            help="failures within this time count as one, such as 9s",
+            show_default="each counts",
+        ),
+    ] = "never"
+    regions: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=COSTS,
+            help="cloud regions of the learners, joined by commas, taken in turn",
+            show_default="four in the US",
+        ),
+    ] = None
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=COSTS,
+            metavar="FILE",
+            help="table of prices to use instead of the packaged one",
+        ),
+    ] = None
     json: Json = False
     plot: Annotated[
         Path | None,

@@ -13,6 +13,7 @@ simulation of failures; docs/plan.md has the constants):
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -38,6 +39,8 @@ class Outages:
         checkpoint_every_s: training time between two checkpoints of a rigid job; 0: a restart
             loses nothing but the step under way.
         spares: another slice stands in at once for one that failed in a rigid job.
+        merge_s: failures within this much time count as one, at its end: a simulation in steps,
+            which draws once a step whether anything fails; 0: each failure counts.
         spread: of a slice's return about its mean: exponential, uniform from half to one and a
             half of it, or fixed.
     """
@@ -50,6 +53,7 @@ class Outages:
     restart_s: float = 75.0
     checkpoint_every_s: float = 0.0
     spares: bool = True
+    merge_s: float = 0.0
     spread: Spread = "exponential"
 
 
@@ -170,6 +174,23 @@ def simulate(
     return (_elastic if elastic else _rigid)(outages, job, rng).trace(horizon_s)
 
 
+def _fails_after_s(outages: Outages, failures_per_s: float, rng: np.random.Generator) -> float:
+    after_s = float(rng.exponential(1 / failures_per_s))
+    if not outages.merge_s:
+        return after_s
+    return math.ceil(after_s / outages.merge_s) * outages.merge_s
+
+
+def _failures(
+    outages: Outages, failures_per_s: float, span_s: float, rng: np.random.Generator
+) -> int:
+    """How many slices fail in a span in which the job stands."""
+    if not outages.merge_s:
+        return int(rng.poisson(failures_per_s * span_s))
+    draws = round(span_s / outages.merge_s)
+    return int(rng.binomial(draws, -math.expm1(-failures_per_s * outages.merge_s)))
+
+
 def _return_at(outages: Outages, at_s: float, rng: np.random.Generator) -> float:
     match outages.spread:
         case "exponential":
@@ -188,7 +209,7 @@ def _elastic(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
     join_s = np.inf
     while now_s < job.horizon_s:
         # Training, until a slice fails or those that are back join.
-        fails_s = now_s + rng.exponential(1 / (up * job.failures_per_s))
+        fails_s = now_s + _fails_after_s(outages, up * job.failures_per_s, rng)
         while returns and returns[0] < min(fails_s, join_s):
             back_s = heapq.heappop(returns)
             back += 1
@@ -207,9 +228,8 @@ def _elastic(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
             ends_s = now_s + outages.reconfigure_s
         up += back
         # What fails meanwhile is left out of the mesh that is being made.
-        for _ in range(
-            min(up - 1, rng.poisson(up * job.failures_per_s * (ends_s - now_s))) if up else 0
-        ):
+        failed = _failures(outages, up * job.failures_per_s, ends_s - now_s, rng) if up else 0
+        for _ in range(min(up - 1, failed)):
             up -= 1
             heapq.heappush(returns, _return_at(outages, rng.uniform(now_s, ends_s), rng))
         while returns and returns[0] <= ends_s:
@@ -225,7 +245,7 @@ def _rigid(outages: Outages, job: _Job, rng: np.random.Generator) -> _Line:
     line.shares[0] = 1.0
     now_s = 0.0
     while now_s < job.horizon_s:
-        now_s += rng.exponential(1 / (job.slices * job.failures_per_s))
+        now_s += _fails_after_s(outages, job.slices * job.failures_per_s, rng)
         _fail(line, outages, now_s, job.step_s)
         now_s = _restarted_at(outages, job, now_s, rng)
         line.begin(now_s, 1.0)

@@ -64,6 +64,7 @@ class Aggregator:
         read_s: of its link and its cores, to read and verify one update.
         make_s: from a round's close to the version: outer step and delta. It does nothing else.
         store_s: from the version to its record; it reads on meanwhile.
+        snapshot_s: so much longer when view and outer state are stored too.
         message_s: a message, or the answer to a question.
     """
 
@@ -71,6 +72,7 @@ class Aggregator:
     make_s: float
     store_s: float
     message_s: float
+    snapshot_s: float = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -215,6 +217,7 @@ class _Line:
         self._rules = planned_rules(settings)
         self._sync = sync.sync_rules(settings.sync)
         self._aggregator, self._horizon_s = aggregator, horizon_s
+        self._snapshots = settings.sync.snapshot_interval_versions
         self._read_until_s = 0.0
         self._last_update = 0
         self._rng = rng
@@ -441,6 +444,8 @@ class _Line:
             made_s += self._aggregator.make_s
             self._at(made_s, self._made, commit.state.version + 1)
         stored_s = made_s + self._aggregator.store_s + self._aggregator.message_s
+        if commit.what == "version" and (commit.state.version + 1) % self._snapshots == 0:
+            stored_s += self._aggregator.snapshot_s
         self._at(stored_s, self._committed, commit)
 
     def _made(self, version: int) -> None:

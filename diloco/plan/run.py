@@ -6,10 +6,12 @@ from rich.console import Console
 
 from diloco.common.config import warnings
 from diloco.plan import inputs
+from diloco.plan.costs import compare
 from diloco.plan.forecast import make_plan, over_learners
 from diloco.plan.intervals import intervals
 from diloco.plan.options import PlanOptions
-from diloco.plan.tables import as_json, tables
+from diloco.plan.prices import read_prices
+from diloco.plan.tables import as_json, cost_table, costs_as_json, tables
 
 # Numbers of learners that a picture shows, beside the one that was asked for.
 COUNTS = (1, 2, 4, 8, 16, 32)
@@ -26,7 +28,10 @@ def run_plan(options: PlanOptions) -> None:
     fleet = inputs.read_fleet(options, model.step_tokens)
     tokens = inputs.read_tokens(options, settings, fleet)
     sized = model.sizes_of(settings)
+    prices = read_prices(options.prices)
+    regions = inputs.read_regions(options, prices)
     made = make_plan(settings, fleet, model.parameters, sized, tokens=tokens, seed=options.seed)
+    costs = compare(prices, regions, made)
     possible = intervals(settings, fleet, model.parameters, model.sizes_of, seed=options.seed)
     # Without a file the run's length, by which momentum is judged, is not known.
     warned = warnings(settings) if options.config else []
@@ -38,10 +43,12 @@ def run_plan(options: PlanOptions) -> None:
         draw(others, made, options.plot)
     if options.json:
         document = as_json(made, possible, model.parameters, tokens) | {"warnings": warned}
+        document["costs"] = costs_as_json(costs, prices, regions, made)
         print(jsonlib.dumps(document, allow_nan=False))  # noqa: T201
         return
     console = Console()
-    for table in tables(settings, fleet, made, possible, model.parameters, tokens):
+    found = tables(settings, fleet, made, possible, model.parameters, tokens)
+    for table in [*found, cost_table(costs, prices, regions, made)]:
         console.print(table)
         console.print()
     for sentence in warned:

@@ -1,6 +1,8 @@
 """A plan as tables for people, and as JSON for programs."""
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +11,7 @@ from rich.table import Table
 from diloco.cli import units
 from diloco.cli.screen import titled_table
 from diloco.common.config import RunSettings
+from diloco.plan.costs import AGGREGATORS, BUS_NODES, Cost, Prices
 from diloco.plan.forecast import DAY_S, Fleet, Plan
 from diloco.plan.intervals import MEASURED_AT, Interval, advice
 
@@ -109,10 +112,13 @@ def _needs(settings: RunSettings, made: Plan) -> Table:
         ("late updates", f"{100 * made.late_share:.1f} %"),
         ("work lost with learners that died", f"{100 * (1 - made.kept):.2f} %"),
         ("objects written / read a day", objects),
+        ("requests that read a day", _short(daily.gets)),
         ("written to the store a day", _bytes(daily.bytes_written)),
         ("egress: read from the store a day", _bytes(daily.bytes_read)),
+        ("kept in the store", _bytes(made.retained_bytes)),
         ("records on the tape a day", _short(daily.records)),
-        ("aggregator's cores (half busy)", str(made.cores)),
+        ("bytes on the tape a day", _bytes(daily.tape_bytes)),
+        ("aggregator's cores (half busy)", f"{made.cores}, {made.busy_cores:.2g} busy"),
         ("aggregator's memory, at least", _bytes(made.memory_bytes)),
         ("aggregator's link", f"{made.aggregator_gbit:.3g} Gbit/s"),
         ("from a round's close to its record", f"{made.close_s:.3g} s"),
@@ -143,6 +149,51 @@ def _intervals(found: list[Interval], current: int) -> Table:
     )
     table.caption_justify = "left"
     return table
+
+
+def cost_table(costs: list[Cost], prices: Prices, regions: Sequence[str], made: Plan) -> Table:
+    """Dollars a day, and of the run, by where its bucket is."""
+    run = made.systems[-1].days
+    columns = ["$ a day", *(cost.name for cost in costs)]
+    table = titled_table("What it costs", *columns)
+    for part in Cost._fields[1:]:
+        table.add_row(part, *(_dollars(getattr(cost, part)) for cost in costs))
+    table.add_row("a day", *(_dollars(cost.total) for cost in costs))
+    if run is not None and math.isfinite(run):
+        table.add_row("the run", *(_dollars(cost.total * run) for cost in costs))
+    table.caption = _assumed(costs, prices, regions)
+    table.caption_justify = "left"
+    return table
+
+
+def costs_as_json(
+    costs: list[Cost], prices: Prices, regions: Sequence[str], made: Plan
+) -> dict[str, Any]:
+    """The same for programs; the first arrangement is the cheapest."""
+    run = made.systems[-1].days
+    days = run if run is not None and math.isfinite(run) else None
+    return {
+        "as_of": prices.as_of,
+        "regions": list(regions),
+        "assumed": _assumed(costs, prices, regions),
+        "a_day": [cost._asdict() | {"total": cost.total} for cost in costs],
+        "run": None if days is None else [cost.total * days for cost in costs],
+    }
+
+
+def _assumed(costs: list[Cost], prices: Prices, regions: Sequence[str]) -> str:
+    counts = ", ".join(f"{count} in {name}" for name, count in sorted(Counter(regions).items()))
+    uploads = "charged as downloads" if prices.uploads_charged else "free"
+    return (
+        f"Cheapest: {costs[0].name}.\n"
+        f"Assumed: learners {counts}; list prices of {prices.as_of};\n"
+        f"uploads into another region {uploads}; {AGGREGATORS} aggregators as above,\n"
+        f"{BUS_NODES} servers of the bus. The learners' own machines are not counted."
+    )
+
+
+def _dollars(value: float) -> str:
+    return f"{value:,.2f}"
 
 
 def _short(value: float) -> str:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.aggregator.arrays.outer import make_outer
+from diloco.aggregator.arrays.outer import WORKERS, make_outer
 from diloco.common.codec import encoded_bytes
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
@@ -19,6 +19,15 @@ from diloco.common.shards import shard_bytes, shard_ranges
 UPDATE_CORE_S = 2 * (35.3e-3 + 98.6e-3) / (8 * (1 << 26))
 # For each element of each version: norms of the sum, outer step, delta.
 VERSION_CORE_S = 2 * (14.0e-3 + 66.1e-3 + 94.1e-3) / (1 << 26)
+# Threads that a version is made on, however many cores there are: its outer step's.
+CLOSING_THREADS = WORKERS
+# For each byte from or to the store: sockets, copies and checksum, and with TLS its cipher too.
+PLAIN_CORE_S, TLS_CORE_S = 0.5e-9, 1e-9
+# An object is read in ranges of this length, a request each.
+RANGE_BYTES = 8 << 20
+# Bytes on the tape: of a manifest and a record, and of each shard in one and each input in another.
+MANIFEST_BYTES, SHARD_BYTES = 600, 160
+RECORD_BYTES, INPUT_BYTES = 3000, 900
 # Share of its cores that an aggregator should be busy: bursts, recovery, and whatever else it does.
 BUSY = 0.5
 # Payloads of updates that are in memory at once while a fragment's round is open.
@@ -32,8 +41,9 @@ class Sizes:
     Attributes:
         elements: parameters with padding, of all fragments; `largest` of the largest one.
         fragments: P.
-        update_bytes: of one learner's updates; `update_objects` their shards.
-        delta_bytes: of the versions' deltas, one object a fragment.
+        update_bytes: of one learner's updates; `update_objects` their shards, and `update_gets`
+            the requests that read them.
+        delta_bytes: of the versions' deltas, one object a fragment; `delta_gets` as above.
         snapshot_bytes: of the views and outer states, two objects a fragment every
             `snapshot_interval_versions` versions.
         resident_bytes: of the aggregator's arrays.
@@ -44,7 +54,9 @@ class Sizes:
     fragments: int
     update_bytes: int
     update_objects: int
+    update_gets: int
     delta_bytes: int
+    delta_gets: int
     snapshot_bytes: int
     snapshot_interval_versions: int
     resident_bytes: int
@@ -77,6 +89,7 @@ def sizes(settings: RunSettings, fragments: Sequence[int]) -> Sizes:
     slots = sum(array.size == 2 * run.block for array in state.values())
     elements, largest = sum(fragments), max(fragments)
     # View, master parameters and the open round's sum stay, and what the outer optimizer keeps.
+    deltas = [encoded_bytes(run.delta_codec, size, run.block) for size in fragments]
     payloads = PAYLOADS * encoded_bytes(run.codec, largest, run.block)
     return Sizes(
         elements=elements,
@@ -84,11 +97,18 @@ def sizes(settings: RunSettings, fragments: Sequence[int]) -> Sizes:
         fragments=len(fragments),
         update_bytes=sum(shards),
         update_objects=len(shards),
-        delta_bytes=sum(encoded_bytes(run.delta_codec, size, run.block) for size in fragments),
+        update_gets=sum(map(gets, shards)),
+        delta_bytes=sum(deltas),
+        delta_gets=sum(map(gets, deltas)),
         snapshot_bytes=4 * elements * (2 + slots),
         snapshot_interval_versions=run.snapshot_interval_versions,
         resident_bytes=4 * elements * (3 + slots) + payloads,
     )
+
+
+def gets(size_bytes: int) -> int:
+    """Requests that read an object."""
+    return max(1, math.ceil(size_bytes / RANGE_BYTES))
 
 
 def ring_bits(parameters: int, bits: int, sites: int) -> float:
@@ -161,11 +181,38 @@ def travel_s(sized: Sizes, interval_s: float, gbit: float) -> tuple[float, float
     return max(up_s, cycle_s - down_s), down_s
 
 
-def core_s(sized: Sizes, updates: float) -> float:
+def core_s(sized: Sizes, updates: float, *, tls: bool) -> float:
     """Core-seconds of the aggregator for a version of every fragment out of so many updates."""
-    return sized.elements * (updates * UPDATE_CORE_S + VERSION_CORE_S)
+    snapshots = sized.snapshot_bytes / sized.snapshot_interval_versions
+    moved = updates * sized.update_bytes + sized.delta_bytes + snapshots
+    computed_s = sized.elements * (updates * UPDATE_CORE_S + VERSION_CORE_S)
+    return computed_s + moved * byte_core_s(tls=tls)
 
 
-def cores(sized: Sizes, updates: float, interval_s: float) -> int:
+def byte_core_s(*, tls: bool) -> float:
+    """Core-seconds for a byte from or to the store."""
+    return TLS_CORE_S if tls else PLAIN_CORE_S
+
+
+def cores(sized: Sizes, updates: float, interval_s: float, *, tls: bool) -> int:
     """Cores of the aggregator that are busy for half of the time."""
-    return max(1, math.ceil(core_s(sized, updates) / interval_s / BUSY))
+    return max(1, math.ceil(core_s(sized, updates, tls=tls) / interval_s / BUSY))
+
+
+def tape_bytes(sized: Sizes, updates: float) -> float:
+    """Bytes on the tape of a version of every fragment out of so many updates."""
+    manifests = updates * (sized.fragments * MANIFEST_BYTES + sized.update_objects * SHARD_BYTES)
+    inputs = updates * (sized.fragments * INPUT_BYTES + sized.update_objects * SHARD_BYTES)
+    return manifests + sized.fragments * RECORD_BYTES + inputs
+
+
+def retained_bytes(sized: Sizes, updates: float, interval_s: float, window_s: float) -> float:
+    """Bytes in the store once garbage is collected: of the window, and what a snapshot reaches.
+
+    The floor is a snapshot before the window, and at least the older of the two newest.
+    """
+    versions = max(window_s / interval_s, sized.snapshot_interval_versions)
+    versions += sized.snapshot_interval_versions / 2
+    each = updates * sized.update_bytes + sized.delta_bytes
+    snapshots = versions / sized.snapshot_interval_versions + 1
+    return versions * each + snapshots * sized.snapshot_bytes

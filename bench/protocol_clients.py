@@ -1,0 +1,411 @@
+"""A forecast held against the real aggregator: learners that speak the protocol and train nothing.
+
+    .venv/bin/python -m bench.protocol_clients [--learners 64] [--fragment 41666667] [--step-s 0.5]
+
+A real aggregator, a nats-server, the tests' server of Google Cloud Storage with a link of `--gbit`,
+and learners of the production core (`learner/sync.py`), each with a connection to the bus, whose
+steps pass without computing. Updates are of the true size and are read, verified and merged; they
+are sent by linking one stored update, after the time that their bytes would take. After the
+first versions it counts updates in a version, staleness, seconds between versions, the
+aggregator's processor time and the store's bytes, and shows what `diloco plan` forecasts of each.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import tomli_w
+
+from diloco.common import log, names, shards, slices, wire
+from diloco.common.bus import Bus, jetstream
+from diloco.common.config import Config, load_config
+from diloco.common.layout import Layout, Tensor, make_layout
+from diloco.common.nats_server import NatsServer
+from diloco.common.quantize import encode
+from diloco.common.service import Runtime, cancel
+from diloco.common.store import open_store
+from diloco.learner import sync
+from diloco.operate.create import create_run
+from diloco.plan import traffic as plan_traffic
+from diloco.plan.forecast import DAY_S, Fleet, Island, make_plan
+from diloco.plan.rounds import JITTER
+from tests.gcs_server import GcsServer
+
+RUN = "protocol"
+BUCKET, PREFIX = "bench", "runs/"
+TENSORS = 8
+TOKENS = 8192
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Seen(NamedTuple):
+    """A version, and what had been used when its record was read."""
+
+    at_s: float
+    staleness: tuple[int, ...]
+    cpu_s: float
+    read_bytes: int
+    written_bytes: int
+
+
+class Figures(NamedTuple):
+    """What is forecast and measured, of one version of one fragment."""
+
+    merged: float
+    staleness: float
+    interval_s: float
+    core_s: float
+    read_bytes: float
+    written_bytes: float
+
+
+# How far a forecast may be off: a share, and for staleness versions.
+GOALS = Figures(0.05, 0.05, 0.05, 0.2, 0.05, 0.05)
+
+
+@dataclass
+class Store:
+    """The store, and one update of each fragment that all learners send."""
+
+    server: GcsServer
+    updates: list[tuple[wire.Shard, ...]] = field(default_factory=list)
+
+    def link(self, fragment: int, prefix: str) -> tuple[wire.Shard, ...]:
+        """A fragment's update under a learner's own names."""
+        linked = []
+        for index, shard in enumerate(self.updates[fragment]):
+            name = f"{prefix}{index}"
+            stored = self.server.find(BUCKET, PREFIX + shard.name)
+            self.server.copy(stored, BUCKET, PREFIX + name)
+            linked.append(shard.model_copy(update={"name": name}))
+        return tuple(linked)
+
+
+@dataclass
+class Client:
+    """A learner whose steps take their time and nothing else."""
+
+    name: str
+    bus: Bus
+    layout: Layout
+    config: Config
+    store: Store
+    starts: tuple[sync.Start, ...]
+    step_s: float
+    up_s: float
+    down_s: float
+    rng: np.random.Generator
+    incarnation: int = 0
+    steps: int = 0
+
+    async def live(self) -> None:
+        """Train for ever."""
+        self.rules = sync.sync_rules(self.config.sync)
+        self.state = sync.begin(self.rules, self.starts)
+        message = wire.Join(run=RUN, learner=self.name, layout=self.layout.digest, host="bench")
+        self.incarnation = await self.bus.publish(names.join(RUN, self.name), wire.encode(message))
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            tasks.create_task(self._read())
+            tasks.create_task(self._listen())
+            tasks.create_task(self._step())
+
+    async def _step(self) -> None:
+        began_s = time.monotonic()
+        while True:
+            self.steps += 1
+            await asyncio.sleep(max(0.0, began_s + self.steps * self.step_s - time.monotonic()))
+            self._tell(sync.Stepped(time.time(), TOKENS))
+
+    def _tell(self, event: sync.Event) -> None:
+        self.state, effects = sync.step(self.rules, self.state, event)
+        for effect in effects:
+            if isinstance(effect, sync.Send):
+                self._tasks.create_task(self._send(effect))
+
+    async def _send(self, send: sync.Send) -> None:
+        await asyncio.sleep(self.up_s * self.rng.uniform(1 - JITTER, 1 + JITTER))
+        manifest = self._manifest(send)
+        await self.bus.publish(names.update(RUN, self.name, send.fragment), wire.encode(manifest))
+        self._tell(sync.Published(time.time(), send.fragment, send.seq))
+
+    def _manifest(self, send: sync.Send) -> wire.Manifest:
+        prefix = names.shards_prefix(RUN, self.name, send.fragment, 0, self.incarnation, send.seq)
+        return wire.Manifest(
+            run=RUN,
+            learner=self.name,
+            epoch=0,
+            incarnation=self.incarnation,
+            seq=send.seq,
+            fragment=send.fragment,
+            base_version=send.base_version,
+            base_digest=send.base_digest,
+            layout=self.layout.digest,
+            codec=self.config.sync.codec,
+            shards=self.store.link(send.fragment, prefix),
+            tokens=send.tokens,
+            steps=send.steps,
+            position=self.steps,
+            local_step=self.steps,
+            loss=1.0,
+            step_time_s=self.step_s,
+            encode_s=0.0,
+            upload_s=self.up_s,
+            attempt=0,
+            final=False,
+        )
+
+    async def _read(self) -> None:
+        async for message in self.bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
+            record = _record(message.payload)
+            marks = {(m.learner, m.incarnation): m.seq for m in record.policy.marks}
+            ready = sync.Ready(
+                record.fragment, message.seq, record.version, record.view_digest,
+                record.global_step, marks.get((self.name, self.incarnation), 0),
+            )  # fmt: skip
+            self._tasks.create_task(self._adopt(ready))
+
+    async def _adopt(self, ready: sync.Ready) -> None:
+        await asyncio.sleep(self.down_s)
+        self._tell(ready)
+
+    async def _listen(self) -> None:
+        async for _, payload in self.bus.listen(names.round_open(RUN, "*")):
+            opened = wire.decode(wire.RoundOpen, payload)
+            self._tell(sync.RoundOpened(opened.fragment, opened.version))
+
+
+@lru_cache(maxsize=64)
+def _record(payload: bytes) -> wire.Record:
+    """Decoded once for all learners of this process."""
+    return wire.decode(wire.Record, payload)
+
+
+def configure(folder: Path, url: str, options: argparse.Namespace) -> Config:
+    """The run's file, read."""
+    document = {
+        "run": {"name": RUN, "steps": 1 << 40},
+        "sync": {"fragments": options.fragments, "interval_steps": options.interval},
+        "quorum": {"min_learners": options.least, "liveness_timeout_s": 1e6},
+        "bus": {"url": url},
+        "store": {"url": f"gs://{BUCKET}/{PREFIX}", "emulator": True},
+        "gc": {"enabled": False},
+        "task": {"options": {"parameters": options.fragment * options.fragments}},
+    }
+    path = folder / "run.toml"
+    path.write_text(tomli_w.dumps(document))
+    return load_config(path)
+
+
+async def create(config: Config, bus: Bus, options: argparse.Namespace) -> Layout:
+    """Streams, layout and version 0 of a model that nobody trains."""
+    shape = (options.fragment // TENSORS // 64, 64)
+    count = TENSORS * options.fragments
+    tensors = [Tensor(name=f"t{i:03}", shape=shape, dtype="float32") for i in range(count)]
+    layout = make_layout(tensors, fragments=options.fragments, block=config.sync.block)
+    zeros = jnp.zeros(shape)
+    params = {tensor.name: zeros for tensor in tensors}
+    store = open_store(config.store.url, emulator=True)
+    await create_run(config.settings(), config.bus, layout, params, bus, store, Runtime())
+    return layout
+
+
+def store_updates(config: Config, layout: Layout) -> list[tuple[wire.Shard, ...]]:
+    """An update of each fragment, stored once."""
+    store, rng = open_store(config.store.url, emulator=True), np.random.default_rng(0)
+    codec, block = config.sync.codec, config.sync.block
+    found = []
+    for fragment in layout.fragments:
+        entries = []
+        for start, stop in shards.shard_ranges(fragment.size, block, config.sync.shard_elements):
+            values = rng.standard_normal(stop - start, dtype=np.float32) * np.float32(1e-3)
+            data = shards.pack(codec, encode(codec, jnp.asarray(values), block), block)
+            name = f"{RUN}/bench/{fragment.index}-{start}"
+            store.put(name, data)
+            shard = wire.Shard(
+                name=name, size_bytes=len(data), crc32c=shards.crc32c(data),
+                slices=slices.of_range(start, stop, block),
+            )  # fmt: skip
+            entries.append(shard)
+        found.append(tuple(entries))
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+async def observe(bus: Bus, server: GcsServer, pid: int, versions: int) -> list[Seen]:
+    """The versions of fragment 0 as they come."""
+    found = []
+    async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, 0)], 1):
+        record = _record(message.payload)
+        if record.rejected:
+            sys.exit(f"rejected: {record.rejected[0].reason}: {record.rejected[0].detail}")
+        if record.what != "version" or not record.version:
+            continue
+        staleness = tuple(taken.staleness for taken in record.inputs)
+        seen = Seen(message.time_s, staleness, cpu_s(pid), server.down.carried, server.up.carried)
+        found.append(seen)
+        print(f"version {record.version}: {len(staleness)} updates ({record.reason})", flush=True)
+        if len(found) == versions:
+            break
+    return found
+
+
+def measured(seen: list[Seen], settle: int, fragments: int) -> Figures:
+    """Per version, after the first ones."""
+    first, last, counted = seen[settle - 1], seen[-1], seen[settle:]
+    versions = len(counted)
+    staleness = [each for one in counted for each in one.staleness]
+    each = versions * fragments
+    return Figures(
+        len(staleness) / versions,
+        float(np.mean(staleness)),
+        (last.at_s - first.at_s) / versions,
+        (last.cpu_s - first.cpu_s) / each,
+        (last.read_bytes - first.read_bytes) / each,
+        (last.written_bytes - first.written_bytes) / each,
+    )
+
+
+def forecast(config: Config, layout: Layout, options: argparse.Namespace) -> Figures:
+    """What `diloco plan` says of the same."""
+    settings = config.settings()
+    sized = plan_traffic.sizes(settings, plan_traffic.layout_fragments(layout))
+    island = Island(
+        step_s=options.step_s, step_tokens=TOKENS, gbit=options.learner_gbit, rtt_s=0.001
+    )
+    fleet = Fleet(islands=(island,) * options.learners, aggregator_gbit=options.gbit, tls=False)
+    made = make_plan(settings, fleet, options.fragment * options.fragments, sized)
+    versions = DAY_S / made.interval_s * options.fragments
+    snapshots = sized.snapshot_bytes / sized.snapshot_interval_versions / options.fragments
+    return Figures(
+        made.participants,
+        made.staleness,
+        made.interval_s,
+        made.busy_cores * DAY_S / versions,
+        made.participants * sized.update_bytes / options.fragments,
+        sized.delta_bytes / options.fragments + snapshots,
+    )
+
+
+def start_aggregator(folder: Path) -> "subprocess.Popen[bytes]":
+    """The real one."""
+    command = [sys.executable, "-m", "diloco", "aggregator", "--name", "aggregator"]
+    command += ["--config", str(folder / "run.toml")]
+    with (folder / "aggregator.log").open("wb") as said:
+        return subprocess.Popen(command, stderr=said)
+
+
+def clients(
+    config: Config, layout: Layout, store: Store, buses: list[Bus], starts: tuple[sync.Start, ...],
+    options: argparse.Namespace,
+) -> list[Client]:  # fmt: skip
+    """The learners."""
+    up_s, down_s = plan_traffic.travel_s(
+        plan_traffic.sizes(config.settings(), plan_traffic.layout_fragments(layout)),
+        options.interval * options.step_s,
+        options.learner_gbit,
+    )
+    return [
+        Client(
+            f"learner-{number}", bus, layout, config, store, starts, options.step_s, up_s, down_s,
+            np.random.default_rng(number),
+        )
+        for number, bus in enumerate(buses)
+    ]  # fmt: skip
+
+
+async def measure(
+    folder: Path, url: str, server: GcsServer, options: argparse.Namespace
+) -> tuple[Figures, Figures]:
+    """(forecast, measured)."""
+    config = configure(folder, url, options)
+    bus = await jetstream.connect(url, name="bench")
+    layout = await create(config, bus, options)
+    store = Store(server, store_updates(config, layout))
+    planned = forecast(config, layout, options)
+    starts = []
+    for fragment in range(options.fragments):
+        message = await bus.last(names.tape_stream(RUN), names.record(RUN, fragment))
+        assert message is not None
+        record = _record(message.payload)
+        starts.append(sync.Start(0, record.view_digest, message.seq, 0))
+    buses: list[Bus] = [
+        await jetstream.connect(url, name=f"learner-{n}") for n in range(options.learners)
+    ]
+    process = start_aggregator(folder)
+    fleet = clients(config, layout, store, buses, tuple(starts), options)
+    living = [asyncio.ensure_future(client.live()) for client in fleet]
+    try:
+        seen = await observe(bus, server, process.pid, options.settle + options.versions)
+    finally:
+        for life in living:
+            await cancel(life)
+        process.kill()
+        process.wait()
+        for each in [bus, *buses]:
+            await each.close()
+    return planned, measured(seen, options.settle, options.fragments)
+
+
+def show(planned: Figures, found: Figures) -> bool:
+    """Print the comparison; whether every forecast is near enough."""
+    held = True
+    print("| of a version | forecast | measured | error | goal |")
+    for name, said, was, goal in zip(Figures._fields, planned, found, GOALS, strict=True):
+        off = abs(said - was) if name == "staleness" else abs(said / was - 1)
+        held &= off <= goal
+        unit = f"{off:.3f}" if name == "staleness" else f"{said / was - 1:+.1%}"
+        print(f"| {name} | {said:.5g} | {was:.5g} | {unit} | {goal:g} |")
+    return held
+
+
+def parsed() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--learners", type=int, default=64)
+    parser.add_argument("--least", type=int, default=1, help="K, the quorum")
+    parser.add_argument("--fragment", type=int, default=41_664_512, help="its parameters")
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--interval", type=int, default=24, help="H")
+    parser.add_argument("--step-s", type=float, default=0.5)
+    parser.add_argument("--gbit", type=float, default=2.0, help="of the aggregator's link")
+    parser.add_argument("--learner-gbit", type=float, default=1.0)
+    parser.add_argument("--settle", type=int, default=3, help="versions that are not counted")
+    parser.add_argument("--versions", type=int, default=16, help="versions that are")
+    parser.add_argument("--folder", type=Path, help="where temporary files go")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parsed()
+    log.configure("error")
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-protocol-", dir=options.folder) as folder,
+        GcsServer(Path(folder) / "store", BUCKET, gbit=options.gbit) as server,
+        NatsServer(Path(folder) / "nats") as nats,
+    ):
+        os.environ["STORAGE_EMULATOR_HOST"] = server.url
+        planned, found = asyncio.run(measure(Path(folder), nats.url, server, options))
+    print(json.dumps(vars(options), default=str))
+    sys.exit(0 if show(planned, found) else 1)
+
+
+if __name__ == "__main__":
+    main()
