@@ -14,7 +14,7 @@ MESSAGE_BYTES = 1 << 20
 # A record larger than this keeps its body in an object, so that streams stay small.
 RECORD_BYTES = 256 << 10
 MAX_ITEMS = 1 << 16
-MAX_KEYS = 1 << 16
+MAX_KEYS = 1 << 12
 # Of a shard; and axes of a slice.
 MAX_SLICES = 1 << 12
 MAX_AXES = 4
