@@ -20,7 +20,9 @@ from diloco.common.layout import Tensor, make_layout
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import Runtime
 from diloco.common.store import MemoryStore
-from diloco.learner.publish import Context, Publisher
+from diloco.learner.context import Context
+from diloco.learner.peers import Alone
+from diloco.learner.publish import Joined, Publisher, Uploader
 from diloco.learner.train import Meter
 
 RUN = "full"
@@ -73,7 +75,10 @@ async def scenario(server: NatsServer, disk: Path) -> None:
         learner="island",
     )
     meter = Meter("island", context.traffic)
-    publisher = Publisher(context, lambda _event, _payload=None: None)
+    uploader = Uploader(context, tensors=None)  # nothing is sent but heartbeats
+    publisher = Publisher(
+        context, lambda _event, _payload=None: None, uploader, Alone(), Joined(1, "0" * 32)
+    )
     with structlog.testing.capture_logs() as logged:
 
         def said(event: str, level: str) -> bool:

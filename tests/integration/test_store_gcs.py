@@ -189,9 +189,9 @@ def test_an_upload_whose_answer_was_lost_has_not_failed(
 def test_another_writer_that_finishes_first_is_met_at_the_end(
     server: GcsServer, store: GcsStore
 ) -> None:
-    upload = store._blob("o").create_resumable_upload_session(
-        size=len(LARGE), if_generation_match=0
-    )
+    bucket = store._bucket
+    blob = bucket.client.blob(bucket.prefix + "o")
+    upload = blob.create_resumable_upload_session(size=len(LARGE), if_generation_match=0)
     store.put("o", LARGE)
     span = f"bytes 0-{len(LARGE) - 1}/{len(LARGE)}"
     answer = store._bucket.session.put(upload, data=LARGE, headers={"Content-Range": span})

@@ -69,8 +69,8 @@ def test_fields_go_by_name_so_that_a_new_one_shifts_no_other():
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"version": 1}, "version"),
-        ({"kind": "Rest"}, "version"),
+        ({"version": 1}, "schema"),
+        ({"kind": "Rest"}, "schema"),
         ({"attempt": "1"}, "malformed"),
         ({"new": 1}, "malformed"),
     ],

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_who_could_not_know_or_did_nothing_is_no_offender():
-    honest = {"ended", "late", "quarantined", "rolled_back", "stale", "superseded"}
+    honest = {"ended", "internal", "late", "quarantined", "rolled_back", "stale", "superseded"}
     rejecting = {reason for reason in Reason if {*reason.stages} & {"manifest", "objects"}}
     assert {reason.value for reason in rejecting if not is_offence(reason)} == honest
 
