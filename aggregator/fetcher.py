@@ -78,9 +78,9 @@ class Fetcher:
     async def _read_at_last(self, fetch: Fetch) -> Payload:
         """The update, however long the store is away.
 
-        What is neither a passing fault nor explained by the sender's bytes may be a lack of memory
-        or of file handles, or a bug of ours: it is tried again, and is the sender's only once it
-        has failed twice while the updates of others passed.
+        What is neither a transient fault nor explained by the sender's bytes may be a lack of
+        memory or of file handles, or a bug of ours: it is tried again, and is the sender's only
+        once it has failed twice while the updates of others passed.
 
         Raises:
             ObjectMissingError, WireError: as `read_payload`; reason "internal" for the last.

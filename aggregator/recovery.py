@@ -46,7 +46,7 @@ async def recover(context: Context, fragment: int) -> Recovered:
     Raises:
         IntegrityError: stored objects do not give the recorded digests, or are gone.
         RunMismatchError: the run has no such fragment.
-        BusUnavailableError, StoreUnavailableError: passing faults; call again.
+        BusUnavailableError, StoreUnavailableError: transient faults; call again.
     """
     newest, newest_seq = await last_record(context, fragment)
     while True:

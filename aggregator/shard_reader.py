@@ -34,7 +34,7 @@ def read_payload(
         ObjectMissingError: a shard is not there, though the manifest says that it is.
         WireError: a shard is not what the manifest says; "oversize" (then nothing is read),
             "checksum", or as `shards.unpack`; "shards" as `slices.partition`.
-        StoreUnavailableError: a passing fault.
+        StoreUnavailableError: a transient fault.
     """
     parts = tuple(read_parts(store, manifest.codec, manifest.shards, grid))
     return payload_of(grid, manifest.codec, parts, arithmetic)

@@ -95,7 +95,7 @@ class StoreError(DilocoError):
 
 
 class StoreUnavailableError(StoreError):
-    """The store could not be reached or had a passing fault."""
+    """The store could not be reached or had a transient fault."""
 
     retry = True
 

@@ -19,7 +19,7 @@ SLOW_STEPS = 20.0
 class Answer(NamedTuple):
     """Whether a daemon lives, whether it can work, and what is in the way.
 
-    `waiting` names calls that passing faults keep waiting; `state` says what it does.
+    `waiting` names calls that transient faults keep waiting; `state` says what it does.
     """
 
     live: bool
@@ -43,7 +43,7 @@ class Health:
     Attributes:
         limit_s: so long may the main loop take for one turn.
         view: what the daemon does; replaced as it gets on.
-        waiting: what passing faults keep waiting.
+        waiting: what transient faults keep waiting.
     """
 
     limit_s: Callable[[], float] = lambda: EVENT_LOOP_S

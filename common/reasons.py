@@ -91,7 +91,7 @@ class Reason(StrEnum):
     )
     STEPS = (
         "steps", "manifest",
-        "more steps than bounds.max_steps_per_s allows since the learner was last heard of",
+        "more steps than bounds.max_steps_per_s allows since the learner's last join or update",
         _LAGGING,
     )
     SHARDS = (

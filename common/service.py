@@ -1,4 +1,4 @@
-"""What every daemon does: retry passing faults, take signals, keep time.
+"""What every daemon does: retry transient faults, take signals, keep time.
 
 `Runtime` holds the clock, the thread pool and the randomness that drivers use, so that a
 simulation can give them virtual time and a seed.
@@ -32,7 +32,7 @@ async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P
 
 @dataclass
 class Retries:
-    """What passing faults keep waiting now, and how many attempts have met one.
+    """What transient faults keep waiting now, and how many attempts have met one.
 
     Counted by what was attempted and whose fault it was: "bus", "store" or "other". Changed on
     the event loop; read from other threads.
@@ -100,7 +100,7 @@ class Runtime:
         logger: log.Logger,
         deadline_s: float | None = None,
     ) -> T:
-        """Call `attempt` until it succeeds; passing faults (`error.retry`) are waited out.
+        """Call `attempt` until it succeeds; transient faults (`error.retry`) are waited out.
 
         A fault with `patience_s` that stays for so long is none that passes.
 
@@ -113,7 +113,7 @@ class Runtime:
             deadline_s: give up after so many seconds; None for never.
 
         Raises:
-            DilocoError: one that is no passing fault, or the last one at the deadline.
+            DilocoError: one that is no transient fault, or the last one at the deadline.
         """
         with self.retries.note(what) as fault:
             return await self._retry(what, attempt, fault, logger, deadline_s)

@@ -1,6 +1,6 @@
 """The learner's outbound side: shards to the store, then the manifest to the tape; heartbeats.
 
-Everything here runs beside training and retries passing faults for ever: while NATS or the store
+Everything here runs beside training and retries transient faults for ever: while NATS or the store
 is away, updates wait here and training goes on.
 """
 

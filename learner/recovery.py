@@ -31,7 +31,7 @@ Read = Callable[[], tuple[Facts, Any]]
 
 
 class Fetch(Protocol):
-    """Calls a function that reads the store, until it does not meet a passing fault."""
+    """Calls a function that reads the store, until it does not meet a transient fault."""
 
     def __call__(self, what: str, function: Callable[[], T]) -> T:
         """What `function` gives; `what` is named in the log."""
@@ -266,7 +266,7 @@ def restore(
         section: where to look.
         folder: its own checkpoints on disk, if it keeps any.
         like: shapes of the optimizer's state.
-        fetch: reads the store, and waits out passing faults.
+        fetch: reads the store, and waits out transient faults.
     """
     search = _Search(context, section, folder, like, fetch, checkpoints.rebuild)
     for candidate, facts, state in _healthy(context, search.candidates()):

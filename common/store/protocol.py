@@ -4,7 +4,7 @@ Rules of every backend:
 - An object never changes. Putting the same bytes under an existing name succeeds (a retry whose
   first answer was lost); putting other bytes raises `ObjectExistsError`.
 - An object is visible whole or not at all, and durable once `put` returns.
-- Calls block and may be made from any thread; passing faults raise `StoreUnavailableError`.
+- Calls block and may be made from any thread; transient faults raise `StoreUnavailableError`.
 """
 
 import re
@@ -40,7 +40,7 @@ class ObjectStore(Protocol):
 
         Raises:
             ObjectExistsError: other bytes stand under that name.
-            StoreUnavailableError: a passing fault; nothing or everything was stored.
+            StoreUnavailableError: a transient fault; nothing or everything was stored.
         """
 
     def get(self, name: str, limit_bytes: int | None = None) -> bytes:
@@ -49,7 +49,7 @@ class ObjectStore(Protocol):
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
-            StoreUnavailableError: a passing fault.
+            StoreUnavailableError: a transient fault.
         """
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
@@ -60,7 +60,7 @@ class ObjectStore(Protocol):
         Raises:
             ObjectMissingError: no such object.
             ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreUnavailableError: a passing fault.
+            StoreUnavailableError: a transient fault.
         """
 
     def list(self, prefix: str) -> list[ObjectInfo]:

@@ -67,7 +67,7 @@ class RoundOpen(Body):
 class Heartbeat(Body):
     """A learner is alive, and how it fares.
 
-    It counts as live while the aggregator has heard of it within `quorum.liveness_timeout_s`.
+    It counts as live until it has been silent for `quorum.liveness_timeout_s`.
     """
 
     kind: ClassVar[str] = "heartbeat"

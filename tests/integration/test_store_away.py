@@ -1,4 +1,4 @@
-"""A store folder that goes away and comes back: a passing fault, never a missing object."""
+"""A store folder that goes away and comes back: a transient fault, never a missing object."""
 
 from pathlib import Path
 

@@ -60,6 +60,10 @@ def test_every_event_is_in_the_page_and_no_other() -> None:
     assert sorted(set(logged()), key=str) == sorted(set(listed()), key=str)
 
 
+def test_no_event_is_listed_twice() -> None:
+    assert len(list(listed())) == len(set(listed()))
+
+
 def test_events_are_found() -> None:
     found = {event.action for event in logged()}
     assert {"committed", "waiting", "stop", "left"} <= found

@@ -23,7 +23,13 @@ SOURCES = [
     for path in sorted((ROOT / folder).glob("**/*.py"))
     if not any(part.is_symlink() for part in path.parents)
 ]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "design").glob("*.md")),
+]
+# Read in an emergency.
+RUNBOOKS = sorted((ROOT / "runbooks").glob("*.md"))
 
 # Nowhere.
 BANNED = {
@@ -38,24 +44,26 @@ BANNED = {
     r"second word\b": "second signal",
     r"is (?:there|here) already": "already exists",
     r"is none (?:of|that)": "is not a",
-}
-# Not in help and errors, which are read in haste; pages may have an aside.
-BANNED_IN_HASTE = {
+    r"\bpassing (?:fault|error)": "transient fault",
+    r"\bwhat it is behind\b": "its lag",
+    r"\bnot there any more\b": "no longer stored",
+    r"\bshut out\b|\bshut this\b": "quarantine",
+    r"\bhow freely\b": "sampling temperature",
+    r"\bthe likeliest\b": "greedy",
+    r"\bstands? still\b": "stalled",
+    r"\bbegins? again\b": "restart, resume",
+    r"\banew\b": "recreate",
     r"\bheard of\b": "silent, liveness timeout",
+}
+# Not in help, errors and runbooks, which are read in haste; other pages may have an aside.
+BANNED_IN_HASTE = {
     r"\bso (?:many|long|often)\b": "the number, the time",
     r"\b(?:are|is) away\b": "unreachable",
-    r"\banew\b": "recreate",
     r"\b(?:nobody|somebody|everybody|anybody|whoever)\b": "who it is: a learner, an operator",
     r"\b(?:goes|go|going|went) on\b": "continue, resume",
-    r"\bbegins? again\b": "restart, resume",
     r"\bmade? again\b|\bmake again\b": "recompute",
     r"(?<!there )\bis no (?!longer)\w+": "is not a",
-    r"\bstands? still\b": "stalled",
-    r"\bthe likeliest\b": "greedy",
-    r"\bhow freely\b": "sampling temperature",
-    r"\bshut out\b|\bshut this\b": "quarantine",
     r"\blook whether\b": "check whether",
-    r"\bnot there any more\b": "no longer stored",
     r"\bpicture\b": "figure",
     r"\bby themselves\b": "automatically",
     r"\bstandard error\b": "stderr",
@@ -158,3 +166,13 @@ def test_errors_are_plain_english(path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_no_banned_phrase(page: Path) -> None:
     assert not list(hits(page.read_text(), BANNED))
+
+
+@pytest.mark.parametrize("page", RUNBOOKS, ids=lambda page: page.name)
+def test_runbooks_are_plain_english(page: Path) -> None:
+    assert not list(hits(page.read_text(), BANNED | BANNED_IN_HASTE))
+
+
+def test_pages_and_runbooks_are_found() -> None:
+    assert len(PAGES) > 25
+    assert len(RUNBOOKS) > 25

@@ -1,4 +1,4 @@
-"""What every daemon does: wait out passing faults, and only those."""
+"""What every daemon does: wait out transient faults, and only those."""
 
 import asyncio
 import random

@@ -29,7 +29,7 @@ class Bucket(NamedTuple):
         prefix: before every object's name; '' or ending in '/'.
         client: Google's, for requests about objects as a whole.
         session: for requests with an object's bytes.
-        retry: repeats what fails by a passing fault.
+        retry: repeats what fails by a transient fault.
         timeout_s: longest waits to connect, and between two bytes.
     """
 

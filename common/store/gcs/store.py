@@ -62,7 +62,7 @@ class GcsStore:
         prefix: before every object's name, joined with '/'; '' for none.
         credentials: who asks.
         endpoint: address of the service.
-        retry_s: passing faults are retried for so long without progress.
+        retry_s: transient faults are retried for so long without progress.
         timeout_s: longest waits to connect, and between two bytes.
     """
 
@@ -84,7 +84,7 @@ class GcsStore:
 
         Raises:
             ObjectExistsError: other bytes stand under that name.
-            StoreUnavailableError: a passing fault; nothing or everything was stored.
+            StoreUnavailableError: a transient fault; nothing or everything was stored.
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
         check_object_name(name)
@@ -108,7 +108,7 @@ class GcsStore:
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; no more than its head was read.
-            StoreUnavailableError: a passing fault, or the bytes come damaged again and again.
+            StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
         check_object_name(name)
@@ -129,7 +129,7 @@ class GcsStore:
         Raises:
             ObjectMissingError: no such object.
             ObjectRangeError: the range is empty, or ends beyond the object.
-            StoreUnavailableError: a passing fault.
+            StoreUnavailableError: a transient fault.
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
         check_object_name(name)
@@ -141,7 +141,7 @@ class GcsStore:
         """All objects whose names begin with `prefix`, in order of name.
 
         Raises:
-            StoreUnavailableError: a passing fault.
+            StoreUnavailableError: a transient fault.
             StoreError: not permitted, or no such bucket.
         """
         bucket = self._bucket
@@ -159,7 +159,7 @@ class GcsStore:
         """Remove `name`; one that is not there is no error.
 
         Raises:
-            StoreUnavailableError: a passing fault.
+            StoreUnavailableError: a transient fault.
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
         check_object_name(name)
