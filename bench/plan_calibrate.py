@@ -25,6 +25,7 @@ from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.forecast import Fleet, Island, System, make_plan
 from diloco.plan.outages import Outages
+from diloco.plan.owner import Aggregator
 from diloco.plan.rounds import Worker
 
 # Of the model, which is small enough that its bytes cost no time.
@@ -34,7 +35,7 @@ GOODPUT = {"interval_steps": 4, "fragments": 4, "min_steps": 1}
 LINK = {"interval_steps": 24, "fragments": 8}
 # From a message to what happens on it; between processes of one busy machine.
 MESSAGE_S = 0.05
-AT_ONCE = plan_rounds.Aggregator(read_s=0.0, make_s=0.0, store_s=0.0, message_s=MESSAGE_S)
+AT_ONCE = Aggregator(read_s=0.0, make_s=0.0, store_s=0.0, message_s=MESSAGE_S)
 
 
 def settings(**sync: Any) -> RunSettings:

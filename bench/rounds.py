@@ -19,7 +19,8 @@ import numpy as np
 from diloco.common.config import RunSettings, parse_settings
 from diloco.plan import rounds as plan_rounds
 from diloco.plan.outages import Trace, always
-from diloco.plan.rounds import Aggregator, Rounds, Worker
+from diloco.plan.owner import Aggregator, Rounds
+from diloco.plan.rounds import Worker
 
 INTERVAL = 24
 STEP_S = 0.25

@@ -16,7 +16,8 @@ from diloco.plan import outages as plan_outages
 from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.outages import Outages, Trace
-from diloco.plan.rounds import Rounds, Worker
+from diloco.plan.owner import Aggregator, Rounds
+from diloco.plan.rounds import Worker
 from diloco.plan.traffic import Sizes
 
 DAY_S = 86400.0
@@ -240,7 +241,7 @@ def make_plan(
 def _simulated(
     settings: RunSettings,
     workers: list[Worker],
-    aggregator: plan_rounds.Aggregator,
+    aggregator: Aggregator,
     stands_for: int,
     horizon_s: float,
     rng: np.random.Generator,
@@ -341,7 +342,7 @@ def _travels_s(settings: RunSettings, island: Island, sized: Sizes) -> tuple[flo
 
 def _aggregator(
     fleet: Fleet, sized: Sizes, cores: int, interval_s: float, in_lockstep: int
-) -> plan_rounds.Aggregator:
+) -> Aggregator:
     """What one fragment's rounds have of the aggregator; in lockstep one stands for all in turn.
 
     Fragments are read in turn, since their offsets are spread over the interval. When all
@@ -355,7 +356,7 @@ def _aggregator(
     read_s = max(link_s * sized.update_bytes, update_core_s / cores) / sized.fragments
     if read_s * sized.fragments * len(fleet.islands) > interval_s:
         read_s *= sized.fragments
-    return plan_rounds.Aggregator(
+    return Aggregator(
         read_s=in_lockstep * read_s,
         make_s=in_lockstep * sized.largest * plan_traffic.VERSION_CORE_S / threads,
         store_s=in_lockstep * link_s * sized.delta_bytes * share,

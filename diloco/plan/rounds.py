@@ -6,36 +6,26 @@ run have the same rounds at other offsets, so one stands for all.
 Pure: randomness comes in as a generator, times are seconds since the beginning.
 """
 
-import heapq
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import count, pairwise
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
-from diloco.aggregator.core import events, machine, memory, rounds
-from diloco.aggregator.core.effects import AskCut, Commit, Fetch, OpenRound
+from diloco.aggregator.core import events
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
-from diloco.aggregator.core.state import State
 from diloco.common import names, slices, wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.shards import shard_bytes
 from diloco.learner import sync
 from diloco.plan.outages import Trace
+from diloco.plan.owner import NEVER_S, Aggregator, Listeners, Owner, Rounds, Timeline, digest_of
 
 # No two uploads take the same time: uniformly this much more or less.
 JITTER = 0.2
-# Later than any round that is simulated.
-NEVER_S = float("inf")
 _ENDLESS = 1 << 50
-
-# When, in which order at the same time, and what happens.
-_Event = tuple[float, int, Callable[[], None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,77 +44,6 @@ class Worker:
     upload_s: float
     download_s: float
     trace: Trace
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Aggregator:
-    """What its work takes; times in seconds.
-
-    Attributes:
-        read_s: of its link and its cores, to read and verify one update.
-        make_s: from a round's close to the version: outer step and delta. It does nothing else.
-        store_s: from the version to its record; it reads on meanwhile.
-        snapshot_s: so much longer when view and outer state are stored too.
-        message_s: a message, or the answer to a question.
-    """
-
-    read_s: float
-    make_s: float
-    store_s: float
-    message_s: float
-    snapshot_s: float = 0.0
-
-
-@dataclass(kw_only=True, slots=True)
-class Rounds:
-    """What came of the rounds.
-
-    Attributes:
-        committed_s: when each version was; `merged` how many updates it has.
-        staleness: of each merged update, in versions, in their order.
-        reads: updates that the aggregator read.
-        reasons: how often rounds closed for which reason.
-        kept: share of the trained tokens that were merged, or on their way at the end.
-        utilization: share of the time in which learners could train that they did not wait.
-        stands_for: learners of the fleet for each that was simulated.
-    """
-
-    committed_s: list[float] = field(default_factory=list)
-    merged: list[int] = field(default_factory=list)
-    staleness: list[int] = field(default_factory=list)
-    reasons: dict[str, int] = field(default_factory=dict)
-    reads: int = 0
-    kept: float = 1.0
-    utilization: float = 1.0
-    stands_for: float = 1.0
-
-    @property
-    def versions(self) -> int:
-        """How many were made."""
-        return len(self.committed_s)
-
-    @property
-    def interval_s(self) -> float:
-        """Mean time between two versions of the fragment."""
-        if self.versions < 2:
-            return NEVER_S
-        return (self.committed_s[-1] - self.committed_s[0]) / (self.versions - 1)
-
-    @property
-    def participants(self) -> float:
-        """Mean number of updates in a version."""
-        simulated = len(self.staleness) / self.versions if self.versions else 0.0
-        return self.stands_for * simulated
-
-    @property
-    def mean_staleness(self) -> float:
-        """Mean versions between an update's base and the version it became part of, less one."""
-        return sum(self.staleness) / len(self.staleness) if self.staleness else 0.0
-
-    @property
-    def late_share(self) -> float:
-        """Share of merged updates that missed the round for which they were sent."""
-        return sum(s > 0 for s in self.staleness) / len(self.staleness) if self.staleness else 0.0
 
 
 def planned_rules(settings: RunSettings) -> FragmentRules:
@@ -219,51 +138,36 @@ class _Line:
     ) -> None:
         self._rules = planned_rules(settings)
         self._sync = sync.sync_rules(settings.sync)
-        self._aggregator, self._horizon_s = aggregator, horizon_s
-        self._snapshots = settings.sync.snapshot_interval_versions
-        self._read_until_s = 0.0
-        self._last_update = 0
         self._rng = rng
-        self._now_s = 0.0
-        self._order = count()
-        self._heap: list[_Event] = []
-        self._stream = count(1)
-        self._timer_s = NEVER_S
-        self._held: deque[events.Event] = deque()
-        self._state = State(
-            version=0, record_seq=0, view_digest=_digest(0), seen_seq=0,
-            members={}, marks={}, pending={},
-        )  # fmt: skip
+        self._timeline = Timeline(horizon_s)
+        self._owner = Owner(
+            self._rules,
+            aggregator,
+            settings.sync.snapshot_interval_versions,
+            self._timeline,
+            Listeners(self._opened, self._committed, self._rejected),
+        )
         manifests = _manifest(self._rules)
         self._learners = {
             f"learner-{n}": _Learner(f"learner-{n}", worker, manifests)
             for n, worker in enumerate(workers)
         }
         self._trained = self._sent = 0.0
-        self._rounds = Rounds()
 
     def run(self) -> None:
         for learner in self._learners.values():
             self._plan_life(learner)
-        while self._heap and self._heap[0][0] < self._horizon_s:
-            self._now_s, _, happen = heapq.heappop(self._heap)
-            happen()
+        self._timeline.run()
 
     def result(self) -> Rounds:
-        self._now_s = self._horizon_s
-        possible = 0.0
+        found, possible = self._owner.found, 0.0
         for learner in self._learners.values():
             self._feed(learner)
             self._let_go(learner, kept=True)
-            possible += learner.work.at(self._horizon_s)[1]
-        self._rounds.kept = self._sent / self._trained if self._trained else 1.0
-        self._rounds.utilization = min(1.0, self._trained / possible) if possible else 1.0
-        return self._rounds
-
-    def _at(self, at_s: float, happen: Callable[..., None], *args: Any) -> None:
-        if at_s < self._horizon_s:
-            event: _Event = (at_s, next(self._order), partial(happen, *args))
-            heapq.heappush(self._heap, event)
+            possible += learner.work.at(self._timeline.now_s)[1]
+        found.kept = self._sent / self._trained if self._trained else 1.0
+        found.utilization = min(1.0, self._trained / possible) if possible else 1.0
+        return found
 
     # Lives
 
@@ -271,32 +175,31 @@ class _Line:
         """Its joins and deaths, and the silences in which nobody waits for it."""
         trace = learner.worker.trace
         deaths = set(trace.deaths_s)
-        self._at(0.0, self._join, learner)
+        self._timeline.at(0.0, self._join, learner)
         times_s = [*trace.times_s.tolist(), trace.horizon_s]
         stands = [share == 0 for share in trace.shares.tolist()]
         for (begins_s, ends_s), still in zip(pairwise(times_s), stands, strict=True):
             if not still:
                 continue
             if ends_s - begins_s > self._rules.quorum.liveness_timeout_s:
-                self._at(
+                self._timeline.at(
                     begins_s + self._rules.quorum.liveness_timeout_s, self._heard, learner, False
                 )
-                self._at(ends_s, self._heard, learner, True)
+                self._timeline.at(ends_s, self._heard, learner, True)
             # A trace takes the step under way back: a death lies within the standstill.
             died = [death for death in deaths if begins_s <= death < ends_s]
             if died:
-                self._at(died[0], self._die, learner)
-                self._at(ends_s, self._join, learner)
+                self._timeline.at(died[0], self._die, learner)
+                self._timeline.at(ends_s, self._join, learner)
 
     def _join(self, learner: _Learner) -> None:
-        learner.incarnation = next(self._stream)
-        version = self._state.version
-        start = sync.Start(version, _digest(version), max(1, self._state.record_seq), 0)
+        state = self._owner.state
+        start = sync.Start(state.version, digest_of(state.version), max(1, state.record_seq), 0)
         learner.state = sync.begin(self._sync, (start,))
-        learner.fed_steps, learner.fed_tokens = learner.work.at(self._now_s)
+        learner.fed_steps, learner.fed_tokens = learner.work.at(self._timeline.now_s)
         learner.unannounced_tokens = 0
         learner.waiting, learner.opened = False, 0
-        self._decide(events.Joined(self._now_s, learner.incarnation, learner.name))
+        learner.incarnation = self._owner.join(learner.name)
         self._plan_boundary(learner)
 
     def _die(self, learner: _Learner) -> None:
@@ -314,7 +217,8 @@ class _Line:
             self._sent += unsent + learner.unannounced_tokens
 
     def _heard(self, learner: _Learner, live: bool) -> None:
-        self._decide(events.Liveness(self._now_s, learner.name, learner.incarnation, live))
+        now_s = self._timeline.now_s
+        self._owner.decide(events.Liveness(now_s, learner.name, learner.incarnation, live))
 
     # The learner's side
 
@@ -327,7 +231,7 @@ class _Line:
         """Take the steps that were trained since the last ones."""
         if learner.state is None:
             return
-        steps, tokens = learner.work.at(self._now_s)
+        steps, tokens = learner.work.at(self._timeline.now_s)
         if learner.waiting:
             learner.fed_steps, learner.fed_tokens = steps, tokens
         taken, over = steps - learner.fed_steps, round(tokens - learner.fed_tokens)
@@ -336,7 +240,7 @@ class _Line:
         if learner.opened:
             self._tell(learner, sync.RoundOpened(0, learner.opened))
             learner.opened = 0
-        self._tell(learner, sync.Stepped(self._now_s, over, taken))
+        self._tell(learner, sync.Stepped(self._timeline.now_s, over, taken))
         assert learner.state is not None
         learner.waiting = sync.must_wait(self._sync, learner.state)
 
@@ -351,7 +255,7 @@ class _Line:
                 least = min(least, self._sync.min_steps)
             steps = least - sync.unsent_of(learner.state, fragment).steps
             due_s = learner.work.when(learner.fed_steps + max(1, steps))
-            self._at(due_s, self._boundary, learner, learner.incarnation)
+            self._timeline.at(due_s, self._boundary, learner, learner.incarnation)
 
     def _tell(self, learner: _Learner, event: sync.Event) -> None:
         assert learner.state is not None
@@ -364,24 +268,34 @@ class _Line:
         manifest = _filled(self._rules, learner, send)
         learner.unannounced_tokens = send.tokens
         upload_s = learner.worker.upload_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
-        self._at(self._now_s + upload_s, self._announce, learner, manifest)
+        self._timeline.at(self._timeline.now_s + upload_s, self._announce, learner, manifest)
 
     def _announce(self, learner: _Learner, manifest: wire.Manifest) -> None:
         if learner.state is None or learner.incarnation != manifest.incarnation:
             return
         learner.unannounced_tokens = 0
         self._sent += manifest.tokens
-        self._tell(learner, sync.Published(self._now_s, 0, manifest.seq))
-        self._last_update = next(self._stream)
-        self._decide(events.Announced(self._now_s, self._last_update, manifest))
+        self._tell(learner, sync.Published(self._timeline.now_s, 0, manifest.seq))
+        self._owner.announce(manifest)
 
-    def _opened(self, learner: _Learner, version: int) -> None:
+    def _opened(self, version: int) -> None:
         """A round is open: whoever has nothing under way looks at its next step boundary."""
-        if learner.state is None:
-            return
-        learner.opened = version
-        if learner.state.fragments[0].in_flight is None:
-            self._look(learner)
+        for learner in self._learners.values():
+            if learner.state is None:
+                continue
+            learner.opened = version
+            if learner.state.fragments[0].in_flight is None:
+                self._look(learner)
+
+    def _committed(self, read_by: Callable[[str, int], sync.Ready]) -> None:
+        """A record stands: each learner has its version once the delta is there."""
+        for learner in self._learners.values():
+            ready = read_by(learner.name, learner.incarnation)
+            arrives_s = self._timeline.now_s + learner.worker.download_s
+            self._timeline.at(arrives_s, self._adopt, learner, learner.incarnation, ready)
+
+    def _rejected(self, tokens: int) -> None:
+        self._sent -= tokens
 
     def _adopt(self, learner: _Learner, incarnation: int, ready: sync.Ready) -> None:
         """A version has arrived: it takes effect at the next step boundary."""
@@ -398,97 +312,9 @@ class _Line:
         if learner.waiting:
             self._boundary(learner, learner.incarnation)
         else:
-            steps, _ = learner.work.at(self._now_s)
+            steps, _ = learner.work.at(self._timeline.now_s)
             at_s = learner.work.when(steps + 1)
-            self._at(at_s, self._boundary, learner, learner.incarnation)
-
-    # The aggregator's side
-
-    def _decide(self, event: events.Event) -> None:
-        if self._state.phase == "closing" and not isinstance(event, events.Made):
-            # As a fragment's owner does: its machine is told nothing before the version is made.
-            self._held.append(event)
-            return
-        self._state, effects = machine.step_at(self._rules, self._state, event, self._now_s)
-        for effect in effects:
-            if isinstance(effect, Fetch):
-                self._fetch(effect)
-            elif isinstance(effect, AskCut):
-                asked_s = self._now_s + self._aggregator.message_s
-                self._at(asked_s, self._tell_cut, self._last_update)
-            elif isinstance(effect, OpenRound):
-                for learner in self._learners.values():
-                    self._opened(learner, effect.version)
-            elif isinstance(effect, Commit):
-                self._close(effect)
-        due_s = rounds.deadline(self._rules, self._state)
-        if due_s is not None and due_s != self._timer_s:
-            self._timer_s = due_s
-            self._at(max(due_s, self._now_s), self._timer, due_s)
-
-    def _timer(self, due_s: float) -> None:
-        if due_s == self._timer_s:
-            self._timer_s = NEVER_S
-            if self._state.phase != "closing":
-                self._decide(events.Timer(self._now_s))
-
-    def _tell_cut(self, stream_seq: int) -> None:
-        self._decide(events.CutKnown(self._now_s, stream_seq))
-
-    def _fetch(self, fetch: Fetch) -> None:
-        """Updates are read one after another: the aggregator's link is one for all of them."""
-        self._rounds.reads += 1
-        self._read_until_s = max(self._read_until_s, self._now_s) + self._aggregator.read_s
-        self._at(self._read_until_s + self._aggregator.message_s, self._fetched, fetch)
-
-    def _close(self, commit: Commit) -> None:
-        made_s = self._now_s
-        if commit.what == "version":
-            made_s += self._aggregator.make_s
-            self._at(made_s, self._made, commit.state.version + 1)
-        stored_s = made_s + self._aggregator.store_s + self._aggregator.message_s
-        if commit.what == "version" and (commit.state.version + 1) % self._snapshots == 0:
-            stored_s += self._aggregator.snapshot_s
-        self._at(stored_s, self._committed, commit)
-
-    def _made(self, version: int) -> None:
-        self._decide(events.Made(self._now_s, _digest(version)))
-        while self._held and self._state.phase != "closing":
-            self._decide(self._held.popleft())
-
-    def _fetched(self, fetch: Fetch) -> None:
-        # Every update has the same norm per step: none is clipped.
-        norm = float(fetch.manifest.steps)
-        self._decide(events.Fetched(self._now_s, fetch.update, norm))
-
-    def _committed(self, commit: Commit) -> None:
-        closed = commit.state
-        if closed.admitted:
-            self._rounds.committed_s.append(self._now_s)
-            self._rounds.merged.append(len(closed.admitted))
-            self._rounds.staleness += [taken.staleness for taken in closed.admitted]
-            self._rounds.reasons[commit.reason] = self._rounds.reasons.get(commit.reason, 0) + 1
-        self._sent -= sum(refused.manifest.tokens for refused in closed.rejected)
-        record_seq = next(self._stream)
-        version = closed.version + bool(closed.admitted)
-        # What the record says, not what was decided since.
-        marks = memory.after_record(closed).marks
-        clock = closed.global_step
-        if closed.admitted:
-            clock = rounds.global_step_after(self._rules, closed)
-        self._decide(events.Committed(self._now_s, record_seq))
-        for learner in self._learners.values():
-            mark = marks.get((learner.name, learner.incarnation))
-            ready = sync.Ready(
-                0, record_seq, version, _digest(version), clock, mark.seq if mark else 0
-            )
-            arrives_s = self._now_s + learner.worker.download_s
-            self._at(arrives_s, self._adopt, learner, learner.incarnation, ready)
-
-
-def _digest(version: int) -> str:
-    """Stands for the view of a version."""
-    return f"{version:032x}"
+            self._timeline.at(at_s, self._boundary, learner, learner.incarnation)
 
 
 def _manifest(rules: FragmentRules) -> wire.Manifest:
@@ -507,7 +333,7 @@ def _manifest(rules: FragmentRules) -> wire.Manifest:
         seq=1,
         fragment=rules.fragment,
         base_version=0,
-        base_digest=_digest(0),
+        base_digest=digest_of(0),
         layout=rules.layout,
         codec=rules.codec,
         shards=(shard,),

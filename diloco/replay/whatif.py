@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
+from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid, make_input
 from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.arrays.outer import make_outer
 from diloco.aggregator.core import policy, rounds
+from diloco.aggregator.core.decisions import decide_again
+from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.check.remake import Progress
@@ -30,7 +32,7 @@ from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, get_object
 from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History
-from diloco.replay.decide import heard, rules_of
+from diloco.replay.decide import heard, rules_of, whole_from
 from diloco.replay.redecide import redecide
 from diloco.replay.verify import is_stored
 
@@ -250,12 +252,40 @@ def _manifest(record: wire.Record, taken: wire.Input) -> wire.Manifest:
     )
 
 
+def _decides_as_it_was(
+    history: History,
+    fragment: int,
+    chain: Chain,
+    rules_at: Callable[[int], policy.FragmentRules],
+) -> bool:
+    """Whether other rules decide nothing differently: then what was is exact, to the bit.
+
+    By the recorded times, and not by estimates of them.
+    """
+
+    def inputs_of(commit: Commit, record: wire.Record) -> dict[str, object]:
+        given = {taken.stream_seq: taken.coefficients for taken in record.inputs}
+        merged = commit.state.admitted if commit.what == "version" else ()
+        return {"inputs": tuple(make_input(one, given.get(one.stream_seq, b"")) for one in merged)}
+
+    decisions = decide_again(
+        chain,
+        heard(history, fragment),
+        rules_at=rules_at,
+        whole_from=whole_from(history, fragment),
+        beside=inputs_of,
+    )
+    return all(made.outcome == "same" for made in decisions)
+
+
 def _redecided(history: History, fragment: int, chain: Chain, change: Change) -> list[Round]:
     """The rounds that there would have been under other rules."""
 
     def rules_at(seq: int) -> policy.FragmentRules:
         return rules_of(history, change(_settings_at(history, seq)), fragment)
 
+    if _decides_as_it_was(history, fragment, chain, rules_at):
+        return _recorded(history, fragment, chain, change)
     found = []
     cut = chain[-1] != history.records[fragment][-1]
     for made in redecide(chain, heard(history, fragment), rules_at):

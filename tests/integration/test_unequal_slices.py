@@ -60,6 +60,7 @@ def check_clean_log(process: Process) -> None:
     assert not strange, f"{process.arguments}: {strange[:20]}"
 
 
+@pytest.mark.timeout(600)
 def test_one_run_of_unequal_slices_loses_a_host(new_world):
     """Two hosts of four devices each, one of two, one of one; then one of the two is killed."""
     world = new_world(run=ENDLESS, gc=WHOLE, learner=OFTEN)

@@ -128,7 +128,7 @@ class Actor:
         self.bus_cut_until_s = 0.0
         self.store_cut_until_s = 0.0
         self.tasks: list[asyncio.Task[Any]] = []
-        self.chance = random.Random(f"{world.seed}-{name}-{world.lives}")
+        self.rng = random.Random(f"{world.seed}-{name}-{world.lives}")
         world.lives += 1
         world.actors[self] = None
         self._context = copy_context()
@@ -137,7 +137,7 @@ class Actor:
         self.store = ActorStore(self)
         self.logger = ActorLog(self)
         self.clock = Clock(self.wall_clock, self.monotonic)
-        self.runtime = Runtime(clock=self.clock, offload=self._offload, rng=self.chance)
+        self.runtime = Runtime(clock=self.clock, offload=self._offload, rng=self.rng)
 
     def monotonic(self) -> float:
         """Seconds since the machine was started, as its oscillator counts them."""
@@ -152,13 +152,13 @@ class Actor:
 
     def hit(self, rate: float, kind: str) -> bool:
         """Whether a fault of this rate happens now; counted if it does."""
-        if rate and self.chance.random() < rate:
+        if rate and self.rng.random() < rate:
             self.world.injected[kind] += 1
             return True
         return False
 
     def lasting(self, mean_s: float) -> float:
-        return self.chance.expovariate(1 / mean_s)
+        return self.rng.expovariate(1 / mean_s)
 
     async def delay(self) -> None:
         """Take some time now and then, and find out whether one still lives."""

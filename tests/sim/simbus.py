@@ -234,7 +234,7 @@ class ActorBus:
         await self._ask()
         actor = self.actor
         if actor.reads_replicas and actor.hit(actor.faults.stale_read, "stale_read"):
-            behind = actor.chance.randint(1, actor.faults.stale_messages)
+            behind = actor.rng.randint(1, actor.faults.stale_messages)
             return self._broker.last_behind(stream, subject, behind)
         return await MemoryBus(self._broker).last(stream, subject)
 
@@ -282,7 +282,7 @@ class ActorBus:
                 if again:
                     recent.append(message)
                     if self.actor.hit(again, "redelivered"):
-                        yield self.actor.chance.choice(recent)
+                        yield self.actor.rng.choice(recent)
         finally:
             broker.close_reader(reader)
 

@@ -39,11 +39,9 @@ class _Host:
 class MeshUploader:
     """`Uploader` of a learner whose blocks lie on several hosts."""
 
-    def __init__(
-        self, context: Context, replica: Tensors, chance: random.Random, hosts: int
-    ) -> None:
+    def __init__(self, context: Context, replica: Tensors, rng: random.Random, hosts: int) -> None:
         owners = [
-            np.asarray([chance.randrange(hosts) for _ in replica.owned(fragment.index)])
+            np.asarray([rng.randrange(hosts) for _ in replica.owned(fragment.index)])
             for fragment in context.layout.fragments
         ]
         self._uploaders = [

@@ -85,13 +85,13 @@ class Trial:
     dense: bool = False
     traced: bool = False
 
-    def chance(self, of: str) -> random.Random:
+    def rng(self, of: str) -> random.Random:
         """The seed's chance for one purpose."""
         return random.Random(f"{self.seed}-{of}")
 
     def has(self, kind: str) -> bool:
         """Whether there are faults of a kind: half of all seeds have it."""
-        return kind in self.kinds and self.chance(f"has-{kind}").random() < 0.5
+        return kind in self.kinds and self.rng(f"has-{kind}").random() < 0.5
 
 
 @dataclass
@@ -110,33 +110,33 @@ class Outcome:
 
 def settings(plan: Trial) -> dict[str, Any]:
     """The settings of a plan's run."""
-    chance = plan.chance("settings")
-    interval = max(plan.fragments, chance.choice([4, 8, 12]))
+    rng = plan.rng("settings")
+    interval = max(plan.fragments, rng.choice([4, 8, 12]))
     return {
         "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
         "sync": {
             "interval_steps": interval,
             "fragments": plan.fragments,
-            "min_steps": chance.choice([1, 2, 4]),
+            "min_steps": rng.choice([1, 2, 4]),
             "codec": "float32",
             "delta_codec": "float32",
             "block": 16,
             "shard_elements": 1 << 20 if plan.dense else 1024,
-            "snapshot_interval_versions": max(chance.choice([1, 2, 5]), plan.fragments // 3),
-            "overlap_steps": chance.choice([0, 2]),
-            "reannounce_timeout_s": chance.choice([4.0, 20.0]),
+            "snapshot_interval_versions": max(rng.choice([1, 2, 5]), plan.fragments // 3),
+            "overlap_steps": rng.choice([0, 2]),
+            "reannounce_timeout_s": rng.choice([4.0, 20.0]),
         },
         "outer": {
             "optimizer": "sgd",
             "learning_rate": 1.0,
             "merge": "average",
-            "participation": chance.random() < 0.3,
+            "participation": rng.random() < 0.3,
         },
-        "staleness": {"max_versions": chance.choice([0, 0, 3])},
+        "staleness": {"max_versions": rng.choice([0, 0, 3])},
         "quorum": {
-            "min_learners": chance.choice([1, 2, 3]),
-            "liveness_timeout_s": chance.choice([3.0, 6.0]),
-            "deadline_s": chance.choice([8.0, 20.0]),
+            "min_learners": rng.choice([1, 2, 3]),
+            "liveness_timeout_s": rng.choice([3.0, 6.0]),
+            "deadline_s": rng.choice([8.0, 20.0]),
         },
         "bounds": {"norm_reject": 1e9, "norm_clip": 1e8},
     }
@@ -145,18 +145,18 @@ def settings(plan: Trial) -> dict[str, Any]:
 def faults(plan: Trial) -> Faults:
     """How often single operations go wrong."""
     rates = {
-        kind: plan.intensity * greatest * plan.chance(kind).random() ** 2
+        kind: plan.intensity * greatest * plan.rng(kind).random() ** 2
         for kind, greatest in OPERATIONS.items()
         if plan.has(kind)
     }
-    chance = plan.chance("durations")
+    rng = plan.rng("durations")
     return Faults(
         **rates,
-        delay_s=chance.choice([0.01, 0.1, 0.5]),
-        late_s=chance.choice([1.0, 5.0]),
-        slow_s=chance.choice([1.0, 5.0]),
-        visible_s=chance.choice([0.2, 3.0]),
-        stale_messages=chance.choice([2, 20, 200]),
+        delay_s=rng.choice([0.01, 0.1, 0.5]),
+        late_s=rng.choice([1.0, 5.0]),
+        slow_s=rng.choice([1.0, 5.0]),
+        visible_s=rng.choice([0.2, 3.0]),
+        stale_messages=rng.choice([2, 20, 200]),
     )
 
 
@@ -166,30 +166,30 @@ class Scenario:
     def __init__(self, plan: Trial) -> None:
         self.plan = plan
         # Some updates have two shards, so that an upload can be half done.
-        elements = 2048 if plan.chance("shards").random() < 0.3 else 32
+        elements = 2048 if plan.rng("shards").random() < 0.3 else 32
         self.world = World(
             settings(plan),
             seed=plan.seed,
             tensors=Ledger(16 * 512) if plan.dense else Light(elements),
             faults=faults(plan),
-            streams=BusSection(duplicate_window_s=plan.chance("window").choice([5.0, 30.0])),
-            gc=GcSection(replay_window_s=plan.chance("gc").choice([0.0, 20.0, 60.0])),
+            streams=BusSection(duplicate_window_s=plan.rng("window").choice([5.0, 30.0])),
+            gc=GcSection(replay_window_s=plan.rng("gc").choice([0.0, 20.0, 60.0])),
             traced=plan.traced,
         )
         self.calm = False
         self.closed = False
-        self._clocks = plan.chance("skew")
-        self._effects = plan.chance("crash_at_effect")
+        self._clocks = plan.rng("skew")
+        self._effects = plan.rng("crash_at_effect")
         self.learners = [self._learner(index) for index in range(plan.learners)]
 
     def _learner(self, index: int) -> SimLearner:
         step_s = 1.0
         if self.plan.has("speeds"):
-            step_s = self.plan.chance(f"speed-{index}").choice([0.5, 1.0, 1.0, 3.0])
+            step_s = self.plan.rng(f"speed-{index}").choice([0.5, 1.0, 1.0, 3.0])
             self.world.injected["speeds"] += step_s != 1.0
         hosts = (1,)
         if self.plan.has("meshes"):
-            hosts = self.plan.chance(f"hosts-{index}").choice([(1,), (2,), (1, 2, 3)])
+            hosts = self.plan.rng(f"hosts-{index}").choice([(1,), (2,), (1, 2, 3)])
         return SimLearner(self.world, index, step_s=step_s, hosts=hosts)
 
     def _begin(self, actor: Actor) -> None:
@@ -209,7 +209,7 @@ class Scenario:
         await world.create()
         names: dict[str, float | None] = {"one": None}
         if plan.has("standby"):
-            lease_ttl_s = plan.chance("lease").choice([1.0, 2.5, 5.0])
+            lease_ttl_s = plan.rng("lease").choice([1.0, 2.5, 5.0])
             names = dict.fromkeys(("one", "two", "three"), lease_ttl_s)
             world.injected["standby"] += 2
         if plan.has("rivals"):
@@ -218,9 +218,9 @@ class Scenario:
         work = [asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()]
         work += [asyncio.ensure_future(self._keep_learning(learner)) for learner in self.learners]
         if plan.has("resume"):
-            work.append(asyncio.ensure_future(self._lose_the_server(plan.chance("resume"))))
+            work.append(asyncio.ensure_future(self._lose_the_server(plan.rng("resume"))))
         trouble = [
-            asyncio.ensure_future(make(plan.chance(kind)))
+            asyncio.ensure_future(make(plan.rng(kind)))
             for kind, make in (
                 ("crash", self._crash),
                 ("pause", self._pause),
@@ -247,7 +247,7 @@ class Scenario:
     # Processes
 
     async def _keep_aggregating(self, name: str, lease_ttl_s: float | None) -> None:
-        chance = self.plan.chance(f"restarts-{name}")
+        rng = self.plan.rng(f"restarts-{name}")
 
         while True:
             await self._opened()
@@ -256,15 +256,15 @@ class Scenario:
             await ended(actor)
             if not actor.dead:
                 return
-            await asyncio.sleep(chance.uniform(0.0, 4.0))
+            await asyncio.sleep(rng.uniform(0.0, 4.0))
 
     async def _keep_learning(self, learner: SimLearner) -> None:
-        chance = self.plan.chance(f"restarts-{learner.name}")
-        if self.plan.has("membership") and chance.random() < 0.3:
-            await asyncio.sleep(chance.uniform(0, self.plan.minutes * 30))
+        rng = self.plan.rng(f"restarts-{learner.name}")
+        if self.plan.has("membership") and rng.random() < 0.3:
+            await asyncio.sleep(rng.uniform(0, self.plan.minutes * 30))
         await self._opened()
         while not await learner.live(self._begin) or learner.leave_asked:
-            await asyncio.sleep(chance.uniform(0.1, 6.0))
+            await asyncio.sleep(rng.uniform(0.1, 6.0))
             await self._opened()
 
     async def _opened(self) -> None:
@@ -274,69 +274,69 @@ class Scenario:
 
     # Trouble
 
-    def _somebody(self, chance: random.Random) -> Actor:
-        return chance.choice(list(self.world.actors))
+    def _somebody(self, rng: random.Random) -> Actor:
+        return rng.choice(list(self.world.actors))
 
-    async def _every(self, chance: random.Random, mean_s: float) -> None:
-        await asyncio.sleep(chance.expovariate(self.plan.intensity / mean_s))
+    async def _every(self, rng: random.Random, mean_s: float) -> None:
+        await asyncio.sleep(rng.expovariate(self.plan.intensity / mean_s))
         while not self.world.actors:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.1)
 
-    async def _crash(self, chance: random.Random) -> None:
-        mean_s = chance.choice([5.0, 15.0, 40.0])
+    async def _crash(self, rng: random.Random) -> None:
+        mean_s = rng.choice([5.0, 15.0, 40.0])
         while True:
-            await self._every(chance, mean_s)
+            await self._every(rng, mean_s)
             self.world.injected["crash"] += 1
-            self._somebody(chance).kill()
+            self._somebody(rng).kill()
 
-    async def _pause(self, chance: random.Random) -> None:
-        mean_s = chance.choice([5.0, 20.0])
+    async def _pause(self, rng: random.Random) -> None:
+        mean_s = rng.choice([5.0, 20.0])
         while True:
-            await self._every(chance, mean_s)
+            await self._every(rng, mean_s)
             self.world.injected["pause"] += 1
-            self._somebody(chance).pause(chance.choice([0.5, 5.0, 15.0]) * chance.uniform(0.5, 2))
+            self._somebody(rng).pause(rng.choice([0.5, 5.0, 15.0]) * rng.uniform(0.5, 2))
 
-    async def _cut(self, chance: random.Random) -> None:
-        mean_s = chance.choice([5.0, 20.0])
+    async def _cut(self, rng: random.Random) -> None:
+        mean_s = rng.choice([5.0, 20.0])
         while True:
-            await self._every(chance, mean_s)
+            await self._every(rng, mean_s)
             self.world.injected["partition"] += 1
-            victim, sides = self._somebody(chance), chance.choice(["bus", "store", "both"])
-            until_s = self.world.loop.now_s + chance.uniform(0.5, 12.0)
+            victim, sides = self._somebody(rng), rng.choice(["bus", "store", "both"])
+            until_s = self.world.loop.now_s + rng.uniform(0.5, 12.0)
             self.world.note(victim, "cut off", f"{sides} until {until_s:.1f} s")
             if sides != "store":
                 victim.bus_cut_until_s = until_s
             if sides != "bus":
                 victim.store_cut_until_s = until_s
 
-    async def _set_clock(self, chance: random.Random) -> None:
+    async def _set_clock(self, rng: random.Random) -> None:
         """Somebody sets a machine's clock, by moments or by hours, and never back again."""
-        mean_s = chance.choice([5.0, 20.0])
+        mean_s = rng.choice([5.0, 20.0])
         while True:
-            await self._every(chance, mean_s)
+            await self._every(rng, mean_s)
             self.world.injected["clock_step"] += 1
-            victim = self._somebody(chance)
-            by_s = chance.choice([-1, 1]) * 10 ** chance.uniform(0, 4)
+            victim = self._somebody(rng)
+            by_s = rng.choice([-1, 1]) * 10 ** rng.uniform(0, 4)
             self.world.set_by_s[victim.name] += by_s
             self.world.note(victim, "clock set", f"by {by_s:+.1f} s")
 
-    async def _operate(self, chance: random.Random) -> None:
+    async def _operate(self, rng: random.Random) -> None:
         """An operator changes settings, goes back, and marks checkpoints."""
         while True:
-            await self._every(chance, 25.0)
+            await self._every(rng, 25.0)
             self.world.injected["operator"] += 1
-            command = chance.choice([self._change, self._roll_back, self._mark])
-            await self._command(command, chance)
+            command = rng.choice([self._change, self._roll_back, self._mark])
+            await self._command(command, rng)
 
     async def _command(
-        self, command: Callable[[Context, random.Random], Awaitable[None]], chance: random.Random
+        self, command: Callable[[Context, random.Random], Awaitable[None]], rng: random.Random
     ) -> bool:
         """Run an operator's command; whether it succeeded."""
         context = self.world.operator()
         actor = context.bus.actor
         self._begin(actor)
         self.world.note(actor, "begins", command.__name__)
-        task = actor.spawn(command(context, chance))
+        task = actor.spawn(command(context, rng))
         await asyncio.wait([task], timeout=30.0)
         error = task.exception() if task.done() and not task.cancelled() else None
         unexpected = isinstance(error, IntegrityError) or not isinstance(error, DilocoError)
@@ -346,14 +346,14 @@ class Scenario:
         actor.kill()
         return succeeded
 
-    async def _lose_the_server(self, chance: random.Random) -> None:
+    async def _lose_the_server(self, rng: random.Random) -> None:
         """All processes die, the server with its disk too; the run goes on from a checkpoint."""
         world = self.world
-        await asyncio.sleep(chance.uniform(0.2, 0.5) * self.plan.minutes * 60)
+        await asyncio.sleep(rng.uniform(0.2, 0.5) * self.plan.minutes * 60)
         while not checkpoint.checkpoints(world.store, world.run_name):
-            await self._command(self._mark, chance)
-            await asyncio.sleep(chance.uniform(0.5, 2.0))
-        await asyncio.sleep(chance.uniform(0.0, 0.2) * self.plan.minutes * 60)
+            await self._command(self._mark, rng)
+            await asyncio.sleep(rng.uniform(0.5, 2.0))
+        await asyncio.sleep(rng.uniform(0.0, 0.2) * self.plan.minutes * 60)
         if world.checkers.stopped:
             return
         self.closed = True
@@ -361,27 +361,27 @@ class Scenario:
         await world.lose_the_server()
         resumed = False
         while not resumed:
-            await asyncio.sleep(chance.uniform(0.1, 5.0))
-            resumed = await self._command(self._resume, chance)
+            await asyncio.sleep(rng.uniform(0.1, 5.0))
+            resumed = await self._command(self._resume, rng)
         self.closed = False
 
     async def _resume(self, context: Context, _chance: random.Random) -> None:
         await self.world.resume(context.bus.actor)
 
-    async def _change(self, context: Context, chance: random.Random) -> None:
+    async def _change(self, context: Context, rng: random.Random) -> None:
         now, _ = await run_settings.effective_settings(context)
         sections = {
-            "sync": {"min_steps": chance.choice([1, 2, 4])},
-            "quorum": {"min_learners": chance.choice([1, 2, 3])},
-            "outer": {"learning_rate": chance.choice([0.5, 1.0])},
+            "sync": {"min_steps": rng.choice([1, 2, 4])},
+            "quorum": {"min_learners": rng.choice([1, 2, 3])},
+            "outer": {"learning_rate": rng.choice([0.5, 1.0])},
         }
         document = now.model_dump()
         for section, values in sections.items():
             document[section] |= values
         await run_settings.change_settings(context, parse_settings(document))
 
-    async def _roll_back(self, context: Context, chance: random.Random) -> None:
-        back = chance.randint(0, 4)
+    async def _roll_back(self, context: Context, rng: random.Random) -> None:
+        back = rng.randint(0, 4)
         newest = [chain.record.version for chain in self.world.checkers.chains if chain.record]
         wanted = {fragment: max(0, version - back) for fragment, version in enumerate(newest)}
         targets = await rollback.find_versions(context, wanted)
@@ -390,11 +390,11 @@ class Scenario:
     async def _mark(self, context: Context, _chance: random.Random) -> None:
         await checkpoint.mark(context)
 
-    async def _ask_to_leave(self, chance: random.Random) -> None:
+    async def _ask_to_leave(self, rng: random.Random) -> None:
         while True:
-            await self._every(chance, 20.0)
+            await self._every(rng, 20.0)
             self.world.injected["membership"] += 1
-            chance.choice(self.learners).leave_asked = True
+            rng.choice(self.learners).leave_asked = True
 
 
 @cache

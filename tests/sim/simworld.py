@@ -105,7 +105,7 @@ class World:
         self.epoch = 0
         self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
         self.store = SimStore(self.checkers.on_stored, self.checkers.on_deleted)
-        self.chance = random.Random(f"world-{seed}")
+        self.rng = random.Random(f"world-{seed}")
 
     def _make_layout(self) -> Layout:
         sync_section = self.settings.sync
@@ -407,11 +407,11 @@ class SimLearner:
 
     def _uploader(self, actor: Actor, context: LearnerContext, replica: Any) -> Any:
         """Of as many hosts as this life has."""
-        hosts = actor.chance.choice(self.hosts) if len(self.hosts) > 1 else self.hosts[0]
+        hosts = actor.rng.choice(self.hosts) if len(self.hosts) > 1 else self.hosts[0]
         if hosts == 1:
             return Uploader(context, replica)
         self.world.injected["meshes"] += 1
-        return MeshUploader(context, replica, actor.chance, hosts)
+        return MeshUploader(context, replica, actor.rng, hosts)
 
     async def _train(self, actor: Actor, trainer: SimTrainer) -> None:
         world, meter, loop = self.world, trainer.meter, self.world.loop
@@ -423,7 +423,7 @@ class SimLearner:
                 actor.check()
                 then = trainer.turn().then
                 continue
-            await asyncio.sleep(self.step_s * actor.chance.uniform(0.95, 1.05))
+            await asyncio.sleep(self.step_s * actor.rng.uniform(0.95, 1.05))
             actor.check()
             began_s = loop.now_s
             world.tensors.train(trainer.replica, self.index, trainer.position)

@@ -60,9 +60,11 @@ def alone():
     return updates(island_of((1, 1, 1), 1))
 
 
-def test_muon_on_a_mesh_trains_as_on_one_device():
+# Eight devices on two cores are slow to meet in a collective, and XLA ends a process for that.
+@pytest.mark.parametrize("sizes", [(1, 2, 1), pytest.param((1, 4, 2), marks=pytest.mark.slow)])
+def test_muon_on_a_mesh_trains_as_on_one_device(sizes):
     expected, alone_loss = updates(island_of((1, 1, 1), 1, "muon"))
-    found, loss = updates(island_of((1, 4, 2), 8, "muon"))
+    found, loss = updates(island_of(sizes, int(np.prod(sizes)), "muon"))
     assert loss == pytest.approx(alone_loss, rel=1e-5)
     for mine, theirs in zip(found, expected, strict=True):
         assert np.linalg.norm(mine - theirs) < 2e-3 * np.linalg.norm(theirs)

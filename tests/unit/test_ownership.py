@@ -94,12 +94,12 @@ def ownerships(layout, shardings, processes) -> list[list[Ownership]]:
     st.sampled_from([1, 2, 4]),
     st.randoms(use_true_random=False),
 )
-def test_what_hosts_own_is_a_partition_of_what_they_hold(shapes, fragments, sizes, hosts, chance):
+def test_what_hosts_own_is_a_partition_of_what_they_hold(shapes, fragments, sizes, hosts, rng):
     named = {f"t{number}": shape for number, shape in enumerate(shapes)}
     asked = {}
     for name, shape in named.items():
-        axes = [axis if chance.random() < 0.7 else None for axis in ("fsdp", "tensor", "data")]
-        chance.shuffle(axes)
+        axes = [axis if rng.random() < 0.7 else None for axis in ("fsdp", "tensor", "data")]
+        rng.shuffle(axes)
         asked[name] = PartitionSpec(*axes[: len(shape)])
     layout = layout_of(named, min(fragments, len(named)))
     mesh = mesh_of(sizes)

@@ -27,6 +27,7 @@ from diloco.plan import rounds as plan_rounds
 from diloco.plan import traffic as plan_traffic
 from diloco.plan.options import PlanOptions
 from diloco.plan.outages import Outages
+from diloco.plan.owner import Aggregator
 from diloco.plan.prices import read_prices
 from diloco.plan.rounds import Worker
 from diloco.plan.run import run_plan
@@ -187,7 +188,7 @@ def test_a_fleet_that_fails_more_does_less(outages, chips, elastic, seed):
 
 # Rounds
 
-QUICK = plan_rounds.Aggregator(read_s=0.01, make_s=0.02, store_s=0.02, message_s=0.005)
+QUICK = Aggregator(read_s=0.01, make_s=0.02, store_s=0.02, message_s=0.005)
 
 
 def rounds_of(workers, horizon_s=2000.0, aggregator=QUICK, seed=0, **sections):

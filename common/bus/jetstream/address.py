@@ -49,10 +49,11 @@ class Pause:
 
     def __init__(self) -> None:
         self._next_s = _PAUSE_MIN_S
+        self._rng = random.Random()  # noqa: S311 - jitter, no secret
 
     async def wait(self, at_most_s: float = math.inf) -> None:
         """Sleep for the next pause."""
-        pause_s = self._next_s * random.uniform(0.5, 1.5)  # noqa: S311 - jitter, no secret
+        pause_s = self._next_s * self._rng.uniform(0.5, 1.5)
         self._next_s = min(self._next_s * 2, _PAUSE_MAX_S)
         await asyncio.sleep(min(pause_s, at_most_s))
 
