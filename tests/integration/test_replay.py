@@ -162,7 +162,8 @@ def test_what_was_verified_is_not_verified_again(eventful, tmp_path):
     assert records_of(again[1]) < records_of(first[1]) / 2
     later = run_replay(eventful.tape_file, first=6, fragments="1")[1]
     assert "of 1 fragments" in later
-    assert records_of(later) < records_of(first[1]) / 3
+    # Of this fragment alone, and not from its beginning: how many it has, the tape says.
+    assert records_of(later) < len(eventful.tape.records[1])
     memory.write_text("{}")
     with pytest.raises(ConfigError, match="is not a progress file"):
         run_replay(eventful.tape_file, resume=memory)
