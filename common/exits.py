@@ -43,6 +43,11 @@ class Exit(IntEnum):
     # fmt: on
 
 
+def find(status: int) -> Exit:
+    """The status of this number; FAILED for one of another release."""
+    return next((one for one in Exit if one == status), Exit.FAILED)
+
+
 def final() -> tuple[Exit, ...]:
     """The failures after which a daemon is not to be started again; ENDED is none."""
     return tuple(status for status in Exit if status and not status.restart)

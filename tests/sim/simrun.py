@@ -58,11 +58,14 @@ PROCESSES = (
     "standby",
     "rivals",
     "clock_step",
+    "twin",
 )
 KINDS = (*OPERATIONS, *PROCESSES)
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75
 PATIENCE_S = 1800.0
+# In calm, whoever is superseded has ended after so long: a pause or a partition may still last.
+SUPERSEDED_S = 45.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +218,9 @@ class Scenario:
         if plan.has("rivals"):
             names["rival"] = None  # It asks nobody, and believes that it owns everything.
             world.injected["rivals"] += 1
-        work = [asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()]
+        self._work = work = [
+            asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()
+        ]
         work += [asyncio.ensure_future(self._keep_learning(learner)) for learner in self.learners]
         if plan.has("resume"):
             work.append(asyncio.ensure_future(self._lose_the_server(plan.rng("resume"))))
@@ -228,6 +233,7 @@ class Scenario:
                 ("membership", self._ask_to_leave),
                 ("operator", self._operate),
                 ("clock_step", self._set_clock),
+                ("twin", self._start_twin),
             )
             if plan.has(kind)
         ]
@@ -235,6 +241,7 @@ class Scenario:
         for task in trouble:
             task.cancel()
         self._calm_down()
+        work.append(asyncio.ensure_future(self._check_superseded()))
         await asyncio.gather(*work)
 
     def _calm_down(self) -> None:
@@ -264,6 +271,8 @@ class Scenario:
             await asyncio.sleep(rng.uniform(0, self.plan.minutes * 30))
         await self._opened()
         while not await learner.live(self._begin) or learner.leave_asked:
+            if learner.superseded:
+                return
             await asyncio.sleep(rng.uniform(0.1, 6.0))
             await self._opened()
 
@@ -345,6 +354,34 @@ class Scenario:
         succeeded = task.done() and not actor.dead and error is None
         actor.kill()
         return succeeded
+
+    async def _start_twin(self, rng: random.Random) -> None:
+        """Somebody starts a second process with a learner's name."""
+        while True:
+            await self._every(rng, 30.0)
+            self.world.injected["twin"] += 1
+            twin = self._learner(rng.randrange(self.plan.learners))
+            self.learners.append(twin)
+            self._work.append(asyncio.ensure_future(self._keep_learning(twin)))
+
+    async def _check_superseded(self) -> None:
+        """Of two processes with one name, one ends once nothing keeps the word from it."""
+        await asyncio.sleep(SUPERSEDED_S)
+        before = self._superseded()
+        await asyncio.sleep(SUPERSEDED_S)
+        for learner, incarnation in before & self._superseded():
+            what = f"incarnation {incarnation} goes on beside a newer one"
+            self.world.fail(Violation("superseded", learner, what))
+
+    def _superseded(self) -> set[tuple[str, int]]:
+        """Lives that go on though a newer one of their name has joined."""
+        joined = self.world.checkers.joined
+        living = [learner for learner in self.learners if learner.actor is not None]
+        return {
+            (learner.name, learner.incarnation)
+            for learner in living
+            if 0 < learner.incarnation < joined.get(learner.name, 0)
+        }
 
     async def _lose_the_server(self, rng: random.Random) -> None:
         """All processes die, the server with its disk too; the run goes on from a checkpoint."""
