@@ -175,15 +175,34 @@ async def _serve(
     logger = log.get(run=config.run.name, aggregator=config.aggregator.name)
     for sentence in warnings(config.settings()):
         logger.warning("configuration", warning=sentence)
-    store = open_store(config.store.url, emulator=config.store.emulator)
-    bus = await jetstream.connect(
-        config.bus.url,
-        name=config.aggregator.name,
-        credentials=config.bus.credentials,
-        tls_ca=config.bus.tls_ca,
-    )
+    work = asyncio.ensure_future(_work(config, pinned, runtime, probes, logger))
+    stop = asyncio.ensure_future(asked.wait())
+    reports = asyncio.ensure_future(report(probes.health, probes.manager))
+    await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+    tell_stopping(probes.manager)
+    await cancel(reports, stop)
+    if work.done():
+        work.result()
+    work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
+    logger.info("stopped")
+
+
+async def _work(
+    config: Config,
+    pinned: frozenset[int] | None,
+    runtime: Runtime,
+    probes: Probes,
+    logger: log.Logger,
+) -> None:
+    """Wait for NATS and the store, for as long as that takes; then own fragments."""
+    bus = await runtime.retry("connecting to NATS", lambda: _connect(config), logger=logger)
     try:
-        layout, epoch = await load_run(config, bus, store, runtime)
+        store = open_store(config.store.url, emulator=config.store.emulator)
+        layout, epoch = await runtime.retry(
+            "reading the run", lambda: load_run(config, bus, store, runtime), logger=logger
+        )
         context = Context(
             name=config.aggregator.name,
             gc=config.gc,
@@ -200,22 +219,19 @@ async def _serve(
         _check_pinned(pinned, len(layout.fragments))
         logger.info("started", fragments=sorted(pinned) if pinned else len(layout.fragments))
         leases = Leases(context, config.aggregator.lease_ttl_s, pinned)
-        work = asyncio.ensure_future(aggregate(context, leases))
-        stop = asyncio.ensure_future(asked.wait())
-        reports = asyncio.ensure_future(report(probes.health, probes.manager))
         tell(probes.manager, READY="1")
-        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        tell_stopping(probes.manager)
-        await cancel(reports)
-        stop.cancel()
-        if work.done():
-            work.result()
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
-        logger.info("stopped")
+        await aggregate(context, leases)
     finally:
         await bus.close()
+
+
+async def _connect(config: Config) -> Bus:
+    return await jetstream.connect(
+        config.bus.url,
+        name=config.aggregator.name,
+        credentials=config.bus.credentials,
+        tls_ca=config.bus.tls_ca,
+    )
 
 
 def _check_pinned(pinned: frozenset[int] | None, fragments: int) -> None:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 EVENT_LOOP_S = 30.0
 # A learner's step may be slow, but not so many times slower than its other steps.
 SLOW_STEPS = 20.0
+# What a daemon does before it can do its work.
+STARTING = "starting"
 
 
 class Answer(NamedTuple):
@@ -47,7 +49,7 @@ class Health:
     """
 
     limit_s: Callable[[], float] = lambda: EVENT_LOOP_S
-    view: Callable[[], View] = lambda: View("starting", ("it has not started yet",))
+    view: Callable[[], View] = lambda: View(STARTING, ("it has not started yet",))
     waiting: Callable[[], tuple[str, ...]] = tuple
     clock: Callable[[], float] = time.monotonic
     _turned_at_s: float | None = field(default=None, init=False)

@@ -9,12 +9,14 @@ import contextlib
 import socket
 
 from diloco.common.config import ServiceManager
-from diloco.common.health import Health
+from diloco.common.health import STARTING, Health
 
 # Between two looks at the daemon, unless the watchdog wants more of them.
 LOOK_S = 1.0
 # The last work of a daemon, and the end of its interpreter.
 END_S = 600.0
+# A start that waits for NATS or the store is given so much longer, again and again.
+WAIT_S = 60.0
 
 
 def tell(manager: ServiceManager, **fields: str) -> None:
@@ -45,6 +47,9 @@ async def report(health: Health, manager: ServiceManager) -> None:
         answer = health.answer()
         if answer.live and manager.watchdog_s:
             tell(manager, WATCHDOG="1")
+        if answer.waiting and answer.state == STARTING:
+            # It is not hung: systemd is not to end it for the time that others take to come.
+            tell(manager, EXTEND_TIMEOUT_USEC=str(int(WAIT_S * 1e6)))
         waits = (f"waits: {', '.join(answer.waiting)}",) if answer.waiting else ()
         status = "; ".join((answer.state, *answer.why, *waits))
         if status != said:

@@ -10,6 +10,7 @@ import jax
 from diloco.common import names
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError, HostLostError, status_of
+from diloco.common.manager import report
 from diloco.common.probes import make_probes, serving
 from diloco.common.service import Runtime, on_signals
 from diloco.learner.background import Background, running_loop
@@ -17,7 +18,7 @@ from diloco.learner.follow import follow
 from diloco.learner.hosts.channel import MEET_S, end_if_hanging
 from diloco.learner.island import Island
 from diloco.learner.lead import lead
-from diloco.learner.life import Host
+from diloco.learner.life import Host, LeftEarlyError
 
 
 def serve(config: Config, learner: str) -> None:
@@ -41,7 +42,12 @@ def serve(config: Config, learner: str) -> None:
             background=Background(loop),
             asked_to_leave=asked.is_set,
         )
-        with lead(host) if jax.process_index() == 0 else follow(host) as life:
+        host.background.spawn(report(probes.health, probes.manager))
+        with (
+            contextlib.closing(host.background),
+            contextlib.suppress(LeftEarlyError),
+            lead(host) if jax.process_index() == 0 else follow(host) as life,
+        ):
             life.begin()
             life.trainer.train()
             life.leave()

@@ -1,5 +1,6 @@
 """A life as host 0: the only host of a learner, or the one that speaks to the run."""
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -9,10 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import wire
+from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
 from diloco.common.errors import DilocoError, status_of
+from diloco.common.service import cancel
 from diloco.common.tape import load_specification
 from diloco.learner import instruments, sync
 from diloco.learner.adopt import Adopter, load
@@ -27,6 +29,7 @@ from diloco.learner.incarnation import Joined, end_when_superseded, join
 from diloco.learner.island import Island
 from diloco.learner.life import (
     Host,
+    LeftEarlyError,
     Life,
     Parts,
     compiled,
@@ -51,7 +54,8 @@ from diloco.learner.replica import Replica
 from diloco.learner.task import Params
 from diloco.learner.train import Trainer
 
-CONNECT_S = 60.0
+# Between two looks whether a learner that waits for NATS is asked to leave.
+LOOK_S = 0.2
 
 
 @contextlib.contextmanager
@@ -59,9 +63,9 @@ def lead(host: Host) -> Iterator[Life]:
     """A life as the only host, or as the one that speaks to the run."""
     background = host.background
     with ExitStack() as stack:
-        bus = background.call(_connect(host))
+        bus = background.call(_connected(host))
         stack.callback(lambda: background.call(bus.close()))
-        specification = background.call(load_specification(bus, host.config.run.name))
+        specification = background.call(_specification(host, bus))
         context = host.context(bus, specification.epoch)
         peers = Alone() if jax.process_count() == 1 else _meet(host, stack)
         stack.callback(background.close)
@@ -74,6 +78,24 @@ def lead(host: Host) -> Iterator[Life]:
             raise
 
 
+async def _connected(host: Host) -> Bus:
+    """Wait for NATS, for as long as that takes.
+
+    Raises:
+        LeftEarlyError: somebody asked this process to end meanwhile.
+    """
+    logger = log.get(run=host.config.run.name, learner=host.island.learner)
+    connecting = asyncio.ensure_future(
+        host.runtime.retry("connecting to NATS", lambda: _connect(host), logger=logger)
+    )
+    while not connecting.done():
+        if host.asked_to_leave():
+            await cancel(connecting)
+            raise LeftEarlyError
+        await asyncio.wait([connecting], timeout=LOOK_S)
+    return connecting.result()
+
+
 async def _connect(host: Host) -> Bus:
     config = host.config
     return await jetstream.connect(
@@ -81,7 +103,14 @@ async def _connect(host: Host) -> Bus:
         name=host.island.learner,
         credentials=config.bus.credentials,
         tls_ca=config.bus.tls_ca,
-        connect_timeout_s=CONNECT_S,
+    )
+
+
+async def _specification(host: Host, bus: Bus) -> wire.Specification:
+    run = host.config.run.name
+    logger = log.get(run=run, learner=host.island.learner)
+    return await host.runtime.retry(
+        "reading the run", lambda: load_specification(bus, run), logger=logger
     )
 
 

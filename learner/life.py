@@ -16,7 +16,7 @@ from diloco.common.bus import Bus
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError
 from diloco.common.health import step_limit_s
-from diloco.common.manager import report, tell, tell_stopping
+from diloco.common.manager import tell, tell_stopping
 from diloco.common.probes import Probes
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
@@ -38,6 +38,10 @@ from diloco.learner.recovery import (
 from diloco.learner.replica import Replica
 from diloco.learner.task import Params
 from diloco.learner.train import Boundaries, InnerStep, Meter, Trainer, compile_programs
+
+
+class LeftEarlyError(Exception):
+    """This process was asked to end before its life began."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,6 @@ class Life:
         health.limit_s = lambda: step_limit_s(watchdog_timeout_s, trainer.meter.step_time_s)
         health.view = lambda: instruments.view(trainer.meter)
         self.context.logger.info("started", position=trainer.position)
-        self.host.background.spawn(report(health, manager))
         tell(manager, READY="1")
 
     def leave(self) -> None:
