@@ -141,6 +141,10 @@ class StoreUnavailableError(StoreError):
     retry = True
 
 
+class StoreMissingError(StoreUnavailableError):
+    """The folder of the store is not there: not mounted, or no run was created in it."""
+
+
 class ObjectMissingError(StoreError):
     """No object of that name."""
 

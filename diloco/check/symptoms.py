@@ -36,6 +36,8 @@ DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 TAPE_FULL = "runbooks/tape-full.md"
 DISK_FULL = "runbooks/disk-full.md"
+QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
+RESTORE = "runbooks/restore-from-bucket.md"
 
 # Clocks that differ by more confuse deadlines and people; what breaks is
 # `quorum.liveness_timeout_s`.
