@@ -21,6 +21,7 @@ import tomli_w
 from rich.console import Console
 from rich.live import Live
 
+from diloco.cli.folders import make_folder
 from diloco.cli.opening import open_run
 from diloco.common.config import Config, make_config, warnings
 from diloco.common.errors import ConfigError
@@ -63,7 +64,9 @@ def run_local(options: LocalOptions) -> int:
     document, hardware = local_document(options, name, learners, run_dir)
     aggregators = aggregator_names(options.aggregators)
     kills = _plan_kills(options.kill, learners, aggregators, document["run"]["steps"])
-    run_dir.mkdir(parents=True, exist_ok=True)
+    # What is misspelt leaves nothing behind.
+    make_config(document, source="the options")
+    make_folder(run_dir)
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
     with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:

@@ -8,6 +8,7 @@ import sysconfig
 from importlib import resources
 from pathlib import Path
 
+from diloco.cli.folders import make_folder
 from diloco.common.errors import ConfigError
 
 SYSTEMD = Path("/etc/systemd/system")
@@ -99,7 +100,7 @@ def _has_backoff() -> bool:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         path.write_text(text)
         path.chmod(0o644)
     except OSError as error:
