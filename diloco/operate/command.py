@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -163,35 +164,70 @@ def gc(
     Console().print(table(found, dry_run=dry_run))
 
 
-@command(app, "install-units")
-def install_units(
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """The options of `diloco install-units`, as given."""
+
+    units: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[UNIT]...", help="units to write [default: all]"),
+    ] = None
     to: Annotated[Path, typer.Option("--to", help="folder of systemd units", metavar="DIR")] = Path(
         "/etc/systemd/system"
-    ),
+    )
     programs: Annotated[
         Path | None,
         typer.Option(
-            help="folder of diloco and nats-server [default: that of this command]", metavar="DIR"
+            help="folder of diloco and nats-server; links are followed [default: that of this "
+            "command]",
+            metavar="DIR",
         ),
-    ] = None,
+    ] = None
     credentials: Annotated[
         bool,
         typer.Option(help="whether NATS needs credentials (/etc/diloco/credentials)"),
-    ] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="list the files, write nothing")
-    ] = False,
-) -> None:
+    ] = True
+    store_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="the store is this folder: also write its user, as whom the daemons run",
+            metavar="DIR",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace units that were edited by hand")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files, write nothing")] = (
+        False
+    )
+
+
+@command(app, "install-units")
+def install_units(options: UnitOptions) -> None:
     """Write the systemd units of aggregator, learners, NATS server and timers; start nothing.
 
-    Run it again to update them. docs/systemd.md describes the next steps.
+    Run it again to update them, one unit at a time if you name them. Drop-ins of your own stay, and
+    edited units are named, not overwritten. docs/systemd.md describes the next steps.
     """
+    from diloco.operate.units import Install
     from diloco.operate.units import install_units as install
 
-    for path in install(to, programs, credentials=credentials, dry_run=dry_run):
-        say(f"{'would write' if dry_run else 'wrote'} {path}")
-    if not dry_run:
-        say("now: systemd-sysusers; systemctl daemon-reload; systemctl enable --now UNIT ...")
+    wanted = Install(
+        folder=options.to,
+        programs=options.programs,
+        units=tuple(options.units or ()),
+        credentials=options.credentials,
+        store_folder=options.store_folder,
+        overwrite=options.overwrite,
+        dry_run=options.dry_run,
+    )
+    for path in install(wanted):
+        say(f"{'would write' if options.dry_run else 'wrote'} {path}")
+    if not options.dry_run:
+        say(
+            "now: systemd-sysusers; systemd-tmpfiles --create; systemctl daemon-reload; "
+            "systemctl enable --now UNIT ..."
+        )
 
 
 def _vector(versions: Sequence[int]) -> str:
