@@ -9,7 +9,7 @@ import jax
 
 from diloco.common import names
 from diloco.common.config import Config
-from diloco.common.errors import ConfigError, HostLostError
+from diloco.common.errors import ConfigError, HostLostError, status_of
 from diloco.common.probes import make_probes, serving
 from diloco.common.service import Runtime, on_signals
 from diloco.learner.background import Background, running_loop
@@ -98,10 +98,10 @@ def _together() -> Iterator[None]:
     """The hosts of a learner end together, whatever the reason."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if jax.process_count() > 1:
             # The other hosts may hold this one in a collective, or in JAX's shutdown.
-            end_if_hanging()
+            end_if_hanging(status_of(error))
         raise
     if jax.process_count() > 1:
         jax.distributed.shutdown()

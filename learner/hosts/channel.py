@@ -35,16 +35,16 @@ def exchange_secret(address: str) -> tuple[str, str]:
     return address, secret
 
 
-def end_if_hanging(within_s: float = HANGING_S) -> None:
+def end_if_hanging(status: int, within_s: float = HANGING_S) -> None:
     """End this process soon, even if it hangs in a collective of JAX or in its shutdown."""
-    timer = threading.Timer(within_s, lambda: os._exit(70))
+    timer = threading.Timer(within_s, lambda: os._exit(status))
     timer.daemon = True
     timer.start()
 
 
 def host_gone(who: str) -> HostLostError:
     """The error of a connection that ended; whatever still hangs in a collective ends soon."""
-    end_if_hanging()
+    end_if_hanging(HostLostError.status)
     return HostLostError(
         f"{who} of this learner is gone",
         hint="all hosts of the learner exit now; start them again together: runbooks/lost-host.md",
