@@ -23,6 +23,8 @@ from diloco.common.errors import ConfigError
 Role = Literal["learner", "aggregator", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
 OWN_API = "$JS.API"
+# What the units hand over in place of a file that is not there; then its path.
+NO_FILE = "# no file: "
 # The server takes `$JS.API` in every account for that account's own streams.
 SHARED_API = "JS.diloco"
 
@@ -86,6 +88,13 @@ def load_credentials(path: Path) -> Credentials | None:
             f"no credentials file {str(path)!r}: {error}",
             hint="name a readable one, made by: diloco auth add-learner (or add-aggregator)",
         ) from error
+    if text.startswith(NO_FILE):
+        missing = text.removeprefix(NO_FILE).strip()
+        raise ConfigError(
+            f"there is no credentials file {missing}, which the unit hands over",
+            hint="make it with diloco auth, bring it there with mode 0600, and start the unit "
+            "again: runbooks/credentials.md",
+        )
     if status.st_mode & _forbidden(status):
         raise ConfigError(
             f"the credentials file {str(path)!r} has mode {status.st_mode & 0o777:04o}: "

@@ -38,6 +38,12 @@ def tell_stopping(manager: ServiceManager) -> None:
     tell(manager, STOPPING="1", **watchdog)
 
 
+def tell_error(manager: ServiceManager, message: str, hint: str | None) -> None:
+    """What ends the process, for `systemctl status`; one line, as all of systemd's statuses."""
+    sentence = f"error: {message}; hint: {hint}" if hint else f"error: {message}"
+    tell(manager, STATUS=" ".join(sentence.split()))
+
+
 async def report(health: Health, manager: ServiceManager) -> None:
     """Tell systemd how the daemon fares, for ever; run it on the daemon's event loop."""
     said = ""

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from diloco.common import exits
 from diloco.common.errors import ConfigError
 
 # What the units say; another program takes its place.
 PROGRAMS = Path("/opt/diloco/bin")
+# Of systemd's own, in systemd.exec(5): no program, no such group, no such user.
+SYSTEMD_FINAL = (203, 216, 217)
 # From this version on systemd waits longer and longer between restarts.
 BACKOFF_VERSION = 254
 BACKOFF = """[Service]
@@ -62,7 +65,8 @@ def render(options: Options) -> dict[str, str]:
     files = {}
     for item in resources.files("diloco.infra.systemd").iterdir():
         if item.name.endswith((".service", ".timer", ".conf")):
-            text = item.read_text().replace(f"{PROGRAMS}/", f"{options.programs}/")
+            text = _with_statuses(item.read_text())
+            text = text.replace(f"{PROGRAMS}/", f"{options.programs}/")
             files[item.name] = text if options.credentials else _without_credentials(text)
     if options.systemd >= BACKOFF_VERSION:
         files |= {f"{unit}.d/10-backoff.conf": BACKOFF for unit in RESTARTED}
@@ -103,5 +107,18 @@ def _stem(name: str) -> str:
 
 def _without_credentials(text: str) -> str:
     lines = text.splitlines(keepends=True)
-    wanted = ("LoadCredential=", "Environment=DILOCO_BUS_CREDENTIALS=", "# Not %d")
-    return "".join(line for line in lines if not line.startswith(wanted))
+    unwanted = (
+        "LoadCredential=",
+        "SetCredential=",
+        "Environment=DILOCO_BUS_CREDENTIALS=",
+        "# Not %d",
+        "# Where there is no such file",
+    )
+    return "".join(line for line in lines if not line.startswith(unwanted))
+
+
+def _with_statuses(text: str) -> str:
+    """The unit with the statuses after which it is not started again, and is listed as failed."""
+    statuses = " ".join(str(int(status)) for status in (*exits.final(), *SYSTEMD_FINAL))
+    setting = "RestartPreventExitStatus="
+    return text.replace(f"{setting}\n", f"{setting}{statuses}\n")

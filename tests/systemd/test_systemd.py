@@ -10,6 +10,7 @@ import pytest
 
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError
+from diloco.common.exits import Exit
 from diloco.operate.unit_files import BACKOFF, Options, render
 from diloco.operate.units import Install, install_units, is_edited, marked
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 EXPOSED = {"diloco-aggregator.service": 1.5}
 MOST_EXPOSED = 2.0
 # Of systemd 250 and later, or of 254.
-TOO_NEW = ("%d", "RestartSteps", "RestartMaxDelaySec", "SetCredential", "ImportCredential")
+TOO_NEW = ("%d", "RestartSteps", "RestartMaxDelaySec", "Encrypted", "ImportCredential")
 UNITS = sorted(
     path for path in (ROOT / "infra" / "systemd").iterdir() if path.suffix in (".service", ".timer")
 )
@@ -100,7 +101,7 @@ def test_units_start_the_program_that_installed_them(tmp_path: Path, programs: P
     text = (units / "diloco-aggregator.service").read_text()
     assert f"ExecStart={programs}/diloco aggregator" in text
     assert "/opt/diloco/" not in text
-    assert "LoadCredential" not in text
+    assert "Credential=" not in text
     assert "DILOCO_BUS_CREDENTIALS" not in text
 
 
@@ -110,6 +111,15 @@ def test_units_stay_with_the_release_that_a_link_led_to(tmp_path: Path, programs
     install_units(Install(folder=tmp_path / "units", programs=link))
     text = (tmp_path / "units" / "diloco-aggregator.service").read_text()
     assert f"ExecStart={programs}/diloco aggregator" in text
+
+
+def test_what_a_restart_cannot_mend_is_not_restarted(programs: Path) -> None:
+    files = render(Options(programs=programs))
+    for unit in ("diloco-aggregator.service", "diloco-learner@.service"):
+        (line,) = re.findall(r"^RestartPreventExitStatus=(.*)$", files[unit], re.MULTILINE)
+        statuses = {int(status) for status in line.split()}
+        assert {Exit.CONFIG, Exit.SHUT_OUT, Exit.TASK} <= statuses
+        assert not {Exit.ENDED, Exit.FAILED, Exit.PASSING, Exit.NO_RUN} & statuses
 
 
 def test_one_unit_at_a_time(tmp_path: Path, programs: Path) -> None:
