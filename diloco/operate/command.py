@@ -13,6 +13,7 @@ from diloco.cli import options as shared
 from diloco.cli.command import command, group
 from diloco.cli.screen import say
 from diloco.common import log
+from diloco.operate.timed import TimerOptions, status, timed
 
 app = group()
 run_app = group("Create runs and change their settings.")
@@ -77,16 +78,17 @@ def run_set(
 
 
 @command(app)
-def checkpoint(run: shared.Run) -> None:
+def checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     """Checkpoint the whole run, so that it can resume even on a new NATS server.
 
     The checkpoint is in the object store; `diloco resume` starts from it. Training continues.
     """
-    log.configure("error")
+    log.configure("warning")
     from diloco.operate.change import mark
 
-    marked = asyncio.run(mark(run))
+    marked = asyncio.run(timed(run, lambda: mark(run), timer))
     say(f"checkpoint [bold]{marked.name}[/]: versions {_vector(marked.versions)}")
+    return asyncio.run(status(run, timer))
 
 
 @command(app)
@@ -148,20 +150,22 @@ def rollback(
 @command(app)
 def gc(
     run: shared.Run,
+    timer: TimerOptions,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="list what would be removed, remove nothing")
     ] = False,
-) -> None:
+) -> int:
     """Remove objects and messages that recovery, the replay window and checkpoints do not need.
 
     Aggregators do this themselves (`gc.enabled`); this command also removes what no aggregator
     tracks, such as shards of learners that left long ago. Training may continue meanwhile.
     """
-    log.configure("error")
+    log.configure("warning")
     from diloco.operate.collect import collect, table
 
-    found = asyncio.run(collect(run, dry_run=dry_run))
+    found = asyncio.run(timed(run, lambda: collect(run, dry_run=dry_run), timer))
     Console().print(table(found, dry_run=dry_run))
+    return asyncio.run(status(run, timer))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,14 +94,14 @@ def binds(tmp_path: Path) -> list[str]:
     return [f"--bind-ro={source}:{target}" for source, target in found.items()]
 
 
-def boot(tmp_path: Path, driver: Path, *options: str) -> str:
+def boot(tmp_path: Path, driver: Path, *options: str, out: str = "out") -> str:
     """Boot a container and run a driver in it; what it has said."""
     units = tmp_path / "units"
     units.mkdir(exist_ok=True)
     # The tool copies some; the driver has the program write the real ones.
     (units / "none.service").write_text("[Service]\nExecStart=/bin/true\n")
     done = subprocess.run(
-        ["bash", str(TOOL), str(ROOTFS), str(units), str(driver), str(tmp_path / "out"), *options],
+        ["bash", str(TOOL), str(ROOTFS), str(units), str(driver), str(tmp_path / out), *options],
         capture_output=True, text=True, check=False,
         env={**os.environ, "LIMIT_S": str(LIMIT_S)},
     )  # fmt: skip
@@ -116,3 +116,25 @@ def boot(tmp_path: Path, driver: Path, *options: str) -> str:
 def test_units_do_their_work_in_a_container(tmp_path: Path, scenario: Path) -> None:
     make_rootfs()
     assert boot(tmp_path, scenario, *binds(tmp_path)).rstrip().endswith("all passed")
+
+
+def kept(tmp_path: Path) -> list[str]:
+    """Options by which what the container writes stays, from boot to boot."""
+    found = []
+    for name in ("etc", "var", "srv", "opt", "root"):
+        upper = tmp_path / "kept" / name
+        upper.mkdir(parents=True)
+        found.append(f"--overlay=+/{name}:{upper}:/{name}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_ten_shutdowns_lose_no_step(tmp_path: Path) -> None:
+    make_rootfs()
+    options = [*kept(tmp_path), *binds(tmp_path)]
+    driver = Path(__file__).parent / "shutdown" / "machine.py"
+    told = [boot(tmp_path, driver, *options, out=f"out-{n}") for n in range(11)]
+    assert all("all passed" in said for said in told)
+    assert "".join(told).count("left_unsent 0") == 20

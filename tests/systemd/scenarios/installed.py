@@ -51,6 +51,7 @@ def install():
 def start():
     write_run_file()
     follow_page("ports")
+    follow_page("create")
     # With Type=notify it returns once the daemons have said READY=1.
     follow_page("start")
     for unit in (AGGREGATOR, A, B):
@@ -92,8 +93,7 @@ def operators():
     run("useradd", "alice")
     follow_page("operators")
     look = (
-        "export DILOCO_BUS_CREDENTIALS=/etc/diloco/credentials/operator.toml; cd /opt/diloco-task;"
-        "diloco status /etc/diloco/run.toml --once && diloco replay /etc/diloco/run.toml"
+        "cd /opt/diloco-task; diloco status /etc/diloco/run.toml --once && diloco replay /etc/diloco/run.toml"
         " && journalctl -q -u diloco-aggregator -n 1"
     )
     told = run("runuser", "-u", "alice", "--", "bash", "-e", "-c", look)
