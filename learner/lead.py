@@ -20,7 +20,7 @@ from diloco.learner.checkpoint import CheckpointFolder
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher, start_at, whole
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import exchange_secret
+from diloco.learner.hosts.channel import end_if_hanging, exchange_secret
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.island import Island
 from diloco.learner.life import (
@@ -63,7 +63,9 @@ def lead(host: Host) -> Iterator[Life]:
         bus = background.call(_connect(host))
         stack.callback(lambda: background.call(bus.close()))
         specification = background.call(load_specification(bus, host.config.run.name))
-        if background.call(has_ended(bus, host.config.run.name)):
+        # Of several hosts the others must hear of it, and do so as of every end.
+        alone = jax.process_count() == 1
+        if alone and background.call(has_ended(bus, host.config.run.name)):
             raise RunEndedError(host.config.run.name)
         context = host.context(bus, specification.epoch)
         peers = Alone() if jax.process_count() == 1 else _meet(host, stack)
@@ -98,7 +100,12 @@ def _meet(host: Host, stack: ExitStack) -> Coordinator:
 
 async def _coordinator(listener: Listener, secret: str, background: Background) -> Coordinator:
     connections = await listener.meet(jax.process_count(), secret)
-    return Coordinator(background.loop, connections, background.fail)
+
+    def lost(error: BaseException) -> None:
+        end_if_hanging()  # training may wait for the lost host in a collective
+        background.fail(error)
+
+    return Coordinator(background.loop, connections, lost)
 
 
 def _check_run(context: Context, island: Island, specification: wire.Specification) -> Params:
