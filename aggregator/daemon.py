@@ -178,12 +178,13 @@ async def _serve(
         logger.warning("configuration", warning=sentence)
     store = open_store(config.store.url, emulator=config.store.emulator)
     probes.health.begin_phase("connecting to NATS")
-    bus = await jetstream.connect(
-        config.bus.url,
-        name=config.aggregator.name,
-        credentials=config.bus.credentials,
-        tls_ca=config.bus.tls_ca,
-    )
+    try:
+        bus = await jetstream.connect_or_wait(
+            config.bus, config.aggregator.name, runtime, logger, asked.is_set
+        )
+    except jetstream.AskedToStopError:
+        logger.info("stopped")
+        return
     try:
         probes.health.begin_phase("reading the run")
         layout, epoch = await load_run(config, bus, store, runtime)

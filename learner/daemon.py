@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from diloco.common import log, names
+from diloco.common.bus.jetstream import AskedToStopError
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError, HostLostError, status_of
 from diloco.common.manager import tell
@@ -52,15 +53,17 @@ def serve(config: Config, learner: str) -> None:
                     life.trainer.train()
                     life.leave()
             except RunEndedError:
-                _end_with_the_run(host)
+                _end_before_it_began(host, "run ended")
+            except AskedToStopError:
+                _end_before_it_began(host, "asked to")
 
 
-def _end_with_the_run(host: Host) -> None:
-    """Nothing was begun; systemd takes it for a start all the same, and for a clean end."""
+def _end_before_it_began(host: Host, why: str) -> None:
+    """No life; systemd takes it for a start all the same, and for a clean end."""
     logger = log.get(run=host.config.run.name, learner=host.island.learner)
-    logger.info("left", why="run ended")
+    logger.info("left", why=why)
     host.probes.start.over()
-    tell(host.probes.manager, READY="1", STATUS="the run has ended")
+    tell(host.probes.manager, READY="1", STATUS=f"left: {why}")
 
 
 def check_name(learner: str) -> None:

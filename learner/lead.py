@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import wire
+from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
 from diloco.common.tape import has_ended, load_specification
@@ -51,8 +51,6 @@ from diloco.learner.replica import Replica
 from diloco.learner.task import Params
 from diloco.learner.train import Trainer
 
-CONNECT_S = 60.0
-
 
 @contextlib.contextmanager
 def lead(host: Host) -> Iterator[Life]:
@@ -76,13 +74,10 @@ def lead(host: Host) -> Iterator[Life]:
 
 
 async def _connect(host: Host) -> Bus:
-    config = host.config
-    return await jetstream.connect(
-        config.bus.url,
-        name=host.island.learner,
-        credentials=config.bus.credentials,
-        tls_ca=config.bus.tls_ca,
-        connect_timeout_s=CONNECT_S,
+    config, learner = host.config, host.island.learner
+    logger = log.get(run=config.run.name, learner=learner)
+    return await jetstream.connect_or_wait(
+        config.bus, learner, host.runtime, logger, host.asked_to_leave
     )
 
 

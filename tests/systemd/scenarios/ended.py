@@ -44,7 +44,7 @@ def again():
     run("systemctl", "start", A)
     until(lambda: show(A, "ActiveState") == "inactive", "it ends")
     assert show(A, "Result") == "success"
-    assert status_text(A) == "the run has ended", status_text(A)
+    assert status_text(A) == "left: run ended", status_text(A)
     assert len([event for event in events(A) if event["action"] == "started"]) == before
     check("a learner that is started after the end trains nothing, and has not failed")
 
