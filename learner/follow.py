@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from diloco.common.bus import MemoryBus
-from diloco.common.errors import HostLostError
 from diloco.common.views import assemble_view
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher
@@ -35,7 +34,7 @@ def follow(host: Host) -> Iterator[Life]:
     background = host.background
     with ExitStack() as stack:
         address, secret = exchange_secret("")
-        link = background.call(connect(jax.process_index(), address, secret, _end_if_hanging))
+        link = background.call(connect(jax.process_index(), address, secret, end_if_hanging))
         stack.callback(lambda: background.call(link.close()))
         begin = link.receive(messages.Begin)
         check_same("layout of the parameters", host.island.layout.digest, begin.layout)
@@ -44,11 +43,6 @@ def follow(host: Host) -> Iterator[Life]:
         stack.callback(background.close)
         stack.enter_context(host.island.context())
         yield _following_life(host, context, link, begin.constants)
-
-
-def _end_if_hanging() -> None:
-    """Host 0 is gone; training may wait for it in a collective."""
-    end_if_hanging(HostLostError.status)
 
 
 def _following_life(host: Host, context: Context, link: Link, constants_object: str | None) -> Life:

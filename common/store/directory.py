@@ -38,7 +38,8 @@ class DirectoryStore:
     An object is written to `.tmp`, synced, and given its name by a hard link, which fails when
     the name is taken: that makes it create-only and never half visible. What a crash leaves in
     `.tmp` is never listed and may be removed while nothing runs. A name cannot be both an object
-    and a folder of others.
+    and a folder of others. What root writes belongs to whom the folder belongs: a command that an
+    operator runs as root leaves nothing behind that the daemons cannot write to.
 
     Args:
         root: the folder; made if it is not there.
@@ -51,6 +52,7 @@ class DirectoryStore:
         self.root = root
         with _os_errors("open", str(root)):
             (root / RESERVED).mkdir(parents=True, exist_ok=True)
+            self._keep_owner(root / RESERVED)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Store `data` under `name`; on disk, its name included, when this returns.
@@ -163,6 +165,7 @@ class DirectoryStore:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
+                self._keep_owner(descriptor)
                 os.fsync(descriptor)
         except BaseException:
             temp.unlink(missing_ok=True)
@@ -175,7 +178,16 @@ class DirectoryStore:
             return
         self._make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
+        self._keep_owner(folder)
         _sync_folder(folder.parent)
+
+    def _keep_owner(self, file: Path | int) -> None:
+        """Give what root has made to whom the store's folder belongs."""
+        if os.geteuid() == 0:
+            owner = self.root.stat()
+            # A network file system may make somebody else of root, who may not give anything away.
+            with contextlib.suppress(PermissionError):
+                os.chown(file, owner.st_uid, owner.st_gid)
 
     def _walk(self, folder: str) -> Iterator[ObjectInfo]:
         """Every object below `folder` ('' for all); what is deleted meanwhile may be missing."""

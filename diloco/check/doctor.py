@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from diloco.check import remake, symptoms
+from diloco.check import remake, service, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
 from diloco.check.symptoms import Finding
 from diloco.cli.opening import OpenRun, open_run, run_config
@@ -156,11 +156,15 @@ def _probe_store(config: Config) -> list[Finding]:
     try:
         store = open_store(config.store.url, emulator=config.store.emulator)
         _round_trip(store, name)
+        taken = f"{config.store.url} accepts objects{service.probed_as(store)}"
+        return [
+            Finding(severity="ok", about="store", sentence=taken),
+            *service.store_owner(store),
+        ]
     except StoreUnavailableError as error:
         return [_failed("store", error, symptoms.STORE_AWAY)]
     except DilocoError as error:
         return [_failed("store", error, symptoms.PERMISSIONS)]
-    return [Finding(severity="ok", about="store", sentence=f"{config.store.url} accepts objects")]
 
 
 def _round_trip(store: ObjectStore, name: str) -> None:
@@ -262,6 +266,7 @@ async def _examine_run(
     report.findings += [
         *symptoms.aggregator_clocks(history),
         *symptoms.learners(history, views, now_s),
+        *await service.look(context, history, views, now_s),
         *symptoms.fragments(history, found, read_at_s),
         *symptoms.owners(history, await read_leases(context)),
         *symptoms.tape(history, found),
