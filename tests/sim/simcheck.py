@@ -19,6 +19,7 @@ from diloco.aggregator.shard_reader import read_input
 from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import DilocoError
+from diloco.common.tape import decode, decode_as
 
 if TYPE_CHECKING:
     from simworld import World
@@ -176,11 +177,11 @@ class Checkers:
     # The tape
 
     def _on_join(self, message: Message) -> None:
-        join = wire.decode(wire.Join, message.payload)
+        join = decode_as(wire.Join, message.subject, message.payload)
         self.joined[join.learner] = message.seq
 
     def _on_update(self, message: Message) -> None:
-        manifest = wire.decode(wire.Manifest, message.payload)
+        manifest = decode_as(wire.Manifest, message.subject, message.payload)
         chain = self.chains[manifest.fragment]
         update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
         known = chain.sent.get(update)
@@ -230,7 +231,7 @@ class Checkers:
         chain.next_start[life] = chain.until[update.learner] = covers.stop
 
     def _on_record(self, message: Message) -> None:
-        record = self._read(message.payload)
+        record = self._read(message)
         chain = self.chains[record.fragment]
         self._check_link(chain, record)
         self._check_objects(record)
@@ -247,10 +248,11 @@ class Checkers:
         self.garbage.needs[record.fragment].note(record, message.seq, message.time_s)
         chain.record, chain.record_seq = record, message.seq
 
-    def _read(self, payload: bytes) -> wire.Record:
-        found = wire.decode_record(payload)
+    def _read(self, message: Message) -> wire.Record:
+        found = decode(message.subject, message.payload)
         if isinstance(found, wire.RecordPointer):
             found = wire.decode(wire.Record, self._world.store.get(found.body.name))
+        assert isinstance(found, wire.Record)
         return found
 
     def _check_link(self, chain: Chain, record: wire.Record) -> None:
@@ -371,14 +373,14 @@ class Checkers:
             self._hold(same, "digests", about, f"is not version {record.restored_version}")
 
     def _on_checkpoint(self, message: Message) -> None:
-        self.garbage.note_checkpoint(wire.decode(wire.Checkpoint, message.payload))
+        self.garbage.note_checkpoint(decode_as(wire.Checkpoint, message.subject, message.payload))
 
     def _on_stop(self, message: Message) -> None:
         self._hold(not self.stopped, "end", message.subject, "stopped twice")
         self.stopped = True
 
     def _on_end(self, message: Message) -> None:
-        end = wire.decode(wire.End, message.payload)
+        end = decode_as(wire.End, message.subject, message.payload)
         self._hold(not self.end_seq, "end", message.subject, "ended twice")
         self.end_seq = message.seq
         records = [chain.record for chain in self.chains]

@@ -11,12 +11,9 @@ once, twice or never. There are two kinds:
   position) counts how often the progress of that batch was sent.
 """
 
-import contextlib
 import struct
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -133,7 +130,8 @@ class _LightSum:
 def _light_norms(grid: Grid, _codec: str, parts: Sequence[Encoded]) -> np.ndarray:
     """As long as the steps it covers; each block must be in its place."""
     codes_Bxb = np.concatenate([part.codes for part in parts]).reshape(-1, grid.block)
-    np.testing.assert_array_equal(codes_Bxb[:, 3], np.arange(len(codes_Bxb)))
+    if not (codes_Bxb[:, 3] == np.arange(len(codes_Bxb))).all():
+        raise AssertionError(f"blocks are not in their places: {codes_Bxb[:, 3]}")
     _, start, stop = codes_Bxb[0, :3]
     return np.asarray([stop - start], np.float64)
 
@@ -170,24 +168,11 @@ def _light_close_round(
 LIGHT = Arithmetic(_LightSum, _light_norms, _light_coefficients, _light_factors, _light_close_round)
 
 
-@contextlib.contextmanager
-def decoded_once() -> Iterator[None]:
-    """Within this, equal bytes are decoded once, however many actors read them."""
-    with (
-        mock.patch("diloco.common.wire.decode", lru_cache(1 << 10)(wire.decode)),
-        mock.patch("diloco.common.wire.decode_record", lru_cache(1 << 9)(wire.decode_record)),
-        mock.patch("diloco.common.shards.unpack", lru_cache(1 << 10)(shards.unpack)),
-        mock.patch("diloco.common.shards.unpack_delta", lru_cache(1 << 10)(shards.unpack_delta)),
-    ):
-        yield
-
-
 class Light:
     """The world's tensors as digests."""
 
     def __init__(self, elements: int) -> None:
         self.elements = elements
-        self.context = decoded_once
         self.arithmetic = LIGHT
 
     def replica(
@@ -230,7 +215,6 @@ class Ledger:
 
     def __init__(self, rows: int) -> None:
         self.elements = rows
-        self.context = decoded_once
         self.arithmetic = PRODUCTION
 
     @property

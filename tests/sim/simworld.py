@@ -154,16 +154,13 @@ class World:
         logging_as_before = structlog.get_config()
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
         try:
-            with self.tensors.context():
-                try:
-                    return self.loop.run_until_complete(asyncio.wait_for(scenario(), limit_s))
-                except (TimeoutError, StuckError) as error:
-                    raise Violation("ends", "run", f"not within {limit_s:.0f} s") from error
-                finally:
-                    for actor in list(self.actors):
-                        actor.kill()
-                    self.loop.drain()
+            return self.loop.run_until_complete(asyncio.wait_for(scenario(), limit_s))
+        except (TimeoutError, StuckError) as error:
+            raise Violation("ends", "run", f"not within {limit_s:.0f} s") from error
         finally:
+            for actor in list(self.actors):
+                actor.kill()
+            self.loop.drain()
             structlog.configure(**logging_as_before)
 
     async def create(self) -> None:
