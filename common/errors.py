@@ -104,6 +104,10 @@ class ObjectMissingError(StoreError):
     """No object of that name."""
 
 
+class ObjectUnreadableError(StoreError):
+    """What stands under a name is no plain object: it is encoded, or a link, a pipe, a device."""
+
+
 class ObjectTooLargeError(StoreError):
     """An object is larger than its reader was told to take; nothing of it was read."""
 
