@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from simgarbage import GarbageChecker
-from simtensors import TOKENS, Covers
+from simoracle import Beside
+from simtensors import TOKENS, Covers, Light
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.shard_reader import read_input
@@ -100,6 +101,7 @@ class Checkers:
         self.end_seq = 0
         self.epoch = 0
         self.past: Counter[str] = Counter()
+        self.oracle = Beside(world.layout, light=isinstance(world.tensors, Light))
         self.garbage = GarbageChecker(
             world.run_name,
             len(self.chains),
@@ -140,6 +142,11 @@ class Checkers:
         handler = self._handlers.get(subject.kind) if subject else None
         if handler is not None:
             self._guard(handler, message)
+        self._guard(self._ask_oracle, message)
+
+    def _ask_oracle(self, message: Message) -> None:
+        for finding in self.oracle.take(message, self._world.store):
+            raise Violation(f"oracle-{finding.rule}", finding.about, finding.sentence)
 
     def on_stored(self, name: str) -> None:
         """A new object is there."""
