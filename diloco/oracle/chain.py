@@ -27,10 +27,10 @@ class Chain:
         layout: the run's.
         created: settings of the specification; `settings` those of later messages.
         fragment: its index.
-        late_s: how long after its time a timer may be told, None for however long: an owner that
-            is paused decides nothing, and nothing says for how long it was.
 
     Attributes:
+        late_s: how long after its time a timer may be told, None for however long: an owner that
+            is paused decides nothing, and nothing says for how long it was.
         base: the newest record; `base_seq` its sequence.
         followed: records whose decision was made again; `unknown`: others, with the reason.
     """
@@ -41,9 +41,9 @@ class Chain:
         created: RunSettings,
         settings: dict[int, RunSettings],
         fragment: int,
-        late_s: float | None,
     ) -> None:
         self.fragment = fragment
+        self.late_s: float | None = None
         self.base: wire.Record | None = None
         self.base_seq = 0
         self.followed = 0
@@ -51,7 +51,6 @@ class Chain:
         self._layout = layout
         self._created = created
         self._settings = settings
-        self._late_s = late_s
         self._life: Life | None = None
         self._heard: list[Entry] = []
         self._next_seq = 1
@@ -64,12 +63,20 @@ class Chain:
             self._heard.append(entry)
 
     def missing_before(self, seq: int) -> None:
-        """The tape lacks messages before a sequence."""
-        self._whole_from = seq
+        """The tape lacks messages before a sequence; none of those that follow a record matters.
+
+        Garbage collection takes a fragment's messages only from before its oldest record.
+        """
+        if self.base is None:
+            self._whole_from = seq
+
+    def lose(self, seq: int) -> None:
+        """A record cannot be read: what follows is judged from the next one on."""
+        self.base, self._life, self._whole_from = None, None, max(2, seq)
 
     def judge(self, record: wire.Record, seq: int) -> list[Finding]:
         """The fragment's next record."""
-        breaches = list(self._judge(record))
+        breaches = list(self._judge(record, seq))
         about = f"fragment {self.fragment} version {record.version}"
         if breaches:
             self._life = None
@@ -79,10 +86,10 @@ class Chain:
         self._heard = self._heard[self._index(record.position) :]
         return [Finding(b.rule, seq, about, b.field, b.expected, b.found) for b in breaches]
 
-    def _judge(self, record: wire.Record) -> Iterator[Breach]:
+    def _judge(self, record: wire.Record, seq: int) -> Iterator[Breach]:
         base = self.base
         if base is None:
-            yield from self._first(record)
+            yield from self._first(record, seq)
             return
         yield from records.link(base, self.base_seq, record)
         if record.what == "restore":
@@ -96,9 +103,10 @@ class Chain:
             yield from records.objects(settings, base, self.base_seq, record)
         yield from self._decision(base, record)
 
-    def _first(self, record: wire.Record) -> Iterator[Breach]:
+    def _first(self, record: wire.Record, seq: int) -> Iterator[Breach]:
         """What a tape that was not trimmed begins with."""
         if self._whole_from > 1:
+            self._whole_from = seq
             return
         expected = ("restored", 1) if record.epoch else ("version", 1)
         found = (record.what, record.position)
@@ -208,8 +216,8 @@ class Chain:
     # Times and cuts
 
     def _check_time(self, life: Life, seen: wire.Observation) -> None:
-        due_s = time_up_s(life) if self._late_s is not None else None
-        if due_s is not None and self._late_s is not None and seen.at_s > due_s + self._late_s:
+        due_s = time_up_s(life) if self.late_s is not None else None
+        if due_s is not None and self.late_s is not None and seen.at_s > due_s + self.late_s:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
 
     def _check_cut(self, life: Life, seen: wire.Observation) -> None:

@@ -21,7 +21,6 @@ class Oracle:
         specification: the tape's first message.
         layout: the run's.
         remaker: makes versions again from their objects; None: records alone are judged.
-        late_s: as `Chain` has it.
 
     Attributes:
         findings: all so far.
@@ -34,15 +33,13 @@ class Oracle:
         layout: Layout,
         *,
         remaker: Remaker | None = None,
-        late_s: float | None = None,
     ) -> None:
         created = parse_settings(specification.settings)
         self.findings: list[Finding] = []
         self._created = created
         self._changed: dict[int, RunSettings] = {}
         self.chains = [
-            Chain(layout, created, self._changed, index, late_s)
-            for index in range(len(layout.fragments))
+            Chain(layout, created, self._changed, index) for index in range(len(layout.fragments))
         ]
         self._data = Data(specification)
         self._remaker = remaker
@@ -60,7 +57,7 @@ class Oracle:
         if isinstance(item, Entry):
             found = list(self._take(item))
         elif isinstance(item, Unreadable):
-            self.chains[item.fragment].base = None
+            self.chains[item.fragment].lose(item.seq)
         self.findings += found
         return found
 

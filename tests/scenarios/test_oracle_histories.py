@@ -157,7 +157,7 @@ class Judged(History):
 
     def judge(self) -> tuple[list[Finding], Chain]:
         """What the oracle says."""
-        chain = Chain(LAYOUT, self.settings, {}, 0, None)
+        chain = Chain(LAYOUT, self.settings, {}, 0)
         findings = []
         for entry in self.entries():
             chain.hear(entry)

@@ -145,7 +145,8 @@ class Checkers:
         self._guard(self._ask_oracle, message)
 
     def _ask_oracle(self, message: Message) -> None:
-        for finding in self.oracle.take(message, self._world.store):
+        world = self._world
+        for finding in self.oracle.take(message, world.store, world.injected):
             raise Violation(f"oracle-{finding.rule}", finding.about, finding.sentence)
 
     def on_stored(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """The oracle beside a simulated run: every message goes to it, what it finds ends the simulation."""
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,13 @@ def _step(
     arrays.theta = np.resize(np.frombuffer(digest, np.uint8), grid.size).astype(np.float32)
 
 
+# With any of these an owner may be late for its own timers.
+SLOWING = (
+    "delay", "pause", "partition", "store_slow", "store_refused", "store_lost_answer",
+    "lost_request", "lost_answer", "late_request", "duplicate", "clock_step",
+)  # fmt: skip
+LATE_S = 1.0
+
 LIGHT = Numbers(_norms, _add, lambda _grid, _total: None, _step, float)
 
 
@@ -53,11 +61,18 @@ class Beside:
         self._numbers = LIGHT if light else None
         self.oracle: Oracle | None = None
 
-    def take(self, message: Message, store: ObjectStore) -> list[Finding]:
-        """The tape's next message; what it breaks."""
+    def take(
+        self, message: Message, store: ObjectStore, injected: Mapping[str, int]
+    ) -> list[Finding]:
+        """The tape's next message; what it breaks, given the faults so far."""
         item = read_message(message, store)
         body = getattr(item, "body", None)
         if isinstance(body, wire.Specification):
             remaker = Remaker(self._layout, store.get, self._numbers)
             self.oracle = Oracle(body, self._layout, remaker=remaker)
-        return self.oracle.take(item) if self.oracle is not None else []
+        if self.oracle is None:
+            return []
+        slowed = any(injected.get(kind) for kind in SLOWING)
+        for chain in self.oracle.chains:
+            chain.late_s = None if slowed else LATE_S
+        return self.oracle.take(item)

@@ -1,6 +1,7 @@
 """The oracle on tapes of the real aggregator: silent on each, and on none that was changed."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -212,6 +213,12 @@ def test_a_trimmed_tape_is_judged_from_where_all_is_known(eventful_tape):
     oracle = ask(lab, [tape[0], *tape[at:]])
     assert oracle.findings == []
     assert oracle.chains[0].followed > 3
+
+
+def test_every_rule_has_its_line_in_the_runbook():
+    runbook = Path("runbooks/broken-invariant.md").read_text()
+    for rule, sentence in RULES.items():
+        assert f"| `{rule}` | {sentence} |" in runbook
 
 
 def test_what_it_merges_is_compared_with_its_manifest(eventful_tape):
