@@ -216,8 +216,12 @@ class Chain:
     # Times and cuts
 
     def _check_time(self, life: Life, seen: wire.Observation) -> None:
-        due_s = time_up_s(life) if self.late_s is not None else None
-        if due_s is not None and self.late_s is not None and seen.at_s > due_s + self.late_s:
+        due_s = time_up_s(life)
+        if due_s is None or self.late_s is None:
+            return
+        # What brought the time forward was heard no sooner than the last time told.
+        due_s = max(due_s, life.now_s)
+        if seen.at_s > due_s + self.late_s:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
 
     def _check_cut(self, life: Life, seen: wire.Observation) -> None:

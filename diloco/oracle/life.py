@@ -76,6 +76,7 @@ class Life:
         settings: in force.
         memory: of learners and averages.
         known_seq: up to there an earlier life has counted averages and allowances.
+        now_s: the last time that it was told.
         storing: a record under way, "" for none: no other begins before it stands.
         cut: reason and finality of a cut round; `cut_seq` once the leader has answered.
         due: what must be recorded now.

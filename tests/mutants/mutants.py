@@ -1,7 +1,7 @@
 """The kept list of planted bugs, and a copy of the tree with one of them."""
 
 import hashlib
-import os
+import shutil
 import subprocess
 import tomllib
 from dataclasses import asdict, dataclass
@@ -96,7 +96,9 @@ def tree_digest(root: Path = ROOT) -> str:
 
 
 def plant(mutant: Mutant, folder: Path, root: Path = ROOT) -> None:
-    """Make a copy of the tree with the bug: links to files, but for the one that is changed.
+    """Make a copy of the tree with the bug.
+
+    No links: who edits the tree meanwhile changes nothing that is being asked.
 
     Raises:
         DriftError: it cannot be planted.
@@ -108,6 +110,5 @@ def plant(mutant: Mutant, folder: Path, root: Path = ROOT) -> None:
         if there.is_symlink():
             here.symlink_to(there.readlink())
         else:
-            os.link(there, here)
-    (folder / mutant.file).unlink()
+            shutil.copyfile(there, here)
     (folder / mutant.file).write_text(source)

@@ -47,7 +47,7 @@ class Judged(History):
         chosen = {key: self.rng.choice(values) for key, values in CHOICES.items()}
         self.lab = Lab(lab_rules(**chosen))
         self.settings = lab_settings(**chosen)
-        self.odds |= {self.quarantine: 1, self.beside: 1, self.spread_norms: 5}
+        self.odds |= {self.quarantine: 1, self.beside: 4, self.spread_norms: 5}
         self.odds |= {self.announce: 60, self.fetched: 40, self.commit: 60, self.join: 1}
         self.odds[self.stop] = self.rng.choice([0, 0, 0.5])
 
@@ -81,6 +81,32 @@ class Judged(History):
         if self.fetching:
             update = self.fetching.pop()
             self.step(events.Fetched(self.now_s, update, self.rng.choice([5.0, 30.0, 90.0])))
+
+    def wait(self) -> None:
+        """Timers are told as their time comes, as a driver does that nothing holds up."""
+        until_s = self.now_s + self.rng.choice([0.1, 1.0, 10.0, 100.0])
+        for _ in range(9):
+            due_s = self.lab.deadline()
+            if due_s is None or due_s > until_s:
+                break
+            self.now_s = max(self.now_s, due_s)
+            super().step(events.Timer(self.now_s))
+        self.now_s = until_s
+
+    def step(self, event):
+        """... and before anything else that comes at that time."""
+        due_s = self.lab.deadline()
+        if due_s is not None and due_s < self.now_s and not isinstance(event, events.Timer):
+            super().step(events.Timer(self.now_s))
+        if isinstance(event, events.FromTape) and self.now_s > self.lab.state.now_s:
+            super().step(events.Tick(self.now_s))
+        return super().step(event)
+
+    def crash(self) -> None:
+        """The next life's clock goes on from this one's."""
+        self.now_s += 500.0
+        super().crash()
+        self.now_s = self.lab.state.now_s
 
     def check_records(self) -> None:
         """The oracle does, at the end."""
@@ -158,6 +184,7 @@ class Judged(History):
     def judge(self) -> tuple[list[Finding], Chain]:
         """What the oracle says."""
         chain = Chain(LAYOUT, self.settings, {}, 0)
+        chain.late_s = 1e-6
         findings = []
         for entry in self.entries():
             chain.hear(entry)
