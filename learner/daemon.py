@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from diloco.common import names
-from diloco.common.config import Config
+from diloco.common import log, names
+from diloco.common.accelerators import find_accelerators, unused
+from diloco.common.config import Config, allows_accelerators
 from diloco.common.errors import ConfigError, HostLostError
 from diloco.common.probes import make_probes, serving
 from diloco.common.service import Runtime, on_signals
@@ -30,6 +31,7 @@ def serve(config: Config, learner: str) -> None:
     asked = threading.Event()
     on_signals(asked.set)
     _configure(config)
+    warn_of_unused_accelerators(config)
     runtime = Runtime()
     probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
     with _together(), running_loop() as loop, serving(config.metrics, probes):
@@ -45,6 +47,19 @@ def serve(config: Config, learner: str) -> None:
             life.begin()
             life.trainer.train()
             life.leave()
+
+
+def warn_of_unused_accelerators(config: Config) -> None:
+    """Say so if JAX trains on the CPU of a machine that has something better."""
+    wanted = not config.learner.cpu_devices and allows_accelerators()
+    if not wanted or jax.default_backend() != "cpu":
+        return
+    found = find_accelerators()
+    if found is not None:
+        logger = log.get(run=config.run.name)
+        logger.warning(
+            "accelerator_unused", found=found.count(len(found.names)), advice=unused(found)
+        )
 
 
 def check_name(learner: str) -> None:
@@ -71,6 +86,7 @@ def _configure(config: Config) -> None:
         jax.config.update("jax_compilation_cache_dir", section.compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if section.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)
     if section.coordinator is None:
         return
