@@ -98,7 +98,7 @@ def archive() -> bytes:
         for path in ("requirements.lock", "locks/tpu.lock"):
             tar.add(ROOT / path, f"diloco/{path}")
         # What the user's own task needs.
-        tar.add(ROOT / "locks/grain.lock", "diloco/locks/task.lock")
+        tar.add(ROOT / "locks/cuda.lock", "diloco/locks/task.lock")
     return buffer.getvalue()
 
 
