@@ -1,6 +1,6 @@
 """A program that makes JSON lines of what libraries write to standard error.
 
-    python -I -S foreign_lines.py < what they write > what is logged
+    python -I -S foreign_lines.py [--journal] < what they write > what is logged
 
 libtpu, CUDA, XLA and Gloo write to file descriptor 2, past Python. A daemon gives them a pipe to
 write to (`log.take_stderr`), and this process reads it: one of its own, because what a library
@@ -24,6 +24,8 @@ LINE_BYTES = 1 << 14
 _MARK = re.compile(r"^(?:([IWEF])\d{4} |\d{4}-\d\d-\d\d [\d:.]+: ([IWEF]) )")
 # Their errors are no errors of the daemon: it goes on, or ends with one of its own.
 _LEVELS = {"I": "info", "W": "warning", "E": "warning", "F": "error"}
+# As in sd-daemon(3); `common/log.py` has all of them.
+_PRIORITIES = {"info": b"<6>", "warning": b"<4>", "error": b"<3>"}
 # Of Python's own last words.
 _FATAL = ("Fatal Python error", "Segmentation fault", "terminate called")
 
@@ -36,8 +38,11 @@ def level_of(line: str) -> str:
     return _LEVELS[mark[1] or mark[2]] if mark else "info"
 
 
-def as_event(line: bytes, now: datetime) -> bytes:
-    """A line, without its end, as one of the log; one of a child's own log stays as it is."""
+def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
+    """A line, without its end, as one of the log; one of a child's own log stays as it is.
+
+    For systemd's journal it begins with its priority.
+    """
     if line.startswith(b"{"):
         try:
             event = json.loads(line)
@@ -53,7 +58,8 @@ def as_event(line: bytes, now: datetime) -> bytes:
         "timestamp": now.isoformat().replace("+00:00", "Z"),
         "action": "said",
     }
-    return json.dumps(event).encode() + b"\n"
+    priority = _PRIORITIES[event["level"]] if journal else b""
+    return priority + json.dumps(event).encode() + b"\n"
 
 
 def split(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -80,9 +86,10 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     chunks = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
+    journal = "--journal" in sys.argv
     for line in split(chunks):
         # One write for each: whoever writes to the same place writes whole lines as well.
-        os.write(sys.stdout.fileno(), as_event(line, datetime.now(UTC)))
+        os.write(sys.stdout.fileno(), as_event(line, datetime.now(UTC), journal=journal))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 
 from diloco.common import wire
 from diloco.common.clock import Clock
-from diloco.common.errors import TaskError
+from diloco.common.errors import DivergedError
 from diloco.learner import sync, tree
 from diloco.learner.boundary import Boundary, Done, Outbox, Outgoing
 from diloco.learner.checkpoint import copied
@@ -78,10 +78,10 @@ def _finite(loss: float) -> float:
     """The loss.
 
     Raises:
-        TaskError: it is infinite or not a number; the parameters are lost with it.
+        DivergedError: it is infinite or not a number; the parameters are lost with it.
     """
     if not math.isfinite(loss):
-        raise TaskError(
+        raise DivergedError(
             f"the training loss is {loss}: this learner's parameters have diverged",
             hint="restart it: it resumes from the run's newest version; if it diverges again, "
             "lower the learning rate or clip gradients",
@@ -123,7 +123,7 @@ class Meter:
             self.step_time_s += (took_s - self.step_time_s) * (EMA if self.step_time_s else 1.0)
             self.tokens_per_s = tokens / self.step_time_s
 
-    def heartbeat(self, incarnation: int) -> wire.Heartbeat:
+    def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
         """The newest figures as a message."""
         return wire.Heartbeat(
             learner=self.learner,
@@ -141,6 +141,7 @@ class Meter:
             bytes_down=self.traffic.bytes_down,
             updates_sent=self.traffic.updates_sent,
             state=self.state,
+            trouble=trouble,
         )
 
 

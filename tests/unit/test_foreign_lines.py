@@ -122,3 +122,7 @@ def test_any_bytes_are_an_event(line: bytes) -> None:
 )
 def test_levels(line: str, level: str) -> None:
     assert level_of(line) == level
+
+
+def test_in_the_journal_a_line_begins_with_its_priority() -> None:
+    assert as_event(b"W0102 x", NOON, journal=True).startswith(b'<4>{"logger"')
