@@ -12,6 +12,7 @@ import numpy as np
 from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
+from diloco.common.errors import status_of
 from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync
 from diloco.learner.adopt import Adopter, load
@@ -97,7 +98,7 @@ async def _coordinator(listener: Listener, secret: str, background: Background) 
     connections = await listener.meet(jax.process_count(), secret)
 
     def lost(error: BaseException) -> None:
-        end_if_hanging()  # training may wait for the lost host in a collective
+        end_if_hanging(status_of(error))  # training may wait for the lost host in a collective
         background.fail(error)
 
     return Coordinator(background.loop, connections, lost)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +18,7 @@ from diloco.common.store.protocol import (
     check_size,
     object_exists,
     object_missing,
+    object_unreadable,
 )
 
 _PASSING = {
@@ -30,6 +32,10 @@ _PASSING = {
     errno.EMFILE: "too many open files; raise the limit (ulimit -n)",
     errno.ENFILE: "the system has too many open files",
 }
+
+
+# What opening a link answers (it is not followed), and a pipe or a device that nobody serves.
+_NO_FILE = {errno.ELOOP, errno.ENXIO}
 
 
 class DirectoryStore:
@@ -88,6 +94,7 @@ class DirectoryStore:
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
+            ObjectUnreadableError: it is no file of its own: a link, a pipe, a device.
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is not an object name.
         """
@@ -99,6 +106,7 @@ class DirectoryStore:
         Raises:
             ObjectMissingError: no such object.
             ObjectRangeError: the range is empty, or ends beyond the object.
+            ObjectUnreadableError: as of `get`.
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is not an object name.
         """
@@ -153,10 +161,21 @@ class DirectoryStore:
 
     def _read_file(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
         try:
-            with (self.root / name).open("rb") as file:
-                return read(file, os.fstat(file.fileno()).st_size)
+            with open(self.root / name, "rb", opener=_open_file) as file:
+                found = os.fstat(file.fileno())
+                if stat.S_ISDIR(found.st_mode):
+                    raise object_missing(name)
+                if not stat.S_ISREG(found.st_mode):
+                    raise object_unreadable(name, "it is no file")
+                return read(file, found.st_size)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise object_missing(name) from None
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            raise object_unreadable(name, "it is a link, or something else that is no file") from (
+                error
+            )
 
     def _write_temp(self, data: memoryview) -> Path:
         temp = self.root / RESERVED / secrets.token_hex(16)
@@ -213,13 +232,22 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def _read_all(name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None) -> bytes:
     check_size(name, size_bytes, limit_bytes)
-    return file.read()
+    return file.read(size_bytes)
 
 
 def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: int) -> bytes:
     check_range(name, start, stop, size_bytes)
     file.seek(start)
     return file.read(stop - start)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open what a name stands for itself, and never wait for it.
+
+    A learner that may write in the folder could else have its reader follow a link to a file
+    without end, or wait at a pipe.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -27,6 +27,7 @@ from diloco.common.tape.records import (
     last_record,
     lost_for_good,
     read_record,
+    record_digest,
     records_of,
 )
 from diloco.common.tape.run import (
@@ -65,6 +66,7 @@ __all__ = [
     "read_record",
     "read_tape",
     "read_tape_file",
+    "record_digest",
     "records_of",
     "settings_at",
     "tape_file_run",
