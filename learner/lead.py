@@ -1,6 +1,5 @@
 """A life as host 0: the only host of a learner, or the one that speaks to the run."""
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -14,8 +13,7 @@ from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
 from diloco.common.errors import DilocoError, status_of
-from diloco.common.service import cancel
-from diloco.common.tape import load_specification
+from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync
 from diloco.learner.adopt import Adopter, load
 from diloco.learner.background import Background
@@ -29,15 +27,16 @@ from diloco.learner.incarnation import Joined, end_when_superseded, join
 from diloco.learner.island import Island
 from diloco.learner.life import (
     Host,
-    LeftEarlyError,
     Life,
     Parts,
+    RunEndedError,
     compiled,
     make_parts,
     make_saver,
     make_trainer,
     own_folder,
     own_parts,
+    prove_store,
     read_constants,
 )
 from diloco.learner.peers import Alone
@@ -54,18 +53,20 @@ from diloco.learner.replica import Replica
 from diloco.learner.task import Params
 from diloco.learner.train import Trainer
 
-# Between two looks whether a learner that waits for NATS is asked to leave.
-LOOK_S = 0.2
-
 
 @contextlib.contextmanager
 def lead(host: Host) -> Iterator[Life]:
     """A life as the only host, or as the one that speaks to the run."""
     background = host.background
+    host.probes.health.begin_phase("connecting to NATS")
     with ExitStack() as stack:
-        bus = background.call(_connected(host))
+        bus = background.call(_connect(host))
         stack.callback(lambda: background.call(bus.close()))
         specification = background.call(_specification(host, bus))
+        # Of several hosts the others must hear of it, and do so as of every end.
+        alone = jax.process_count() == 1
+        if alone and background.call(has_ended(bus, host.config.run.name)):
+            raise RunEndedError(host.config.run.name)
         context = host.context(bus, specification.epoch)
         peers = Alone() if jax.process_count() == 1 else _meet(host, stack)
         stack.callback(background.close)
@@ -78,31 +79,11 @@ def lead(host: Host) -> Iterator[Life]:
             raise
 
 
-async def _connected(host: Host) -> Bus:
-    """Wait for NATS, for as long as that takes.
-
-    Raises:
-        LeftEarlyError: somebody asked this process to end meanwhile.
-    """
-    logger = log.get(run=host.config.run.name, learner=host.island.learner)
-    connecting = asyncio.ensure_future(
-        host.runtime.retry("connecting to NATS", lambda: _connect(host), logger=logger)
-    )
-    while not connecting.done():
-        if host.asked_to_leave():
-            await cancel(connecting)
-            raise LeftEarlyError
-        await asyncio.wait([connecting], timeout=LOOK_S)
-    return connecting.result()
-
-
 async def _connect(host: Host) -> Bus:
-    config = host.config
-    return await jetstream.connect(
-        config.bus.url,
-        name=host.island.learner,
-        credentials=config.bus.credentials,
-        tls_ca=config.bus.tls_ca,
+    config, learner = host.config, host.island.learner
+    logger = log.get(run=config.run.name, learner=learner)
+    return await jetstream.connect_or_wait(
+        config.bus, learner, host.runtime, logger, host.asked_to_leave
     )
 
 
@@ -159,8 +140,10 @@ def _leading_life(
     if isinstance(peers, Coordinator):
         layout, constants_object = context.layout.digest, specification.constants
         peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
+    prove_store(host, context)
     replica, starts = _load_views(host, context, peers)
     inner_step = compiled(host, replica, constants)
+    host.probes.health.begin_phase("joining the run")
     folder = own_folder(host, context)
     chosen, found = _checkpoint(host, context, folder, peers)
     parts = make_parts(host, context, replica, inner_step, found)
@@ -225,8 +208,10 @@ def _publish_and_adopt(
     background.spawn(adopter.follow())
     background.spawn(end_when_superseded(context, life))
     every_s = host.config.learner.heartbeat_interval_s
-    meter = parts.meter
-    background.spawn(publisher.beat(lambda: meter.heartbeat(life.incarnation), every_s))
+    meter, health = parts.meter, context.health
+    background.spawn(
+        publisher.beat(lambda: meter.heartbeat(life.incarnation, health.line()), every_s)
+    )
     return publisher
 
 
@@ -237,7 +222,9 @@ def _load_views(
     starts: list[sync.Start] = []
 
     def views() -> Iterator[np.ndarray]:
-        for fragment in range(len(context.layout.fragments)):
+        count = len(context.layout.fragments)
+        for fragment in range(count):
+            host.probes.health.begin_phase(f"loading fragment {fragment + 1} of {count}")
             loaded = host.background.call(load(context, fragment))
             starts.append(start_at(loaded))
             if isinstance(peers, Coordinator):

@@ -12,6 +12,7 @@ from diloco.common.wire.fields import (
     ObjectName,
     Part,
     Positive,
+    PowerOfTwo,
     Seconds,
     Several,
     Text,
@@ -47,6 +48,12 @@ class Input(Part):
     final: bool = Field(description="the manifest's")
     coefficients: bytes = Field(
         description="bfloat16 per segment, little endian: what code × scale was multiplied by"
+    )
+    weight_unit: PowerOfTwo = Field(
+        default=0,
+        description="k: `coefficients` hold weight / 2^k. Not less than that of the input before:"
+        " if it is more, the sum so far is divided by 2 to the power of the difference. 0 in"
+        " records of earlier releases",
     )
 
 
@@ -234,6 +241,18 @@ class Record(Body):
     )
     aggregator: str = Field(description="who made the record")
     attempt_id: str = Field(description="equal to the message id: tells whose record stands")
+    # Records of earlier releases lack what follows.
+    previous: str = Field(
+        default="",
+        description="digest of the fragment's record before this one (base_seq): xxh3-128 of its"
+        " fields in the order of this table, without outer_seq, as msgpack; empty for the first",
+    )
+    release: str = Field(default="", description="release of its maker")
+    lock: str = Field(
+        default="",
+        description="xxh3-128 of the lines `name==version` of the packages that its maker had"
+        " installed of those that it requires",
+    )
 
 
 class RecordPointer(Body):

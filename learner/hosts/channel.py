@@ -35,7 +35,7 @@ def exchange_secret(address: str) -> tuple[str, str]:
     return address, secret
 
 
-def end_if_hanging(status: int, within_s: float = HANGING_S) -> None:
+def end_if_hanging(status: int = HostLostError.status, within_s: float = HANGING_S) -> None:
     """End this process soon, even if it hangs in a collective of JAX or in its shutdown.
 
     For a daemon, which owns its process: whoever only holds a connection reports the loss.

@@ -159,7 +159,7 @@ def test_a_learner_that_is_shut_out_is_not_well_whatever_else_it_does() -> None:
 
     for history in ask(run()):
         (finding,) = of_learner(history, "odd")
-        assert (finding.severity, finding.sentence) == ("warning", "is shut out: norms")
+        assert (finding.severity, finding.sentence) == ("warning", "is quarantined: norms")
         assert finding.runbook == "runbooks/quarantined-learner.md"
         (finding,) = of_learner(history, "fast")
         assert finding.severity == "ok"
