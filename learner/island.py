@@ -70,7 +70,7 @@ class Island:
             self.layout,
             self.trained,
             views,
-            shardings=self.shardings,
+            shardings=tree.by_name(self.shardings),
             anchor=self.anchor,
         )
 
