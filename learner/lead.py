@@ -20,7 +20,7 @@ from diloco.learner.checkpoint import CheckpointFolder
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher, start_at, whole
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import exchange_secret
+from diloco.learner.hosts.channel import end_if_hanging, exchange_secret
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.island import Island
 from diloco.learner.life import (
@@ -93,7 +93,12 @@ def _meet(host: Host, stack: ExitStack) -> Coordinator:
 
 async def _coordinator(listener: Listener, secret: str, background: Background) -> Coordinator:
     connections = await listener.meet(jax.process_count(), secret)
-    return Coordinator(background.loop, connections, background.fail)
+
+    def lost(error: BaseException) -> None:
+        end_if_hanging()  # training may wait for the lost host in a collective
+        background.fail(error)
+
+    return Coordinator(background.loop, connections, lost)
 
 
 def _check_run(context: Context, island: Island, specification: wire.Specification) -> Params:
