@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TaskError,
     )
     from diloco.common.layout import TensorHint
+    from diloco.learner.library import Learner, join
     from diloco.learner.mesh import constrain
     from diloco.learner.optimizer import (
         Matrices,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
         warmup_cosine,
     )
     from diloco.learner.task import Batch, Params, Task, check_task, load_task
+    from diloco.model.load import load
+    from diloco.operate.from_params import create
 
     __version__: str
 
@@ -38,6 +41,7 @@ __all__ = [
     "ConfigError",
     "DilocoError",
     "IntegrityError",
+    "Learner",
     "Matrices",
     "Params",
     "RunMismatchError",
@@ -49,6 +53,9 @@ __all__ = [
     "adamw",
     "check_task",
     "constrain",
+    "create",
+    "join",
+    "load",
     "load_config",
     "load_task",
     "matrices_by_hint",
@@ -64,6 +71,7 @@ _HOMES = {
     "ConfigError": _ERRORS,
     "DilocoError": _ERRORS,
     "IntegrityError": _ERRORS,
+    "Learner": "diloco.learner.library",
     "Matrices": "diloco.learner.optimizer",
     "Params": "diloco.learner.task",
     "RunMismatchError": _ERRORS,
@@ -74,6 +82,9 @@ _HOMES = {
     "adamw": "diloco.learner.optimizer",
     "check_task": "diloco.learner.task",
     "constrain": "diloco.learner.mesh",
+    "create": "diloco.operate.from_params",
+    "join": "diloco.learner.library",
+    "load": "diloco.model.load",
     "load_config": "diloco.common.config",
     "load_task": "diloco.learner.task",
     "matrices_by_hint": "diloco.learner.optimizer",

@@ -1,4 +1,4 @@
-"""A learner as a process: from the command to the training loop, and out again."""
+"""A learner as a process: a task's training loop in a run, from the command to its end."""
 
 import contextlib
 import threading
@@ -7,17 +7,13 @@ from typing import Any
 
 import jax
 
-from diloco.common import names
 from diloco.common.config import Config
-from diloco.common.errors import ConfigError, HostLostError
-from diloco.common.probes import make_probes, serving
-from diloco.common.service import Runtime, on_signals
-from diloco.learner.background import Background, running_loop
-from diloco.learner.follow import follow
+from diloco.common.errors import HostLostError
+from diloco.common.service import on_signals
 from diloco.learner.hosts.channel import MEET_S, end_if_hanging
 from diloco.learner.island import Island
-from diloco.learner.lead import lead
-from diloco.learner.life import Host
+from diloco.learner.library import check_name, join
+from diloco.learner.train import Program
 
 
 def serve(config: Config, learner: str) -> None:
@@ -30,34 +26,21 @@ def serve(config: Config, learner: str) -> None:
     asked = threading.Event()
     on_signals(asked.set)
     _configure(config)
-    runtime = Runtime()
-    probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
-    with _together(), running_loop() as loop, serving(config.metrics, probes):
-        host = Host(
-            config=config,
-            island=Island(config, learner),
-            runtime=runtime,
-            probes=probes,
-            background=Background(loop),
-            asked_to_leave=asked.is_set,
+    with _together():
+        island = Island(config, learner)
+        program = Program(island)
+        joining = join(
+            config,
+            learner=learner,
+            like=island.params_lying(),
+            hint=island.task.hint,
+            tokens_per_step=island.task.tokens_per_batch,
+            warm_up=program.warm_up,
         )
-        with lead(host) if jax.process_index() == 0 else follow(host) as life:
-            life.begin()
-            life.trainer.train()
-            life.leave()
-
-
-def check_name(learner: str) -> None:
-    """Refuse what is not a valid learner name.
-
-    Raises:
-        ConfigError: it is no name.
-    """
-    if not names.valid_name(learner):
-        raise ConfigError(
-            f"{learner!r} is not a valid learner name",
-            hint="use lower-case letters, digits and '-', at most 40, a letter or digit first",
-        )
+        with island.context(), joining as life:
+            if asked.is_set():
+                life.leave()
+            program.train(life, config.learner.speed.get(learner, 1.0))
 
 
 def _configure(config: Config) -> None:

@@ -221,6 +221,11 @@ def _readable(path: str) -> str:
 
 
 def _find(build: str) -> Callable[..., Any]:
+    if not build:
+        raise TaskError(
+            "this run has no task: its learners join from training loops of their own",
+            hint="join it with diloco.join; diloco.load and diloco export read its parameters",
+        )
     if build == BUILT_IN_TASK_0_1 and not _users_own(build.partition(":")[0]):
         build = BUILT_IN_TASK
     module_name, colon, function_name = build.partition(":")

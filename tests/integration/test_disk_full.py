@@ -23,7 +23,7 @@ from diloco.common.store import MemoryStore
 from diloco.learner.context import Context
 from diloco.learner.peers import Alone
 from diloco.learner.publish import Joined, Publisher, Uploader
-from diloco.learner.train import Meter
+from diloco.learner.synchronizer import Meter
 
 RUN = "full"
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
