@@ -83,7 +83,7 @@ def main() -> None:
         console.print(f"error: {error.message}", style="red")
         if error.hint:
             console.print(f"hint: {error.hint}")
-        sys.exit(1)
+        sys.exit(error.status)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from diloco.common.config import Config
-from diloco.common.errors import HostLostError
+from diloco.common.errors import HostLostError, status_of
 from diloco.common.service import on_signals
 from diloco.learner.hosts.channel import MEET_S, end_if_hanging
 from diloco.learner.island import Island
@@ -81,10 +81,10 @@ def _together() -> Iterator[None]:
     """The hosts of a learner end together, whatever the reason."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if jax.process_count() > 1:
             # The other hosts may hold this one in a collective, or in JAX's shutdown.
-            end_if_hanging()
+            end_if_hanging(status_of(error))
         raise
     if jax.process_count() > 1:
         jax.distributed.shutdown()

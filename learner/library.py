@@ -26,7 +26,7 @@ import numpy as np
 
 from diloco.common import names
 from diloco.common.config import Config, load_config
-from diloco.common.errors import ConfigError, DilocoError, TaskError
+from diloco.common.errors import ConfigError, DilocoError, DivergedError, HostLostError
 from diloco.common.layout import Hint
 from diloco.common.probes import make_probes, serving
 from diloco.common.service import Runtime, asked_by_signals
@@ -115,7 +115,7 @@ class Learner:
             The parameters to go on with.
 
         Raises:
-            TaskError: the loss is infinite or not a number.
+            DivergedError: the loss is infinite or not a number.
             DilocoError: what ends this learner for good; the loop has gone on after `done`.
         """
         if self.done:
@@ -174,7 +174,7 @@ class Learner:
             return None
         loss = float(self._loss)
         if not math.isfinite(loss):
-            raise TaskError(
+            raise DivergedError(
                 f"the training loss is {loss}: this learner's parameters have diverged",
                 hint="restart it: it resumes from the run's newest version; if it diverges again, "
                 "lower the learning rate or clip gradients",
@@ -276,7 +276,7 @@ class _Hanging:
 
     def begin(self) -> None:
         """A host is gone."""
-        self._timers.append(end_if_hanging(self._within_s))
+        self._timers.append(end_if_hanging(HostLostError.status, self._within_s))
 
     def close(self) -> None:
         """The loop has ended."""

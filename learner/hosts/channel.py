@@ -35,12 +35,12 @@ def exchange_secret(address: str) -> tuple[str, str]:
     return address, secret
 
 
-def end_if_hanging(within_s: float = HANGING_S) -> threading.Timer:
+def end_if_hanging(status: int, within_s: float = HANGING_S) -> threading.Timer:
     """End this process soon, even if it hangs in a collective of JAX or in its shutdown.
 
     For whoever runs the training loop: who only holds a connection reports the loss.
     """
-    timer = threading.Timer(within_s, lambda: os._exit(70))
+    timer = threading.Timer(within_s, lambda: os._exit(status))
     timer.daemon = True
     timer.start()
     return timer

@@ -5,7 +5,7 @@ import queue
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
-from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.reasons import Reason
 from diloco.common.service import cancel
 from diloco.learner import sync
@@ -233,10 +233,10 @@ def check_same(what: str, here: str, there: str) -> None:
     """Refuse to train with host 0 on something else.
 
     Raises:
-        DilocoError: the two differ.
+        ConfigError: the two differ.
     """
     if here != there:
-        raise DilocoError(
+        raise ConfigError(
             f"this host's {what} is {here}, that of host 0 {there}",
             hint="give all hosts of a learner the same configuration and release",
         )

@@ -1,4 +1,4 @@
-"""What cannot work is refused at the start: exit 1, a sentence with both sides, and no traceback."""
+"""What cannot work is refused at the start: a sentence with both sides, a status, no traceback."""
 
 import socket
 
@@ -9,6 +9,8 @@ from audit import read_tape
 from harness import Process, eventually
 from safetensors.numpy import save_file
 
+from diloco.common.exits import Exit
+
 
 def free_port() -> int:
     """A port on which nobody listens."""
@@ -17,9 +19,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def refused(process: Process, *expected: str) -> None:
-    """It ended by itself with status 1 and said why and what to do, a line each."""
-    assert process.wait() == 1, process.log()
+def refused(process: Process, status: Exit, *expected: str) -> None:
+    """It ended by itself with that status and said why and what to do, a line each."""
+    assert process.wait() == status, process.log()
     said = process.log()
     error, *hint = [line for line in said.splitlines() if not line.startswith("{")]
     assert error.startswith("error: "), said
@@ -52,29 +54,50 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     def aggregator(name: str, config: object) -> Process:
         return start(f"aggregator-{name}", "aggregator", "--config", config)
 
-    both = "sync.codec: 'int8' here, 'int4' in the run", "outer.momentum: 0.5 here, 0.9 in the run"
-    fragments = "sync.fragments: 2 here, 3 in the run"
+    both = (
+        Exit.MISMATCH,
+        "sync.codec: 'int8' here, 'int4' in the run",
+        "outer.momentum: 0.5 here, 0.9 in the run",
+    )
+    fragments = Exit.MISMATCH, "sync.fragments: 2 here, 3 in the run"
+    nobody = Exit.NO_RUN, "there is no run 'nobody'", "diloco run create"
     expected = {
         learner("codec", other_codec): both,
         aggregator("codec", other_codec): both,
-        learner("layout", other_layout): (fragments, "layout digest: "),
+        learner("layout", other_layout): (*fragments, "layout digest: "),
         learner("task", other_task): (
+            Exit.MISMATCH,
             "'examples.digits:build' here, 'tiny_task:build' in the run",
         ),
-        learner("model", other_model): ("task.options", "layout digest: "),
-        learner("none", no_run): ("there is no run 'nobody'", "diloco run create"),
-        aggregator("none", no_run): ("there is no run 'nobody'", "diloco run create"),
-        learner("key", unknown_key): ("unknown key 'sync.fragmets'", "key.toml"),
-        aggregator("range", out_of_range): ("fragments (9) is more than interval_steps (8)",),
-        learner("no-task", no_task): ("nowhere",),
-        learner("toml", not_toml): ("not valid TOML",),
-        aggregator("file", world.folder / "absent.toml"): ("there is no configuration file",),
+        learner("model", other_model): (Exit.MISMATCH, "task.options", "layout digest: "),
+        learner("none", no_run): nobody,
+        aggregator("none", no_run): nobody,
+        learner("key", unknown_key): (Exit.CONFIG, "unknown key 'sync.fragmets'", "key.toml"),
+        aggregator("range", out_of_range): (
+            Exit.CONFIG,
+            "fragments (9) is more than interval_steps (8)",
+        ),
+        learner("no-task", no_task): (Exit.TASK, "nowhere"),
+        learner("toml", not_toml): (
+            Exit.CONFIG,
+            "not valid TOML",
+        ),
+        aggregator("file", world.folder / "absent.toml"): (
+            Exit.CONFIG,
+            "there is no configuration file",
+        ),
         aggregator("nowhere", nowhere): (
+            Exit.PASSING,
             "no connection to NATS at 127.0.0.1:",
             "check the address",
         ),
-        learner("url", bad_url): ("'localhost:1' is not a NATS URL", "nats://host:4222"),
+        learner("url", bad_url): (
+            Exit.CONFIG,
+            "'localhost:1' is not a NATS URL",
+            "nats://host:4222",
+        ),
         learner("name", world.config_path, "Learner_0"): (
+            Exit.CONFIG,
             "'Learner_0' is not a valid learner name",
         ),
     }
@@ -100,15 +123,18 @@ def test_creating_again(new_world):
     with_other_values = create("values", world.config_path, "--from", "first.safetensors")
     assert again.wait() == 0, again.log()
     assert "created run" in again.log()
-    refused(with_other_steps, "run.steps: 25 here, 24 in the run")
-    refused(with_other_values, f"run '{world.name}' exists")
+    refused(with_other_steps, Exit.MISMATCH, "run.steps: 25 here, 24 in the run")
+    refused(with_other_values, Exit.MISMATCH, f"run '{world.name}' exists")
     assert read_tape(world).times_s == before.times_s, "a second creation left something"
 
     world.aggregator(), world.learner("learner-0")
     assert [process.wait() for process in world.processes[-2:]] == [0, 0]
     moved = read_tape(world)
     refused(
-        create("moved"), f"run '{world.name}' exists", "does not begin as this configuration says"
+        create("moved"),
+        Exit.MISMATCH,
+        f"run '{world.name}' exists",
+        "does not begin as this configuration says",
     )
     assert read_tape(world).times_s == moved.times_s
     moved.check()
@@ -140,7 +166,7 @@ def test_from_safetensors(new_world):
     wrong = {"missing": "gain", "text": "cannot read", "absent": "cannot read"}
     processes = {name: create(name) for name in wrong}
     for name, process in processes.items():
-        refused(process, wrong[name], f"{name}.safetensors")
+        refused(process, Exit.TASK, wrong[name], f"{name}.safetensors")
     assert create("fits").wait() == 0
     found = world.params()
     assert found.keys() == wanted.keys()
