@@ -56,11 +56,11 @@ class Loop:
 
     def inner(self) -> jax.Array:
         """One inner step; its loss, still being computed."""
-        trained, self.state, loss = self.inner_step(
+        trained, self.state, outcome = self.inner_step(
             tree.split(self.params)[0], self.state, next(self.batches), np.int32(0)
         )
         self.params = tree.join(trained, self.constants)
-        return loss
+        return outcome.loss
 
     def cross(self, way: Way, loss: jax.Array) -> None:
         """The boundary after it."""

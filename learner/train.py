@@ -8,6 +8,7 @@ import time
 import jax
 import numpy as np
 
+from diloco.common.errors import TaskError
 from diloco.learner import tree
 from diloco.learner.inner_step import InnerStep
 from diloco.learner.island import Island
@@ -46,17 +47,36 @@ class Program:
         shapes = island.state_lying()
         state = learner.restore(shapes)
         (trained, constants), batches = tree.split(learner.params), island.feed(learner.position)
-        if state is shapes:
+        judged = state is not shapes
+        if not judged:
             state = island.init_state(trained)
         while not learner.done:
             began_s = time.perf_counter()
-            trained, state, loss = inner_step(
+            trained, state, outcome = inner_step(
                 trained, state, next(batches), np.int32(learner.global_step)
             )
-            params = learner.step(tree.join(trained, constants), loss=loss, save=state)
+            judged = judged or _judge(float(outcome.descent))
+            params = learner.step(tree.join(trained, constants), loss=outcome.loss, save=state)
             trained, _ = tree.split(params)
             if speed < 1:
                 _slow_down(trained, began_s, speed)
+
+
+def _judge(descent: float) -> bool:
+    """Whether a fresh optimizer's step moved anything; then it went downhill.
+
+    Raises:
+        TaskError: it went uphill.
+    """
+    if descent < 0:
+        raise TaskError(
+            "the inner optimizer's first step goes uphill, along the gradient: its updates have"
+            " the wrong sign",
+            hint="Task.optimizer gives a direction that the learner subtracts, times"
+            " schedule(step): optax.scale_by_adam(). To use an ordinary optimizer, such as"
+            " optax.adam(rate), leave Task.schedule out",
+        )
+    return descent != 0
 
 
 def _slow_down(trained: Params, began_s: float, speed: float) -> None:

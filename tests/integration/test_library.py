@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import diloco
 from diloco.common import names
 from diloco.common.errors import ConfigError, DilocoError, DivergedError, RunMismatchError
+from diloco.common.exits import Exit
 
 TRUTH = np.random.default_rng(3).normal(size=(12, 3)).astype(np.float32)
 OPTIMIZER = optax.adam(0.01)
@@ -288,3 +289,11 @@ def test_parameters_come_as_the_caller_has_them(own_run, form):
     np.testing.assert_allclose(moved, np.broadcast_to(moved[:, :1], moved.shape), rtol=1e-3)
     moved = found["out/bias"]
     np.testing.assert_allclose(moved, moved[0], rtol=1e-3)
+
+
+def test_a_task_whose_optimizer_goes_uphill_ends_before_anything_is_sent(new_world):
+    world = new_world(task={"build": "tiny_task:build", "options": {"uphill": True}})
+    learner = world.learner("a")
+    assert learner.wait() == Exit.TASK
+    assert "goes uphill" in learner.log()
+    assert said(world, "a") == ["join"]
