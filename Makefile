@@ -20,6 +20,7 @@ PIECE ?= 9
 PEER ?=
 HEADLINE ?= runs/headline
 LINK ?= ../shared/tools/wan/netns.py
+RUN_UNITS ?= ../shared/tools/systemd-nspawn/run_units.sh
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -71,8 +72,9 @@ wheel-test: install ## build wheel and sdist, and try them in an environment out
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)
 
+# RUN_UNITS boots a copy of ROOTFS and runs a script in it; ARGS="-k installed" for one scenario.
 test-systemd: install ## run the systemd units in a container, as root; ROOTFS=... to keep its system
-	@ROOTFS=$(ROOTFS) $(RUN) pytest tests/systemd $(ARGS)
+	@ROOTFS=$(ROOTFS) RUN_UNITS=$(RUN_UNITS) $(RUN) pytest tests/systemd $(ARGS)
 
 chaos: install ## kill, pause and cut off real processes; SECONDS=600, SEED=... to repeat one
 	@$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)

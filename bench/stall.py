@@ -26,6 +26,8 @@ import tomli_w
 from diloco.common import log
 from diloco.common.config import Config, LearnerSection, RunSettings, load_config
 from diloco.common.nats_server import NatsServer
+from diloco.common.probes import make_probes
+from diloco.common.service import Runtime
 from diloco.learner import tree
 from diloco.learner.checkpoint import Folder
 from diloco.learner.context import Context
@@ -162,7 +164,9 @@ def measure(config: Config, folder: Path, rounds: int) -> list[dict[Way, Took]]:
         tokens_per_step=island.task.tokens_per_batch,
         hint=island.task.hint,
     )
-    with island.context(), alive(config, member, threading.Event()) as life:
+    runtime = Runtime()
+    probes = make_probes(runtime.retries, run=config.run.name, learner="alone")
+    with island.context(), alive(config, member, threading.Event(), runtime, probes) as life:
         loop = Loop(island, life)
         timings = measure_rounds(loop, rounds)
         print(f"updates sent: {life.context.traffic.updates_sent}")

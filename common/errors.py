@@ -141,6 +141,12 @@ class ObjectMissingError(StoreError):
     status = Exit.DAMAGED
 
 
+class ObjectUnreadableError(StoreError):
+    """What stands under a name is no plain object: it is encoded, or a link, a pipe, a device."""
+
+    status = Exit.DAMAGED
+
+
 class ObjectTooLargeError(StoreError):
     """An object is larger than its reader was told to take; nothing of it was read."""
 

@@ -2,15 +2,24 @@
 
 The field `action` of every line is one of those listed in docs/logs.md; `run`, `learner`,
 `fragment`, `version` are bound where they are known. Cores do not log; drivers log what they do.
+
+Where standard error is systemd's journal, each line begins with its priority, which the journal
+takes for itself: `journalctl -p warning` then shows what is a warning or worse.
 """
 
 import logging
 import sys
 import warnings
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 import structlog
 
 Logger = structlog.typing.FilteringBoundLogger
+
+ERROR = "<3>"
+# As in sd-daemon(3).
+PRIORITIES = {"critical": "<2>", "error": ERROR, "warning": "<4>", "info": "<6>", "debug": "<7>"}
 
 
 def configure(level: str = "info") -> None:
@@ -22,7 +31,7 @@ def configure(level: str = "info") -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             structlog.processors.EventRenamer("action"),
-            structlog.processors.JSONRenderer(),
+            _prioritized if in_journal() else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
@@ -30,6 +39,29 @@ def configure(level: str = "info") -> None:
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
     )
     warnings.showwarning = _show_warning
+
+
+def in_journal() -> bool:
+    """Whether this process's standard error is systemd's journal."""
+    # Loaded late: only what runs a command or a daemon needs the configuration's records.
+    from diloco.common.config import is_journal
+
+    try:
+        return is_journal(sys.stderr.fileno())
+    except (OSError, ValueError):  # In tests it may be no file.
+        return False
+
+
+def errors(text: str) -> str:
+    """A text of some lines for standard error; in the journal each line is an error."""
+    return "\n".join(ERROR + line for line in text.splitlines()) if in_journal() else text
+
+
+_render: Callable[..., str | bytes] = structlog.processors.JSONRenderer()
+
+
+def _prioritized(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
+    return f"{PRIORITIES.get(event.get('level', ''), '')}{_render(logger, name, event)!s}"
 
 
 def _show_warning(

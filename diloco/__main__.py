@@ -14,6 +14,7 @@ import diloco
 from diloco.auth.command import app as auth
 from diloco.check.command import app as check
 from diloco.common.errors import DilocoError
+from diloco.common.exits import Exit
 from diloco.daemons.command import app as daemons
 from diloco.local.command import app as local
 from diloco.look.command import app as look
@@ -78,12 +79,15 @@ def main() -> None:
     try:
         app()
     except DilocoError as error:
-        # Not wrapped: a path cut in two cannot be found again.
-        console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-        console.print(f"error: {error.message}", style="red")
-        if error.hint:
-            console.print(f"hint: {error.hint}")
+        from diloco.cli.failing import tell_failure
+
+        tell_failure(error)
         sys.exit(error.status)
+    except Exception as error:  # noqa: BLE001 - a bug: told with its trace
+        from diloco.cli.failing import tell_bug
+
+        tell_bug(error)
+        sys.exit(Exit.FAILED)
 
 
 if __name__ == "__main__":

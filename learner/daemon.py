@@ -7,12 +7,17 @@ from typing import Any
 
 import jax
 
+from diloco.common import log
+from diloco.common.bus.jetstream import AskedToStopError
 from diloco.common.config import Config
 from diloco.common.errors import HostLostError, status_of
-from diloco.common.service import on_signals
+from diloco.common.manager import tell
+from diloco.common.probes import Probes, make_probes, serving
+from diloco.common.service import Runtime, on_signals
 from diloco.learner.hosts.channel import MEET_S, end_if_hanging
 from diloco.learner.island import Island
-from diloco.learner.library import check_name, join
+from diloco.learner.library import check_name, joined, member_of
+from diloco.learner.life import RunEndedError
 from diloco.learner.train import Program
 
 
@@ -25,22 +30,33 @@ def serve(config: Config, learner: str) -> None:
     check_name(learner)
     asked = threading.Event()
     on_signals(asked.set)
-    _configure(config)
-    with _together():
-        island = Island(config, learner)
-        program = Program(island)
-        joining = join(
-            config,
-            learner=learner,
-            like=island.params_lying(),
-            hint=island.task.hint,
-            tokens_per_step=island.task.tokens_per_batch,
-            warm_up=program.warm_up,
-        )
-        with island.context(), joining as life:
-            if asked.is_set():
-                life.leave()
-            program.train(life, config.learner.speed.get(learner, 1.0))
+    runtime = Runtime()
+    probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
+    with serving(config.metrics, probes):
+        if config.learner.coordinator is not None:
+            probes.health.begin_phase("meeting the learner's other hosts")
+        _configure(config)
+        with _together():
+            probes.health.begin_phase("building the task")
+            island = Island(config, learner)
+            program, task = Program(island), island.task
+            like, tokens = island.params_lying(), task.tokens_per_batch
+            member = member_of(config, learner, like, task.hint, tokens, program.warm_up)
+            try:
+                with island.context(), joined(config, member, asked, runtime, probes) as life:
+                    program.train(life, config.learner.speed.get(learner, 1.0))
+            except RunEndedError:
+                _end_before_it_began(config, learner, probes, "run ended")
+            except AskedToStopError:
+                _end_before_it_began(config, learner, probes, "asked to")
+
+
+def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str) -> None:
+    """No life; systemd takes it for a start all the same, and for a clean end."""
+    logger = log.get(run=config.run.name, learner=learner)
+    logger.info("left", why=why)
+    probes.start.over()
+    tell(probes.manager, READY="1", STATUS=f"left: {why}")
 
 
 def _configure(config: Config) -> None:

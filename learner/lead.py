@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import wire
+from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
-from diloco.common.tape import load_specification
+from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync
 from diloco.learner.adopt import Adopter, load
 from diloco.learner.checkpoint import CheckpointFolder
@@ -24,6 +24,7 @@ from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.life import (
     Host,
     Life,
+    RunEndedError,
     compile_programs,
     ended_early,
     log_restored,
@@ -32,6 +33,7 @@ from diloco.learner.life import (
     make_synchronizer,
     own_folder,
     own_parts,
+    prove_store,
     read_constants,
 )
 from diloco.learner.peers import Alone
@@ -48,17 +50,20 @@ from diloco.learner.replica import Replica
 from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.learner.task import Params
 
-CONNECT_S = 60.0
-
 
 @contextlib.contextmanager
 def lead(host: Host) -> Iterator[Life]:
     """A life as the only host, or as the one that speaks to the run."""
     background = host.background
+    host.probes.health.begin_phase("connecting to NATS")
     with ExitStack() as stack:
         bus = background.call(_connect(host))
         stack.callback(lambda: background.call(bus.close()))
         specification = background.call(load_specification(bus, host.config.run.name))
+        # Of several hosts the others must hear of it, and do so as of every end.
+        alone = jax.process_count() == 1
+        if alone and background.call(has_ended(bus, host.config.run.name)):
+            raise RunEndedError(host.config.run.name)
         store = host.open_store()
         layout = host.layout(store, specification.layout)
         context = host.context(bus, store, layout, specification.epoch)
@@ -69,13 +74,10 @@ def lead(host: Host) -> Iterator[Life]:
 
 
 async def _connect(host: Host) -> Bus:
-    config = host.config
-    return await jetstream.connect(
-        config.bus.url,
-        name=host.member.learner,
-        credentials=config.bus.credentials,
-        tls_ca=config.bus.tls_ca,
-        connect_timeout_s=CONNECT_S,
+    config, learner = host.config, host.member.learner
+    logger = log.get(run=config.run.name, learner=learner)
+    return await jetstream.connect_or_wait(
+        config.bus, learner, host.runtime, logger, host.asked_to_leave
     )
 
 
@@ -124,8 +126,10 @@ def _leading_life(
     if isinstance(peers, Coordinator):
         layout, constants_object = context.layout.digest, specification.constants
         peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
+    prove_store(host, context)
     replica, starts = _load_views(host, context, peers)
     compile_programs(host, replica, constants)
+    host.probes.health.begin_phase("joining the run")
     folder = own_folder(host, context)
     meter = Meter(context.learner, context.traffic)
     life = background.call(join(context, socket.gethostname()))
@@ -199,7 +203,10 @@ def _publish_and_adopt(
     adopter = Adopter(context, background.post, fetcher, peers, starts, life.incarnation)
     background.spawn(adopter.follow())
     every_s = host.config.learner.heartbeat_interval_s
-    background.spawn(publisher.beat(lambda: meter.heartbeat(life.incarnation), every_s))
+    health = context.health
+    background.spawn(
+        publisher.beat(lambda: meter.heartbeat(life.incarnation, health.line()), every_s)
+    )
     return publisher
 
 
@@ -210,7 +217,9 @@ def _load_views(
     starts: list[sync.Start] = []
 
     def views() -> Iterator[np.ndarray]:
-        for fragment in range(len(context.layout.fragments)):
+        count = len(context.layout.fragments)
+        for fragment in range(count):
+            host.probes.health.begin_phase(f"loading fragment {fragment + 1} of {count}")
             loaded = host.background.call(load(context, fragment))
             starts.append(start_at(loaded))
             if isinstance(peers, Coordinator):

@@ -25,10 +25,11 @@ import jax
 import numpy as np
 
 from diloco.common import names
+from diloco.common.bus.jetstream import AskedToStopError
 from diloco.common.config import Config, load_config
-from diloco.common.errors import ConfigError, DilocoError, DivergedError, HostLostError
+from diloco.common.errors import ConfigError, DilocoError, DivergedError
 from diloco.common.layout import Hint
-from diloco.common.probes import make_probes, serving
+from diloco.common.probes import Probes, make_probes, serving
 from diloco.common.service import Runtime, asked_by_signals
 from diloco.learner import tree
 from diloco.learner.background import Background, running_loop
@@ -191,7 +192,7 @@ def _is_gone(values: Any) -> bool:
 
 @contextlib.contextmanager
 def join(
-    file: str | Path | Config,
+    file: str | Path,
     *,
     learner: str,
     like: Params,
@@ -225,18 +226,24 @@ def join(
     Raises:
         DilocoError: what is wrong, with what to do.
     """
-    config = file if isinstance(file, Config) else load_config(Path(file))
-    check_name(learner)
-    member = Member.of(
-        like,
-        learner=learner,
-        anchor=config.learner.island(learner).anchor or config.sync.anchor,
-        tokens_per_step=_tokens_per_step(config, learner, tokens_per_step),
-        hint=hint,
-        warm_up=warm_up,
-    )
-    asked = threading.Event()
-    with asked_by_signals(asked.set), alive(config, member, asked) as life:
+    config = load_config(Path(file))
+    member = member_of(config, learner, like, hint, tokens_per_step, warm_up)
+    asked, runtime = threading.Event(), Runtime()
+    probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
+    joining = joined(config, member, asked, runtime, probes)
+    try:
+        with asked_by_signals(asked.set), serving(config.metrics, probes), joining as island:
+            yield island
+    except AskedToStopError as error:  # while it waited for NATS
+        raise KeyboardInterrupt from error
+
+
+@contextlib.contextmanager
+def joined(
+    config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
+) -> Iterator[Learner]:
+    """As `join`, for a process that has its own signals and probes."""
+    with alive(config, member, asked, runtime, probes) as life:
         life.begin()
         island = Learner(life, asked)
         try:
@@ -248,11 +255,12 @@ def join(
 
 
 @contextlib.contextmanager
-def alive(config: Config, member: Member, asked: threading.Event) -> Iterator[Life]:
+def alive(
+    config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
+) -> Iterator[Life]:
     """A life, and what runs beside it."""
-    runtime, hanging = Runtime(), _Hanging(config.learner.drain_timeout_s)
-    probes = make_probes(runtime.retries, run=config.run.name, learner=member.learner)
-    with contextlib.closing(hanging), running_loop() as loop, serving(config.metrics, probes):
+    hanging = _Hanging(config.learner.drain_timeout_s)
+    with contextlib.closing(hanging), running_loop() as loop:
         host = Host(
             config=config,
             settings=config.settings(),
@@ -267,6 +275,26 @@ def alive(config: Config, member: Member, asked: threading.Event) -> Iterator[Li
             yield life
 
 
+def member_of(
+    config: Config,
+    learner: str,
+    like: Params,
+    hint: Hint | None,
+    tokens_per_step: int | None,
+    warm_up: Callable[[Params], object] | None,
+) -> Member:
+    """What a loop brings with it; arguments and errors as of `join`."""
+    check_name(learner)
+    return Member.of(
+        like,
+        learner=learner,
+        anchor=config.learner.island(learner).anchor or config.sync.anchor,
+        tokens_per_step=_tokens_per_step(config, learner, tokens_per_step),
+        hint=hint,
+        warm_up=warm_up,
+    )
+
+
 class _Hanging:
     """Ends a process that a lost host keeps in a collective; not one whose loop has ended."""
 
@@ -276,7 +304,7 @@ class _Hanging:
 
     def begin(self) -> None:
         """A host is gone."""
-        self._timers.append(end_if_hanging(HostLostError.status, self._within_s))
+        self._timers.append(end_if_hanging(within_s=self._within_s))
 
     def close(self) -> None:
         """The loop has ended."""

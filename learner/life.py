@@ -14,7 +14,8 @@ import jax
 from diloco.common import log, names
 from diloco.common.bus import Bus
 from diloco.common.config import Config, RunSettings
-from diloco.common.errors import ConfigError, HostLostError
+from diloco.common.errors import ConfigError, DilocoError, HostLostError
+from diloco.common.exits import Exit
 from diloco.common.health import step_limit_s
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.manager import report, tell, tell_stopping
@@ -39,6 +40,17 @@ from diloco.learner.recovery import (
 from diloco.learner.replica import Replica
 from diloco.learner.synchronizer import Boundaries, Meter, Synchronizer
 from diloco.learner.task import Params
+
+
+class RunEndedError(DilocoError):
+    """There is nothing to train any more: no life begins."""
+
+    status = Exit.MISMATCH
+
+    def __init__(self, run: str) -> None:
+        super().__init__(
+            f"run {run!r} has ended", hint="diloco.load and diloco export read its parameters"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +136,7 @@ class Life:
         health.limit_s = lambda: step_limit_s(watchdog_timeout_s, meter.step_time_s)
         health.view = lambda: instruments.view(meter)
         self.context.logger.info("started", position=synchronizer.position)
+        self.host.probes.start.over()
         self.host.background.spawn(report(health, manager))
         tell(manager, READY="1")
 
@@ -149,6 +162,24 @@ def ended_early() -> None:
     )
 
 
+def prove_store(host: Host, context: Context) -> None:
+    """Store an object before anything is promised: a learner that cannot send would train in vain.
+
+    Raises:
+        StoreError: it is not permitted.
+    """
+    host.probes.health.begin_phase("proving that the store takes objects")
+    name = names.proof(names.learner_prefix(context.run, context.learner))
+    runtime, store = context.runtime, context.store
+    host.background.call(
+        runtime.retry(
+            "proving the store",
+            lambda: runtime.call(store.put, name, name.encode()),
+            logger=context.logger,
+        )
+    )
+
+
 def read_constants(context: Context, like: Params, name: str | None) -> Params:
     """The run's constants, from the object of that name.
 
@@ -162,6 +193,7 @@ def read_constants(context: Context, like: Params, name: str | None) -> Params:
 
 def compile_programs(host: Host, replica: Replica, constants: Params) -> None:
     """Compile step and synchronization on copies, before anybody waits for this learner."""
+    host.probes.health.begin_phase("compiling")
     replica.warm_up()
     if host.member.warm_up is not None:
         host.member.warm_up(tree.join(copied(replica.trained), constants))

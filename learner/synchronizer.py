@@ -57,7 +57,7 @@ class Meter:
             self.step_time_s += (took_s - self.step_time_s) * (EMA if self.step_time_s else 1.0)
             self.tokens_per_s = tokens / self.step_time_s
 
-    def heartbeat(self, incarnation: int) -> wire.Heartbeat:
+    def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
         """The newest figures as a message."""
         return wire.Heartbeat(
             learner=self.learner,
@@ -74,6 +74,7 @@ class Meter:
             bytes_down=self.traffic.bytes_down,
             updates_sent=self.traffic.updates_sent,
             state=self.state,
+            trouble=trouble,
         )
 
 

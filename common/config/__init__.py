@@ -29,6 +29,7 @@ from diloco.common.config.daemon import (
 )
 from diloco.common.config.environment import (
     ServiceManager,
+    is_journal,
     service_manager,
     storage_emulator,
     store_url,
@@ -85,6 +86,7 @@ __all__ = [
     "check_same_run",
     "differences",
     "is_changeable",
+    "is_journal",
     "load_config",
     "make_config",
     "parse_settings",

@@ -56,6 +56,15 @@ def service_manager() -> ServiceManager:
     return ServiceManager(os.environ.get("NOTIFY_SOCKET", ""), int(watchdog_us) / 1e6)
 
 
+def is_journal(descriptor: int) -> bool:
+    """Whether what is written to an open file goes to systemd's journal."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+
 def with_environment(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document, with DILOCO_BUS_URL and the like over the keys of the daemon sections."""
     merged = dict(document)

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+import msgpack
+
 from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import (
@@ -146,6 +148,17 @@ async def _stands(context: RunContext, subject: str, seq: int) -> bool:
     messages = context.bus.read(context.tape, [subject], seq)
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
         return (await anext(messages)).seq == seq
+
+
+def record_digest(record: wire.Record) -> str:
+    """A record's digest, by which the next one of its fragment names it.
+
+    Of what its maker wrote: a field that an earlier release did not have is not in it. Nor is
+    `outer_seq`, which says "this one" until the record has a sequence.
+    """
+    fields = record.model_dump(exclude_unset=True, exclude={"outer_seq"})
+    packed: bytes = msgpack.packb(fields)
+    return shards.digest(packed)
 
 
 def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:

@@ -88,6 +88,9 @@ class Heartbeat(Body):
     bytes_down: Count = Field(description="read objects")
     updates_sent: Count = Field(description="of this life")
     state: Text = Field(description="`starting`, `training` or `flushing`")
+    trouble: Text = Field(
+        default="", description="what somebody should look at although it trains; empty if nothing"
+    )
 
 
 class Rejection(Body):

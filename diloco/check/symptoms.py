@@ -347,7 +347,7 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
             about="store",
             sentence=f"{len(found.orphans):,} objects ({_bytes(sum(found.orphans.values()))}) "
             "are not referenced by the tape: uploads in progress, or left by crashes",
-            advice="garbage collection removes them later",
+            advice="" if found.newer else "garbage collection removes them later",
             runbook=ORPHANED_OBJECTS,
         )
 

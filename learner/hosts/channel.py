@@ -35,7 +35,9 @@ def exchange_secret(address: str) -> tuple[str, str]:
     return address, secret
 
 
-def end_if_hanging(status: int, within_s: float = HANGING_S) -> threading.Timer:
+def end_if_hanging(
+    status: int = HostLostError.status, within_s: float = HANGING_S
+) -> threading.Timer:
     """End this process soon, even if it hangs in a collective of JAX or in its shutdown.
 
     For whoever runs the training loop: who only holds a connection reports the loss.

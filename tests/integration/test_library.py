@@ -121,9 +121,12 @@ def test_two_loops_train_one_model(own_run):
         seen, _, state = train(island, 3)
     assert seen == [40, 41, 42]
     assert int(state[0].count) == 43
-    world.stop()
     with diloco.join(world.config_path, learner="b", like=initial()) as island:
-        seen, params, _ = train(island)
+        train(island, 2)
+        world.stop()
+        params = island.params
+        while not island.done:
+            params = island.step(params, loss=1.0)
         assert island.done
         with pytest.raises(DilocoError, match="after `done`"):
             island.step(params, loss=0.0)

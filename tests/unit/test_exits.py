@@ -44,7 +44,7 @@ def test_what_passes_is_worth_a_restart():
 
 def test_after_what_a_restart_is_no_use():
     assert [status.name for status in final()] == [
-        "CONFIG", "TASK", "SUPERSEDED", "MISMATCH", "SHUT_OUT",
+        "CONFIG", "TASK", "OVER", "SUPERSEDED", "MISMATCH", "SHUT_OUT",
     ]  # fmt: skip
     for error in (ConfigError, TaskError, AccessDeniedError):
         assert error.status in final()
