@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from simgarbage import GarbageChecker
+from simoracle import Beside
 from simstore import AsStored
-from simtensors import TOKENS, Covers
+from simtensors import TOKENS, Covers, Light
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.shard_reader import read_input
@@ -109,6 +110,7 @@ class Checkers:
         self.hostile: dict[tuple[int, UpdateId], bool] = {}
         # Words about each learner that was ever shut out, oldest first: sequence, and whether it is.
         self.words: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
+        self.oracle = Beside(world.layout, light=isinstance(world.tensors, Light))
         self.garbage = GarbageChecker(
             world.run_name,
             len(self.chains),
@@ -154,6 +156,12 @@ class Checkers:
         handler = self._handlers.get(subject.kind) if subject else None
         if handler is not None:
             self._guard(handler, message)
+        self._guard(self._ask_oracle, message)
+
+    def _ask_oracle(self, message: Message) -> None:
+        world = self._world
+        for finding in self.oracle.take(message, world.store, world.injected):
+            raise Violation(f"oracle-{finding.rule}", finding.about, finding.sentence)
 
     def on_stored(self, name: str) -> None:
         """A new object is there."""

@@ -123,9 +123,12 @@ class _LightSum:
         self.inputs = 0
         self.digest = b""
 
-    def add(self, _codec: str, parts: Sequence[Encoded], coefficients_S: np.ndarray) -> None:
+    def add(
+        self, _codec: str, parts: Sequence[Encoded], coefficients_S: np.ndarray, unit: int
+    ) -> None:
         codes = b"".join(part.codes.data for part in parts)
-        self.digest = xxhash.xxh3_128_digest(self.digest + codes + coefficients_S.tobytes())
+        given = coefficients_S.tobytes() + struct.pack("<h", unit)
+        self.digest = xxhash.xxh3_128_digest(self.digest + codes + given)
         self.inputs += 1
 
 
