@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         muon,
         warmup_cosine,
     )
+    from diloco.learner.reading import GrainData
     from diloco.learner.task import Batch, Params, Task, check_task, load_task
     from diloco.model.load import load
     from diloco.operate.from_params import create
@@ -40,6 +41,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DilocoError",
+    "GrainData",
     "IntegrityError",
     "Learner",
     "Matrices",
@@ -70,6 +72,7 @@ _HOMES = {
     "Config": "diloco.common.config",
     "ConfigError": _ERRORS,
     "DilocoError": _ERRORS,
+    "GrainData": "diloco.learner.reading",
     "IntegrityError": _ERRORS,
     "Learner": "diloco.learner.library",
     "Matrices": "diloco.learner.optimizer",

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from diloco.common import log
+from diloco.common.accelerators import find_accelerators, unused
 from diloco.common.bus.jetstream import AskedToStopError
-from diloco.common.config import Config
+from diloco.common.config import Config, allows_accelerators
 from diloco.common.errors import HostLostError, status_of
 from diloco.common.manager import tell
 from diloco.common.probes import Probes, make_probes, serving
@@ -36,6 +37,7 @@ def serve(config: Config, learner: str) -> None:
         if config.learner.coordinator is not None:
             probes.health.begin_phase("meeting the learner's other hosts")
         _configure(config)
+        warn_of_unused_accelerators(config)
         with _together():
             probes.health.begin_phase("building the task")
             island = Island(config, learner)
@@ -59,6 +61,19 @@ def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str)
     tell(probes.manager, READY="1", STATUS=f"left: {why}")
 
 
+def warn_of_unused_accelerators(config: Config) -> None:
+    """Say so if JAX trains on the CPU of a machine that has something better."""
+    wanted = not config.learner.cpu_devices and allows_accelerators()
+    if not wanted or jax.default_backend() != "cpu":
+        return
+    found = find_accelerators()
+    if found is not None:
+        logger = log.get(run=config.run.name)
+        logger.warning(
+            "accelerator_unused", found=found.count(len(found.names)), advice=unused(found)
+        )
+
+
 def _configure(config: Config) -> None:
     """Settings of JAX, before it looks for devices; the learner's hosts meet here.
 
@@ -70,6 +85,7 @@ def _configure(config: Config) -> None:
         jax.config.update("jax_compilation_cache_dir", section.compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if section.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)
     if section.coordinator is None:
         return

@@ -17,7 +17,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from diloco.learner.lead import lead
 from diloco.learner.life import Host, Life
 from diloco.learner.member import Member
 from diloco.learner.placement import put_like
-from diloco.learner.task import Params
+from diloco.learner.task import Batch, Params
 
 
 class Learner:
@@ -100,6 +100,14 @@ class Learner:
             return state
         meter.local_step, meter.earlier_tokens = found.local_step, found.tokens
         return jax.tree.map(put_like, found.state, leaves)
+
+    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; time that the loop waits for them is a metric of its own."""
+        asked_s = time.perf_counter()
+        for batch in batches:
+            self._synchronizer.meter.data_s += time.perf_counter() - asked_s
+            yield batch
+            asked_s = time.perf_counter()
 
     def step(self, params: Params, *, loss: Any, save: Any = None) -> Params:
         """Take a step boundary: adopt what has arrived, send what is due. Waits for nothing.

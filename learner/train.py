@@ -46,7 +46,8 @@ class Program:
         island, (inner_step,) = self._island, self._compiled
         shapes = island.state_lying()
         state = learner.restore(shapes)
-        (trained, constants), batches = tree.split(learner.params), island.feed(learner.position)
+        trained, constants = tree.split(learner.params)
+        batches = learner.reading(island.feed(learner.position))
         judged = state is not shapes
         if not judged:
             state = island.init_state(trained)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from diloco.common.config.fields import Fraction, NonNegative, Seconds, Section, Steps
 from diloco.common.layout import Rhythm
@@ -41,6 +41,14 @@ class RunSection(Section):
         return said.get(learner, 0) if isinstance(said, dict) else said
 
 
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(item) for item in value]
+    return value
+
+
 class TaskSection(Section):
     """What a learner trains."""
 
@@ -50,6 +58,12 @@ class TaskSection(Section):
         " learners join from training loops of their own",
     )
     options: dict[str, Any] = Field(default={}, description="keyword arguments of that function")
+
+    @field_validator("options", mode="after")
+    @classmethod
+    def _as_in_a_file(cls, options: dict[str, Any]) -> dict[str, Any]:
+        # A message's arrays are tuples; a file's are lists, and the two are one setting.
+        return {key: _with_lists(value) for key, value in options.items()}
 
 
 class SyncSection(Section):

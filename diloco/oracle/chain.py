@@ -56,11 +56,17 @@ class Chain:
         self._next_seq = 1
         self._whole_from = 1
         self._versions: dict[int, wire.Record] = {}
+        # Messages that nobody can decode count as the last of a subject as well.
+        self._garbled: set[int] = set()
 
     def hear(self, entry: Entry) -> None:
         """A message of the tape, in order."""
         if concerns(entry, self.fragment):
             self._heard.append(entry)
+
+    def pass_over(self, seq: int) -> None:
+        """A message of the tape that is none of the protocol."""
+        self._garbled.add(seq)
 
     def missing_before(self, seq: int) -> None:
         """The tape lacks messages before a sequence; none of those that follow a record matters.
@@ -232,5 +238,6 @@ class Chain:
         read = [seq for seq in manifests if seq <= seen.after_seq]
         if read and seen.seq < read[-1]:
             life.breach("cut", "seq", f"at least {read[-1]}", seen.seq)
-        if manifests and manifests[0] <= seen.seq and seen.seq not in manifests:
+        known = seen.seq in manifests or seen.seq in self._garbled
+        if manifests and manifests[0] <= seen.seq and not known:
             life.breach("cut", "seq", "an update of the fragment", seen.seq)

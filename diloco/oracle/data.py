@@ -49,8 +49,8 @@ class Data:
             self._learners[name].said = position
         self._epoch = specification.epoch
         self._sent: dict[_Life, _Sent] = defaultdict(_Sent)
-        # Version of each fragment's newest rollback.
-        self._floors: dict[int, int] = defaultdict(int)
+        # Versions of each fragment's rollbacks.
+        self._floors: dict[int, list[int]] = defaultdict(list)
         self._whole = True
 
     def missing(self) -> None:
@@ -99,11 +99,11 @@ class Data:
 
         Who adopts a rollback lets go of what was not sent, and goes on behind it.
         """
-        floor = self._floors[manifest.fragment]
+        floors = self._floors[manifest.fragment]
         if not sent.seq:
             # It may have begun from a version before the rollback: a replica gave it an old record.
-            return learner.least, math.inf if floor else learner.most
-        let_go = sent.base_version < floor <= manifest.base_version
+            return learner.least, math.inf if floors else learner.most
+        let_go = any(sent.base_version < floor <= manifest.base_version for floor in floors)
         return sent.position, math.inf if let_go else sent.position
 
     def resolve(self, record: wire.Record, seq: int) -> Iterator[Finding]:
@@ -117,4 +117,4 @@ class Data:
                 yield Finding("once", seq, about, "", "sent, and not answered", "answered")
             unanswered.discard(number)
         if record.what == "restore":
-            self._floors[record.fragment] = record.version
+            self._floors[record.fragment].append(record.version)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from diloco.common import wire
 from diloco.common.config import RunSettings
+from diloco.common.tape import record_digest
 from diloco.oracle.life import Breach, Close, Life, update_id
 from diloco.oracle.memory import Memory
 from diloco.oracle.numbers import near
@@ -23,6 +24,9 @@ def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[Brea
         ("base_seq", base_seq, record.base_seq),
         ("base_digest", base.view_digest, record.base_digest),
     )
+    # Records of earlier releases name none.
+    if record.previous:
+        yield from _equal("chain", ("previous", record_digest(base), record.previous))
     if moves and base.final:
         yield Breach("chain", "what", "nothing after the last version", record.what)
     if record.what == "restored":

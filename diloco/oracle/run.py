@@ -6,7 +6,7 @@ from diloco.common import wire
 from diloco.common.config import RunSettings, parse_settings
 from diloco.common.errors import WireError
 from diloco.common.layout import Layout
-from diloco.common.tape import Entry, Item, Unreadable, changed_settings
+from diloco.common.tape import Entry, Garbage, Item, Unreadable, changed_settings
 from diloco.oracle import numbers
 from diloco.oracle.arrays import Remaker
 from diloco.oracle.chain import Chain
@@ -56,6 +56,9 @@ class Oracle:
         found: list[Finding] = []
         if isinstance(item, Entry):
             found = list(self._take(item))
+        elif isinstance(item, Garbage):
+            for chain in self.chains:
+                chain.pass_over(item.seq)
         elif isinstance(item, Unreadable):
             self.chains[item.fragment].lose(item.seq)
         self.findings += found
