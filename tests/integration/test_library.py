@@ -12,6 +12,7 @@ import pytest
 from audit import read_items, read_tape
 from harness import ENDLESS, eventually
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
 import diloco
 from diloco.common import names
@@ -98,7 +99,7 @@ def said(world, learner):
 
 def test_two_loops_train_one_model(own_run):
     world = own_run({"checkpoint_dir": "checkpoints", "drain_timeout_s": 60.0})
-    world.aggregator()
+    aggregator = world.aggregator()
     before = float(loss_of(initial(), batch_at(10**6)))
     with diloco.join(world.config_path, learner="a", like=initial()) as island:
         assert island.position == island.global_step == 0
@@ -130,11 +131,28 @@ def test_two_loops_train_one_model(own_run):
         assert island.done
         with pytest.raises(DilocoError, match="after `done`"):
             island.step(params, loss=0.0)
+    assert aggregator.wait() == 0
     read_tape(world).check()
 
 
 class OwnError(Exception):
     """Of a user's own program."""
+
+
+def test_a_run_is_made_from_a_file_of_parameters_without_a_task(new_world, tmp_path):
+    world = new_world(create=False, run={**ENDLESS, "tokens_per_step": 8})
+    del world.document["task"]
+    world.variant("run", {})
+    params = {"a/w": np.ones((64, 16), np.float32), "b": np.arange(48, dtype=np.float32)}
+    save_file(params, tmp_path / "first.safetensors")
+    source = str(tmp_path / "first.safetensors")
+    create = world.start(
+        "create", "run", "create", "--config", str(world.config_path), "--from", source
+    )
+    assert create.wait() == 0, create.log()
+    found = diloco.load(world.config_path, like={"a": {"w": 0}, "b": 0})
+    np.testing.assert_array_equal(found["a"]["w"], params["a/w"])
+    np.testing.assert_array_equal(found["b"], params["b"])
 
 
 def run_loop(world, body, learner="a"):
