@@ -206,7 +206,7 @@ class _Owner:
 
 @dataclass
 class _Learner:
-    """One life of a learner: `diloco.learner.train.Trainer` with virtual time for its clock."""
+    """One life of a learner: `learner.synchronizer` with virtual time for its clock."""
 
     world: "World"
     name: str

@@ -9,9 +9,11 @@ import contextlib
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from diloco.common import log
@@ -171,6 +173,42 @@ def on_signals(stop: Callable[[], object]) -> None:
 
     signal.signal(signal.SIGINT, handle)
     signal.signal(signal.SIGTERM, handle)
+
+
+@contextlib.contextmanager
+def asked_by_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """For as long as the block lasts, the first SIGINT or SIGTERM calls `stop`.
+
+    Handlers that were there are called too, at each signal. From the second on, where there was
+    none, a signal does what it did before. Signals that were ignored stay so. Off the main
+    thread, which alone may set handlers, nothing is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        earlier = before[number]
+        if not seen:
+            stop()
+        elif earlier in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, earlier)
+            signal.raise_signal(number)
+        seen.append(number)
+        if callable(earlier) and earlier is not signal.default_int_handler:
+            earlier(number, frame)
+
+    taken = [number for number, earlier in before.items() if earlier not in (None, signal.SIG_IGN)]
+    for number in taken:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
 
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:

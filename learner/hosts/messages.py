@@ -3,6 +3,7 @@
     host 0 -> workers  Begin     what the run is
                        Load      where a fragment's first view is
                        Go        the life that begins, and where its data goes on
+                       Resume    the checkpoint to go on from
                        Turn      what to do at the next boundary
                        Prepare   bring a version onto the devices: an attempt, with a number
                        Drop      the attempt came to nothing: free what there is of it
@@ -58,12 +59,17 @@ class Load(HostMessage):
 
 
 class Go(HostMessage):
-    """Everybody is ready; `checkpoint` is the one to go on from, None to begin anew."""
+    """Everybody is ready."""
 
     incarnation: int
-    checkpoint: CheckpointId | None
     position: int
     global_step: int
+
+
+class Resume(HostMessage):
+    """`checkpoint` is the one to go on from, None to begin anew."""
+
+    checkpoint: CheckpointId | None
 
 
 class Effect(Part):
@@ -146,18 +152,8 @@ class LeaveAsked(HostMessage):
 _KINDS: Final[dict[str, type[HostMessage]]] = {
     kind.__name__: kind
     for kind in (
-        Begin,
-        Load,
-        Go,
-        Turn,
-        Prepare,
-        Drop,
-        Ending,
-        Hello,
-        Have,
-        Prepared,
-        Stored,
-        LeaveAsked,
+        *(Begin, Load, Go, Resume, Turn, Prepare, Drop, Ending),
+        *(Hello, Have, Prepared, Stored, LeaveAsked),
     )
 }
 

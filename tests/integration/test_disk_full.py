@@ -24,7 +24,7 @@ from diloco.learner.context import Context
 from diloco.learner.incarnation import Joined
 from diloco.learner.peers import Alone
 from diloco.learner.publish import Publisher, Uploader
-from diloco.learner.train import Meter
+from diloco.learner.synchronizer import Meter
 
 RUN = "full"
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)

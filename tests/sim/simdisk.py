@@ -18,7 +18,7 @@ from diloco.learner import checkpoint as checkpoints
 from diloco.learner.checkpoint import Checkpoint, Facts, PartFolder
 from diloco.learner.context import Context
 from diloco.learner.recovery import Progress, Restored, restore
-from diloco.learner.train import Trainer
+from diloco.learner.synchronizer import Synchronizer
 
 KEEP = 12
 EVERY_STEPS = 3
@@ -44,13 +44,15 @@ class Disk:
         """Throw it away."""
         self._folder.cleanup()
 
-    def save(self, actor: Actor, context: Context, trainer: Trainer, incarnation: int) -> None:
+    def save(
+        self, actor: Actor, context: Context, synchronizer: Synchronizer, incarnation: int
+    ) -> None:
         """Make a checkpoint, unless it is not time for one."""
-        step = trainer.meter.local_step
+        step = synchronizer.meter.local_step
         if step % EVERY_STEPS:
             return
         arrays = {key: np.full(4, step, np.float32) for key in checkpoints.on_host(LIKE)}
-        progress = Progress(step, trainer.meter.tokens, trainer.position, 0)
+        progress = Progress(step, synchronizer.meter.tokens, synchronizer.position, 0)
         facts = Facts(
             run=context.run,
             learner=context.learner,

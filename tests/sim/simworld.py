@@ -54,7 +54,7 @@ from diloco.learner.planner import HOLD_S, Planner
 from diloco.learner.position import position_after_join
 from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import NoCheckpoints
-from diloco.learner.train import Meter, Trainer
+from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.operate.create import create_run
 from diloco.operate.streams import make_streams
 
@@ -368,8 +368,8 @@ class SimBackground:
             self.actor.world.fail(Violation("breaks", self.actor.name, repr(error)))
 
 
-class SimTrainer(Trainer):
-    """`Trainer` that shows the checkers each view it has adopted."""
+class SimSynchronizer(Synchronizer):
+    """`Synchronizer` that shows the checkers each view it has adopted."""
 
     def _perform(self, effect: sync.Effect) -> None:
         super()._perform(effect)
@@ -380,7 +380,7 @@ class SimTrainer(Trainer):
 
 
 class SimLearner:
-    """A learner in virtual time: production publisher, adopter, core and trainer, life by life.
+    """A learner in virtual time: production publisher, adopter, core and synchronizer, life by life.
 
     Args:
         world: where it trains.
@@ -471,18 +471,17 @@ class SimLearner:
             inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,
             asked_to_leave=lambda: self.leave_asked,
         )  # fmt: skip
-        trainer = SimTrainer(
-            replica=replica, inner_step=None, optimizer_state=None, batches=iter(()),
-            position=position, tokens_per_step=TOKENS, boundaries=planner,
+        synchronizer = SimSynchronizer(
+            replica=replica, position=position, tokens_per_step=TOKENS, boundaries=planner,
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
             saver=NoCheckpoints(), clock=actor.clock,
         )  # fmt: skip
         save = None
         if self.disk is not None:
-            save = partial(self.disk.save, actor, context, trainer, life.incarnation)
-        await self._train(actor, trainer, save)
+            save = partial(self.disk.save, actor, context, synchronizer, life.incarnation)
+        await self._train(actor, synchronizer, save)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(publisher.leave(trainer.position), LEAVE_S)
+            await asyncio.wait_for(publisher.leave(synchronizer.position), LEAVE_S)
 
     async def _end_when_superseded(self, context: LearnerContext, life: Joined) -> None:
         """As `diloco.learner.lead` does it: the error ends the process."""
@@ -501,27 +500,27 @@ class SimLearner:
         return MeshUploader(context, replica, actor.rng, hosts)
 
     async def _train(
-        self, actor: Actor, trainer: SimTrainer, save: Callable[[], None] | None
+        self, actor: Actor, synchronizer: SimSynchronizer, save: Callable[[], None] | None
     ) -> None:
-        world, meter, loop = self.world, trainer.meter, self.world.loop
+        world, meter, loop = self.world, synchronizer.meter, self.world.loop
         meter.step_time_s = self.step_s
         then = "step"
         while then != "end":
             if then == "hold":
                 await asyncio.sleep(HOLD_S)
                 actor.check()
-                then = trainer.turn().then
+                then = synchronizer.turn().then
                 continue
             await asyncio.sleep(self.step_s * actor.rng.uniform(0.95, 1.05))
             actor.check()
             began_s = loop.now_s
-            world.tensors.train(trainer.replica, self.index, trainer.position)
-            trainer.position += 1
+            world.tensors.train(synchronizer.replica, self.index, synchronizer.position)
+            synchronizer.position += 1
             self.steps += 1
             world.steps += 1
             meter.local_step += 1
             meter.tokens += TOKENS
             if save is not None:
                 save()
-            then = trainer.turn().then
+            then = synchronizer.turn().then
             world.checkers.on_stepped(self.name, loop.now_s - began_s)

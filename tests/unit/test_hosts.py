@@ -41,7 +41,8 @@ SEND = sync.Send(0, 2, 3, "3" * 32, 5, 50, final=True)
 EVERYTHING = [
     messages.Begin(epoch=1, layout="1" * 32, constants=None),
     messages.Load(change=CHANGE._replace(snapshot=REF, deltas=(REF, REF))),
-    messages.Go(incarnation=5, checkpoint=(3, 8), position=2, global_step=6),
+    messages.Go(incarnation=5, position=2, global_step=6),
+    messages.Resume(checkpoint=(3, 8)),
     messages.Prepare(attempt=1, change=CHANGE),
     messages.Drop(attempt=1),
     messages.Hello(secret="s", host=1),
@@ -150,7 +151,7 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
     listener = await listen("127.0.0.1")
     link = await connect(1, listener.address, "secret", lambda _: None)
     coordinator = Coordinator(loop, await listener.meet(2, "secret"), lambda error: None)
-    go = messages.Go(incarnation=1, checkpoint=None, position=0, global_step=0)
+    go = messages.Go(incarnation=1, position=0, global_step=0)
     worker = Worker(make_context(), link, hands, None, spawn, lambda: False, go)
     spawn(worker.serve())
     try:
