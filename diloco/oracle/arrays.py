@@ -5,13 +5,16 @@ Shapes: N elements of a fragment's vector, B blocks, S segments.
 The recorded inputs, coefficients, factors and step sizes must give both digests, bit for bit, and
 each recorded number must be what the rules give, as far as its own rounding allows:
 
-- coefficient: w S c for an average, w S / |v| for RDA, rounded to bfloat16;
-- factor: 1 / sum w for an average; (sum w S c |v| / sum w) / |sum| for RDA;
-- the sum: code x scale x coefficient, exact in float32, added in the order of the record;
+- unit: 2^k, the first weight's power of two, and that of a weight 2^32 units and more;
+- coefficient: u S c for an average, u S / |v| for RDA, with u = w / 2^k, rounded to bfloat16;
+- factor: 2^k / sum w for an average; (sum w S c |v| / sum w) / |sum| for RDA; k is the last;
+- the sum: code x (scale x coefficient), exact in float32, added in the order of the record; what
+  is below 2^-100 counts as 0, and the sum so far is divided where the unit rises;
 - the outer step in float32, one rounding an operation;
 - the delta: master parameters less the old view, quantized; what that loses stays in the master.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +34,9 @@ from diloco.oracle.finding import Finding
 Vector = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-LEAST, GREATEST = 2.0**-60, 2.0**60
+# Of coefficients, and of what is added (docs/adr/0029-units-of-weight.md).
+LEAST, LEAST_ADDED, GREATEST_STEP = 2.0**-126, 2.0**-100, 2.0**100
+HEADROOM = 32
 CANCELS = 1e-6
 BFLOAT16 = 2.0**-8
 # Norms of float32 sums, and the factors that follow from them.
@@ -70,14 +75,15 @@ class Numbers(NamedTuple):
 
     Attributes:
         norms: of each segment of an update, float64 [S].
-        add: a sum (None: empty) with one more update, whose coefficients are per segment.
+        add: a sum (None: empty) with one more update, whose coefficients are per segment, in a
+            unit of weight that may have risen since the update before.
         lengths: of each segment of a sum, float64 [S]; None where it has none.
         step: moves parameters and state, in place, by a sum and its factors.
-        counted: a weight as it counts in the average's denominator.
+        counted: a weight, in units, as it counts in the average's denominator.
     """
 
     norms: Callable[[Grid, Codec, Encoded], Doubles]
-    add: Callable[[Grid, Codec, Any, Encoded, npt.NDArray[Any]], Any]
+    add: Callable[[Grid, Codec, Any, Encoded, npt.NDArray[Any], int, int], Any]
     lengths: Callable[[Grid, Any], Doubles | None]
     step: Callable[[Grid, RunSettings, Arrays, Any, Vector, wire.Record], None]
     counted: Callable[[float], float]
@@ -162,6 +168,8 @@ class Remaker:
     ) -> Iterator[tuple[str, str, Any, Any]]:
         numbers, total = self._numbers, None
         norms = []
+        yield from _units(record)
+        unit = record.inputs[0].weight_unit
         for taken in record.inputs:
             codec: Codec = settings.sync.codec
             update = read_update(self._get, grid, codec, taken.shards)
@@ -169,10 +177,11 @@ class Remaker:
             coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
             yield from _norm(taken, norms[-1])
             yield from _coefficients(grid, taken, norms[-1], coefficients_S)
-            total = numbers.add(grid, codec, total, update, coefficients_S)
+            rise, unit = taken.weight_unit - unit, taken.weight_unit
+            total = numbers.add(grid, codec, total, update, coefficients_S, unit, rise)
         factors_S = np.frombuffer(record.factors, np.float32)
         lengths_S = numbers.lengths(grid, total)
-        counted = [numbers.counted(taken.weight) for taken in record.inputs]
+        counted = [numbers.counted(math.ldexp(each.weight, -unit)) for each in record.inputs]
         yield from _factors(grid, record, norms, lengths_S, 1 / sum(counted), factors_S)
         numbers.step(grid, settings, arrays, total, factors_S, record)
         yield from self._move_view(settings, arrays, record)
@@ -237,13 +246,24 @@ def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, 
         yield "weight", f"norm of {taken.learner}", norm, taken.norm
 
 
+def _units(record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
+    """Each input's unit follows from the weights up to it; earlier releases had none."""
+    found = [taken.weight_unit for taken in record.inputs]
+    wanted: list[int] = []
+    for taken in record.inputs:
+        own = math.frexp(taken.weight)[1] - 1
+        wanted.append(own if not wanted or own - wanted[-1] >= HEADROOM else wanted[-1])
+    if found != wanted and (record.previous or any(found)):
+        yield "coefficients", "units of weight", wanted, found
+
+
 def _coefficients(
     grid: Grid, taken: wire.Input, norms_S: Doubles, found_S: npt.NDArray[Any]
 ) -> Iterator[tuple[str, str, Any, Any]]:
-    share = taken.weight * taken.discount
+    share = math.ldexp(taken.weight, -taken.weight_unit) * taken.discount
     there_S = np.where(norms_S > 0, norms_S, np.inf)
     wanted_S = np.where(grid.radial_S, share / there_S, share * taken.clip)
-    wanted_S = np.where(wanted_S > 0, np.clip(wanted_S, LEAST, GREATEST), 0.0)
+    wanted_S = np.where(wanted_S >= LEAST, wanted_S, 0.0)
     # A norm in float32 may fall on the other side of what is rounded to bfloat16.
     error_S = np.where(grid.radial_S, NORM_ERROR, 1e-12) * wanted_S
     low_S, high_S = ((wanted_S + s * error_S).astype(ml_dtypes.bfloat16) for s in (-1, 1))
@@ -261,12 +281,13 @@ def _factors(
     average: float,
     found_S: Vector,
 ) -> Iterator[tuple[str, str, Any, Any]]:
-    weights = [taken.weight for taken in record.inputs]
+    unit = record.inputs[-1].weight_unit
+    weights = [math.ldexp(taken.weight, -unit) for taken in record.inputs]
     wanted_S = np.full(len(grid.radial_S), average)
     if lengths_S is not None:
         magnitude_S, reach_S = np.zeros_like(wanted_S), np.zeros_like(wanted_S)
-        for taken, norms_S in zip(record.inputs, norms, strict=True):
-            share = taken.weight * taken.discount
+        for taken, weight, norms_S in zip(record.inputs, weights, norms, strict=True):
+            share = weight * taken.discount
             magnitude_S += share * taken.clip * norms_S / sum(weights)
             reach_S += share * (norms_S > 0)
         cancels_S = lengths_S <= CANCELS * reach_S
@@ -304,12 +325,33 @@ def _lengths_of(grid: Grid, values: Doubles) -> Doubles:
 
 
 def _add(
-    grid: Grid, codec: Codec, total: Vector | None, update: Encoded, found_S: npt.NDArray[Any]
+    grid: Grid,
+    codec: Codec,
+    total: Vector | None,
+    update: Encoded,
+    found_S: npt.NDArray[Any],
+    _unit: int,
+    rise: int,
 ) -> Vector:
-    values = decode_numpy(codec, update, grid.block).reshape(-1, grid.block)
-    addend = (values * grid.blocks(found_S)[:, None]).reshape(-1)
-    found: Vector = addend + np.float32(0) if total is None else total + addend
-    return found
+    given_B = grid.blocks(found_S)
+    if codec in GREATEST_CODE:
+        ones = Encoded(np.ones_like(update.scales), update.codes)
+        values = decode_numpy(codec, ones, grid.block).reshape(-1, grid.block)
+        step_B = _normal(update.scales.astype(np.float32) * given_B)
+        step_B = np.minimum(step_B, np.float32(GREATEST_STEP))
+        addend = (values * step_B[:, None]).reshape(-1)
+    else:
+        values = decode_numpy(codec, update, grid.block).reshape(-1, grid.block)
+        addend = _normal(values * given_B[:, None]).reshape(-1)
+    if total is None:
+        return addend + np.float32(0)
+    # In float64 each power of two of a legal rise exists, and the product is exact.
+    lowered = _normal((total * np.float64(2.0) ** -rise).astype(np.float32)) if rise else total
+    return lowered + addend
+
+
+def _normal(values: Vector) -> Vector:
+    return np.where(np.abs(values) < np.float32(LEAST_ADDED), np.float32(0), values)
 
 
 def _lengths(grid: Grid, total: Vector) -> Doubles | None:

@@ -94,7 +94,7 @@ def record_of(rules, commit: Commit, base_digest: str) -> wire.Record:
         fragment=rules.fragment,
         base_digest=base_digest,
         layout=rules.layout,
-        inputs=tuple(merged_input(taken, b"") for taken in commit.state.admitted),
+        inputs=tuple(merged_input(taken, b"", 0) for taken in commit.state.admitted),
         view_digest=digest_of(decided.version),
         outer_digest=digest_of(decided.version),
     )

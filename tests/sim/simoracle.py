@@ -24,9 +24,16 @@ def _norms(grid: Grid, _codec: Codec, update: Encoded) -> np.ndarray:
 
 
 def _add(
-    _grid: Grid, _codec: Codec, total: bytes | None, update: Encoded, found_S: np.ndarray
+    _grid: Grid,
+    _codec: Codec,
+    total: bytes | None,
+    update: Encoded,
+    found_S: np.ndarray,
+    unit: int,
+    _rise: int,
 ) -> bytes:
-    return xxhash.xxh3_128_digest((total or b"") + update.codes.tobytes() + found_S.tobytes())
+    given = found_S.tobytes() + struct.pack("<h", unit)
+    return xxhash.xxh3_128_digest((total or b"") + update.codes.tobytes() + given)
 
 
 def _step(
