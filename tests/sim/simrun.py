@@ -63,7 +63,7 @@ PROCESSES = (
 )
 KINDS = (*OPERATIONS, *PROCESSES)
 # What a full world has besides: operations again, then what befalls the run.
-MORE_OPERATIONS = {"false_answer": 0.3, "rot": 0.1}
+MORE_OPERATIONS = {"false_answer": 0.3, "rot": 0.1, "rot_version": 0.05}
 WORLDS = (
     *MORE_OPERATIONS,
     "disk_full",
@@ -81,6 +81,8 @@ OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75
 PATIENCE_S = 1800.0
+# For how long a run whose objects are damaged is watched without faults.
+STANDSTILL_S = 30.0
 # Simulations between two collections of what they leave.
 COLLECT_EVERY = 8
 _simulated = itertools.count(1)
@@ -282,6 +284,10 @@ class Scenario:
         for task in trouble:
             task.cancel()
         self._calm_down()
+        if world.damaged:
+            # Fragments may stand still until somebody has repaired what is stored.
+            await asyncio.wait(work, timeout=STANDSTILL_S)
+            return
         await asyncio.gather(*work)
 
     def _calm_down(self) -> None:
@@ -469,7 +475,8 @@ def simulate(plan: Trial) -> Outcome:
     with _without_collector():
         try:
             world.run(scenario.run, plan.minutes * 60 + PATIENCE_S)
-            world.checkers.check_resolved()
+            if not world.damaged:
+                world.checkers.check_resolved()
         except Violation as violation:
             outcome.violation = violation
         finally:
