@@ -138,11 +138,12 @@ headline: install ## goodput, a slow link and one round, beside peers; ARGS=--sh
 	@$(RUN) bench.headline_figures $(HEADLINE) --to $(HEADLINE)
 
 # setuptools builds the editable install, which runs without build isolation.
-lock: install ## resolve requirements.lock again; ARGS=--upgrade for newer versions
+lock: install ## resolve requirements.lock and locks/ again; ARGS=--upgrade for newer versions
 	@printf 'setuptools>=77\n' | $(BIN)/uv pip compile pyproject.toml - --quiet \
 		--extra dev --universal --python-version 3.11 --fork-strategy fewest \
 		--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate \
 		--output-file requirements.lock $(ARGS) >/dev/null
+	@$(BIN)/python locks/resolve.py $(BIN)/uv $(ARGS)
 
 clean: ## remove .venv, caches and build leftovers; runs/ stays
 	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

@@ -71,6 +71,7 @@ STEP_TIME = _gauge("learner_step_seconds", "inner step time, moving average")
 STALL = _counter(
     "learner_stall_seconds_total", "time that synchronization blocked the training thread"
 )
+DATA_WAIT = _counter("learner_data_wait_seconds_total", "time that training waited for its batches")
 RUN_TIME = _counter("learner_run_seconds_total", "time since the first step")
 UP = _counter("learner_uploaded_bytes_total", "bytes written to the store")
 DOWN = _counter("learner_downloaded_bytes_total", "bytes read from the store")
@@ -138,8 +139,8 @@ TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
 DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (
-    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, STEP_TIME, STALL, RUN_TIME, UP, DOWN, SENT,
-    CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
+    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, STEP_TIME, STALL, DATA_WAIT, RUN_TIME, UP, DOWN,
+    SENT, CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, STOPPED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,

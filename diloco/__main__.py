@@ -44,6 +44,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     bus: Annotated[
         str | None,
         typer.Option(
@@ -68,6 +69,10 @@ def options(
     ] = False,
 ) -> None:
     """Train one model on islands of accelerators that are far apart, unequal and unreliable."""
+    if context.invoked_subcommand != "learner":
+        from diloco.common.config import keep_off_accelerators
+
+        keep_off_accelerators()
     if bus is not None or store is not None:
         from diloco.cli.opening import Place, use_place
 

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from diloco.common import log, names
+from diloco.common.accelerators import find_accelerators, unused
 from diloco.common.bus.jetstream import AskedToStopError
-from diloco.common.config import Config
+from diloco.common.config import Config, allows_accelerators
 from diloco.common.errors import ConfigError, HostLostError, status_of
 from diloco.common.manager import tell
 from diloco.common.probes import make_probes, serving
@@ -37,6 +38,7 @@ def serve(config: Config, learner: str) -> None:
         if config.learner.coordinator is not None:
             probes.health.begin_phase("meeting the learner's other hosts")
         _configure(config)
+        warn_of_unused_accelerators(config)
         with _together():
             probes.health.begin_phase("building the task")
             host = Host(
@@ -66,6 +68,19 @@ def _end_before_it_began(host: Host, why: str) -> None:
     tell(host.probes.manager, READY="1", STATUS=f"left: {why}")
 
 
+def warn_of_unused_accelerators(config: Config) -> None:
+    """Say so if JAX trains on the CPU of a machine that has something better."""
+    wanted = not config.learner.cpu_devices and allows_accelerators()
+    if not wanted or jax.default_backend() != "cpu":
+        return
+    found = find_accelerators()
+    if found is not None:
+        logger = log.get(run=config.run.name)
+        logger.warning(
+            "accelerator_unused", found=found.count(len(found.names)), advice=unused(found)
+        )
+
+
 def check_name(learner: str) -> None:
     """Refuse what is not a valid learner name.
 
@@ -90,6 +105,7 @@ def _configure(config: Config) -> None:
         jax.config.update("jax_compilation_cache_dir", section.compilation_cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if section.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", section.cpu_devices)
     if section.coordinator is None:
         return

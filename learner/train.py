@@ -94,8 +94,8 @@ class Meter:
     """What a learner knows of its own work; read by the heartbeat from another thread.
 
     `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
-    `stall_s` is the training thread's time in synchronization; `run_s` all its time since the
-    first step.
+    `stall_s` is the training thread's time in synchronization, `data_s` that in waiting for
+    batches; `run_s` all its time since the first step.
     """
 
     learner: str
@@ -109,6 +109,7 @@ class Meter:
     step_time_s: float = 0.0
     tokens_per_s: float = 0.0
     stall_s: float = 0.0
+    data_s: float = 0.0
     run_s: float = 0.0
     _began_s: float = field(default_factory=time.perf_counter)
 
@@ -134,6 +135,7 @@ class Meter:
             tokens_per_s=self.tokens_per_s,
             step_time_s=self.step_time_s,
             stall_s=self.stall_s,
+            data_s=self.data_s,
             run_s=self.run_s,
             bytes_up=self.traffic.bytes_up,
             bytes_down=self.traffic.bytes_down,
@@ -222,7 +224,9 @@ class Trainer:
 
     def step(self, global_step: int) -> jax.Array:
         """Dispatch one inner step on the next batch; its loss, still being computed."""
+        asked_s = time.perf_counter()
         batch = next(self.batches)
+        self.meter.data_s += time.perf_counter() - asked_s
         self.meter.global_step = global_step
         self.replica.trained, self.optimizer_state, loss = self.inner_step(
             self.replica.trained, self.optimizer_state, batch, np.int32(global_step)

@@ -1,7 +1,5 @@
 """Learners of several devices and several hosts beside others, in one run."""
 
-import re
-
 import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, Process, World
@@ -10,10 +8,6 @@ from diloco.common.nats_server import LOOPBACK, free_port
 
 # The tape keeps every life's messages, to be looked at afterwards.
 WHOLE = {"enabled": False}
-# The pieces of what Gloo says: its threads write side by side, one piece at a time.
-GLOO = re.compile(
-    r"\[Gloo\] Rank|is connected to|Expected number of connected peer ranks is :|peer ranks\.|\d+|\s"
-)
 # Amid training, on each host by itself.
 OFTEN = {
     "heartbeat_interval_s": 0.25,
@@ -53,17 +47,10 @@ def end(world: World) -> Tape:
     for process in alive:
         assert process.wait() == 0, process.log()
     for process in alive:
-        check_clean_log(process)
+        process.check_clean_log()
     tape = read_tape(world)
     tape.check()
     return tape
-
-
-def check_clean_log(process: Process) -> None:
-    """As `Process.check_clean_log`, but for what Gloo says when hosts meet."""
-    lines = process.log().splitlines()
-    strange = [line for line in lines if not line.startswith("{") and GLOO.sub("", line)]
-    assert not strange, f"{process.arguments}: {strange[:20]}"
 
 
 @pytest.mark.timeout(600)

