@@ -39,6 +39,8 @@ class Disk:
         self._parts = PartFolder(self._path, KEEP)
         # Local steps of those that are whole, oldest first.
         self._whole: list[int] = []
+        # Whether this life has written any.
+        self._written = False
 
     def close(self) -> None:
         """Throw it away."""
@@ -67,11 +69,13 @@ class Disk:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         self._parts.write(checkpoint)
+        self._written = True
         self._whole = [*self._whole, checkpoint.facts.local_step][-KEEP:]
 
     def lose_power(self) -> bool:
-        """Cut short, half of the time, what was written last."""
-        if not self._whole or self._rng.random() < 0.5:
+        """Cut short, half of the time, what this life has written last."""
+        written, self._written = self._written, False
+        if not written or self._rng.random() < 0.5:
             return False
         newest = max(self._path.glob("*.safetensors"), key=lambda path: int(path.stem))
         data = newest.read_bytes()

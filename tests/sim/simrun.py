@@ -64,7 +64,7 @@ PROCESSES = (
 )
 KINDS = (*OPERATIONS, *PROCESSES)
 # What a full world has besides: operations again, then what befalls the run.
-MORE_OPERATIONS = {"false_answer": 0.3, "rot": 0.1}
+MORE_OPERATIONS = {"false_answer": 0.3, "rot": 0.1, "rot_version": 0.05}
 WORLDS = (
     *MORE_OPERATIONS,
     "disk_full",
@@ -84,6 +84,8 @@ FAULTY = 0.75
 PATIENCE_S = 1800.0
 # In calm, whoever is superseded has ended after so long: a pause or a partition may still last.
 SUPERSEDED_S = 45.0
+# For how long a run whose objects are damaged is watched without faults.
+STANDSTILL_S = 30.0
 # Simulations between two collections of what they leave.
 COLLECT_EVERY = 8
 _simulated = itertools.count(1)
@@ -288,6 +290,10 @@ class Scenario:
         for task in trouble:
             task.cancel()
         self._calm_down()
+        if world.damaged:
+            # Fragments may stand still until somebody has repaired what is stored.
+            await asyncio.wait(work, timeout=STANDSTILL_S)
+            return
         work.append(asyncio.ensure_future(self._check_superseded()))
         await asyncio.gather(*work)
 
@@ -506,7 +512,8 @@ def simulate(plan: Trial) -> Outcome:
     with _without_collector():
         try:
             world.run(scenario.run, plan.minutes * 60 + PATIENCE_S)
-            world.checkers.check_resolved()
+            if not world.damaged:
+                world.checkers.check_resolved()
         except Violation as violation:
             outcome.violation = violation
         finally:

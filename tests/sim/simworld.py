@@ -442,9 +442,10 @@ class SimLearner:
         theirs = parse_settings(specification.settings)
         check_same_run(world.settings, theirs, world.layout.digest, specification.layout)
         context = replace(context, epoch=specification.epoch)
-        actor.starting = False
         fragments = range(len(world.layout.fragments))
+        # A replica that is far behind may know of no record for longer than a start has patience.
         loaded = [await load(context, fragment) for fragment in fragments]
+        actor.starting = False
         views = [item.view for item in loaded]
         starts = tuple(start_at(item) for item in loaded)
         replica = tensors.replica(self.index, world.settings.sync, world.layout, views)

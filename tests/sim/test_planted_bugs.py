@@ -244,6 +244,11 @@ def no_answer_taken_for_one():
     return mock.patch("diloco.common.service.Runtime.call", once)
 
 
+def deltas_taken_as_they_come():
+    """A learner does not compare a version's delta with the checksum in its record."""
+    return mock.patch("diloco.learner.fetch.get_object", lambda store, ref: store.get(ref.name))
+
+
 # Of each: the kinds of faults that find it, if not those of light seeds; and the rules it breaks.
 BUGS = {
     # Beside a newer life for ever, it may hide how far that one got.
@@ -271,6 +276,7 @@ BUGS = {
     epoch_of_manifests_unchecked: (("hostile",), {"fooled", "resolved"}),
     epoch_not_asked_for: (("resume",), {"breaks", "chain", "ends"}),
     deltas_in_the_codec_of_updates: (("numbers",), {"view", "breaks"}),
+    deltas_taken_as_they_come: (("rot_version",), {"view", "breaks"}),
     checkpoints_in_string_order: (("checkpoints", "crash"), {"checkpoint"}),
     no_answer_taken_for_one: (
         ("power_cut", "store_lost_answer", "crash"),
