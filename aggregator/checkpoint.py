@@ -125,9 +125,7 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
         quorum_at_s=source.quorum_at_s,
         closed_at_s=source.closed_at_s,
     )
-    return compose(
-        context, source.fragment, decided, contents, base_digest="", totals=source.totals
-    )
+    return compose(context, source.fragment, decided, contents, previous=None, totals=source.totals)
 
 
 async def _data_positions(
@@ -255,7 +253,7 @@ async def _begin(context: Context, source: wire.Record, settings_seq: int) -> No
         source.fragment,
         decided,
         contents_of(source)._replace(merged_at_s=now_s),
-        base_digest=source.base_digest,
+        previous=None,
         totals=source.totals,
     )
     # Nothing is begun whose objects are gone or damaged.

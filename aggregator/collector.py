@@ -19,7 +19,13 @@ from diloco.aggregator.core import garbage, memory
 from diloco.aggregator.core.garbage import Fleet, Ledger, Trim
 from diloco.aggregator.core.state import State, UpdateId
 from diloco.common import log, metrics, names, wire
-from diloco.common.errors import DilocoError, ObjectMissingError, RunMismatchError, WireError
+from diloco.common.errors import (
+    DilocoError,
+    IntegrityError,
+    ObjectMissingError,
+    RunMismatchError,
+    WireError,
+)
 from diloco.common.store import ObjectInfo, ObjectStore
 from diloco.common.tape import RunContext, decode_as, last_record, records_of
 
@@ -94,9 +100,11 @@ class Collector:
         found = await context.runtime.call(
             list_fragment, context.store, context.run, self._fragment, [*fleet.lives]
         )
+        last_seq = await context.bus.last_sequence(context.tape)
         retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
         await read_on(context, self._ledger)
         await check_epoch(context)
+        check_tape_is_newest(self._ledger, found, last_seq)
         plan = garbage.plan(
             self._ledger,
             found,
@@ -222,6 +230,21 @@ async def check_epoch(context: RunContext) -> None:
         raise RunMismatchError(
             f"run {context.run!r} was resumed as epoch {newest}, this is epoch {context.epoch}",
             hint="this process is connected to the server of an earlier tape: stop it",
+        )
+
+
+def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo], last_seq: int) -> None:
+    """Refuse to judge a store that has what the tape has not come to.
+
+    Raises:
+        IntegrityError: the tape ends before the fragment's objects.
+    """
+    newer = next(garbage.newer_than_tape(ledger, found, last_seq), None)
+    if newer is not None:
+        raise IntegrityError(
+            f"run {ledger.run!r}: the tape ends before its objects, it knows nothing of {newer!r}",
+            hint="was the stream cut, or an older copy restored? nothing is deleted: "
+            "runbooks/debug-with-replay.md",
         )
 
 

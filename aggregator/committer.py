@@ -113,6 +113,6 @@ class Committer:
             previous.fragment,
             decided,
             contents,
-            base_digest=previous.view_digest,
+            previous=previous,
             totals=sum_up(previous.totals, contents.inputs, decided.rejected),
         )

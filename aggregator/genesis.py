@@ -72,7 +72,7 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
         outer_digest=arrays.outer_digest(),
         merged_at_s=now_s,
     )
-    record = compose(context, fragment, decided, contents, base_digest="", totals=NOTHING)
+    record = compose(context, fragment, decided, contents, previous=None, totals=NOTHING)
     try:
         await commit_record(context, record)
     except SwapLostError:

@@ -12,7 +12,8 @@ from diloco.aggregator.context import Context, identity, store_version_object
 from diloco.aggregator.core import rounds
 from diloco.aggregator.core.decisions import Decided
 from diloco.aggregator.core.state import State
-from diloco.common import log, wire
+from diloco.common import log, release, wire
+from diloco.common.tape import record_digest
 
 
 class Contents(NamedTuple):
@@ -70,7 +71,7 @@ def compose(
     decided: Decided,
     contents: Contents,
     *,
-    base_digest: str,
+    previous: wire.Record | None,
     totals: wire.Totals,
     restored_version: int | None = None,
 ) -> wire.Record:
@@ -81,7 +82,7 @@ def compose(
         fragment: its index.
         decided: the machine's part.
         contents: the arrays' part.
-        base_digest: of the view before it; "" for the first record of a tape.
+        previous: the fragment's record before it; None for the first of a tape.
         totals: sums of the fragment's records up to this one.
         restored_version: whose contents it repeats, if it goes back.
     """
@@ -93,7 +94,7 @@ def compose(
         version=decided.version,
         restored_version=restored_version,
         base_seq=decided.base_seq,
-        base_digest=base_digest,
+        base_digest=previous.view_digest if previous is not None else "",
         layout=context.layout.digest,
         global_step=decided.global_step,
         inputs=contents.inputs,
@@ -122,6 +123,9 @@ def compose(
         merged_at_s=contents.merged_at_s,
         aggregator=context.name,
         attempt_id=identity(context),
+        previous=record_digest(previous) if previous is not None else "",
+        release=release.release(),
+        lock=release.lock(),
     )
 
 

@@ -147,7 +147,7 @@ async def _again(
         contents._replace(
             learning_rate=newest.learning_rate, momentum=newest.momentum, merged_at_s=now_s
         ),
-        base_digest=newest.view_digest,
+        previous=newest,
         totals=newest.totals,
         restored_version=target.version,
     )

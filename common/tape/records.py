@@ -4,14 +4,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+import msgpack
+
 from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import (
     IntegrityError,
+    NewTapeError,
     ObjectLostError,
     ObjectMissingError,
     RunIncompleteError,
-    RunMismatchError,
     WireError,
 )
 from diloco.common.reasons import Reason
@@ -85,10 +87,10 @@ def check_record(context: RunContext, found: wire.Record) -> None:
 
     Raises:
         IntegrityError: it is of another layout.
-        RunMismatchError: it is of another epoch.
+        NewTapeError: it is of another epoch.
     """
     if found.epoch != context.epoch:
-        raise RunMismatchError(
+        raise NewTapeError(
             f"run {context.run!r} is in epoch {found.epoch}, this process began in epoch "
             f"{context.epoch}: the run was resumed on a new tape",
             hint="start this process again",
@@ -120,7 +122,7 @@ async def records_of(
     Those before `start_seq` are passed over, and those that are collected meanwhile.
 
     Raises:
-        RunMismatchError, IntegrityError: as `last_record`.
+        NewTapeError, IntegrityError: as `last_record`.
         ObjectMissingError: the body of a record that stays is gone.
     """
     _, newest_seq = await last_record(context, fragment)
@@ -146,6 +148,17 @@ async def _stands(context: RunContext, subject: str, seq: int) -> bool:
     messages = context.bus.read(context.tape, [subject], seq)
     async with contextlib.aclosing(messages):  # type: ignore[type-var]
         return (await anext(messages)).seq == seq
+
+
+def record_digest(record: wire.Record) -> str:
+    """A record's digest, by which the next one of its fragment names it.
+
+    Of what its maker wrote: a field that an earlier release did not have is not in it. Nor is
+    `outer_seq`, which says "this one" until the record has a sequence.
+    """
+    fields = record.model_dump(exclude_unset=True, exclude={"outer_seq"})
+    packed: bytes = msgpack.packb(fields)
+    return shards.digest(packed)
 
 
 def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:

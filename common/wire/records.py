@@ -241,6 +241,18 @@ class Record(Body):
     )
     aggregator: str = Field(description="who made the record")
     attempt_id: str = Field(description="equal to the message id: tells whose record stands")
+    # Records of earlier releases lack what follows.
+    previous: str = Field(
+        default="",
+        description="digest of the fragment's record before this one (base_seq): xxh3-128 of its"
+        " fields in the order of this table, without outer_seq, as msgpack; empty for the first",
+    )
+    release: str = Field(default="", description="release of its maker")
+    lock: str = Field(
+        default="",
+        description="xxh3-128 of the lines `name==version` of the packages that its maker had"
+        " installed of those that it requires",
+    )
 
 
 class RecordPointer(Body):

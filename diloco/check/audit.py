@@ -48,6 +48,7 @@ class Objects:
         needed: how many recovery and learners need; `needed_bytes` of them.
         collected: how many that the tape names are gone, and may be.
         orphans: objects below the run's prefix that nothing on the tape names, in bytes.
+        newer: objects of what the tape has not come to, in bytes.
         remade: versions that were merged again, and gave their digests.
     """
 
@@ -56,6 +57,7 @@ class Objects:
     needed_bytes: int = 0
     collected: int = 0
     orphans: dict[str, int] = field(default_factory=dict)
+    newer: dict[str, int] = field(default_factory=dict)
     remade: int = 0
 
 

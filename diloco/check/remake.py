@@ -7,12 +7,13 @@ needs; remaking then begins at the oldest version whose view and outer state are
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.shard_reader import read_input
 from diloco.check.audit import Breach, Objects
+from diloco.check.evidence import newer_objects, standing_objects
 from diloco.common import cores, names, shards, wire
 from diloco.common.codec import Encoded
 from diloco.common.errors import IntegrityError, ObjectMissingError
@@ -43,11 +44,15 @@ def named(record: wire.Record) -> Iterator[wire.ObjectRef | wire.Shard]:
         yield from taken.shards
 
 
-def check_objects(history: History, *, everything: bool = False) -> Objects:
+def check_objects(
+    history: History, *, everything: bool = False, before: Iterable[str] | None = None
+) -> Objects:
     """Compare a listing of the store with the tape.
 
     Args:
         history: the tape.
+        before: objects that were there before the tape was read, where it goes on: those that it
+            does not know of are newer. None: those of now.
         everything: want all that the tape names, as where nothing is ever collected.
 
     Raises:
@@ -56,6 +61,7 @@ def check_objects(history: History, *, everything: bool = False) -> Objects:
     found = Objects()
     run = history.run
     there = {info.name: info.size_bytes for info in history.store.list(f"{run}/")}
+    standing = standing_objects(history)
     wanted = {ref.name: (seq, ref) for seq, ref in needed_now(history)}
     found.needed = len(wanted)
     found.needed_bytes = sum(ref.size_bytes for _, ref in wanted.values())
@@ -66,6 +72,10 @@ def check_objects(history: History, *, everything: bool = False) -> Objects:
         if name not in there:
             if seq or everything:
                 found.breaches.append(Breach("objects", where, f"no object {name!r}"))
+            elif name in standing:
+                where = f"record {standing[name]}"
+                what = f"no object {name!r}, and no collection takes it while that record stands"
+                found.breaches.append(Breach("objects", where, what))
             found.collected += 1
         elif there[name] != ref.size_bytes:
             what = f"{name!r} has {there[name]} bytes, not {ref.size_bytes}"
@@ -73,11 +83,14 @@ def check_objects(history: History, *, everything: bool = False) -> Objects:
     known_names = {*known, *_other_names(history)}
     prefixes = tuple(names.fragment_prefix(run, f) for f in range(len(history.layout.fragments)))
     kept = tuple(_pinned(history))
+    newer = {*newer_objects(history, there if before is None else before)} & there.keys()
+    found.newer = {name: there[name] for name in sorted(newer)}
     found.orphans = {
         name: size
         for name, size in there.items()
         if (name.startswith(prefixes) or "/update/" in name)
         and name not in known_names
+        and name not in newer
         and not name.startswith(kept)
     }
     return found
@@ -122,10 +135,15 @@ def remake(history: History, found: Objects, progress: Progress | None = None) -
 
 
 class Remaker:
-    """Follows one fragment's records, with its arrays once they can be had."""
+    """Follows one fragment's records, with its arrays once they can be had.
+
+    Attributes:
+        missing: the object for want of which the last version could not be made again, or "".
+    """
 
     def __init__(self, history: History, found: Objects, fragment: int) -> None:
         self.arrays: FragmentArrays | None = None
+        self.missing = ""
         self._history = history
         self._found = found
         self._fragment = fragment
@@ -141,6 +159,7 @@ class Remaker:
         Raises:
             IntegrityError: something is damaged, or does not give the recorded digests.
         """
+        self.missing = ""
         if record.what == "verdict":
             if self.arrays is not None:
                 self._hold(record, "digests", (record.view_digest, record.outer_digest), self._was)
@@ -163,9 +182,9 @@ class Remaker:
                 record, partial(read_input, self._history.store, self.arrays.grid)
             )
         except IntegrityError as error:
-            collected = isinstance(error.__cause__, ObjectMissingError) and seq <= self._covered
-            if not collected:
+            if not isinstance(error.__cause__, ObjectMissingError) or seq > self._covered:
                 raise
+            self.missing = error.__cause__.message
             self.arrays = None
         else:
             self._check_delta(record, delta)
@@ -185,6 +204,7 @@ class Remaker:
         except ObjectMissingError as error:
             if seq >= self._covered:
                 raise IntegrityError(error.message) from error
+            self.missing = self.missing or error.message
             return
         found = (shards.digest(arrays.view), arrays.outer_digest())
         self._hold(record, "stored view and outer state", self._was, found)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from diloco.aggregator.collector import (
     check_epoch,
+    check_tape_is_newest,
     delete,
     read_on,
     read_retained,
@@ -67,6 +68,7 @@ async def collect(target: str, *, dry_run: bool) -> Found:
 
     Raises:
         RunMismatchError: the run was resumed on a newer tape.
+        IntegrityError: the tape ends before its objects.
         DilocoError: bus or store are away, or do not permit it.
     """
     async with open_run(target) as run:
@@ -91,6 +93,7 @@ async def find(context: RunContext, section: GcSection) -> Found:
     for fragment in range(len(context.layout.fragments)):
         ledger = Ledger(context.run, fragment, context.epoch)
         await read_on(context, ledger)
+        check_tape_is_newest(ledger, stored.objects[fragment], heard.extent.last_seq)
         pending = {up for seq, up in heard.manifests[fragment] if seq >= ledger.position}
         plan = garbage.plan(
             ledger,

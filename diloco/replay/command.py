@@ -22,7 +22,8 @@ def replay(run: shared.RunOrTape, options: Options) -> int:
     By default every version is merged again from its recorded inputs and compared bit for bit.
     --decide repeats the decisions: when rounds opened and closed, and what was admitted. --set
     merges with other settings and evaluates the resulting model beside the original. The exit
-    status is 1 if something differs from the records.
+    status is 0 if all of it is as recorded, 1 if something is wrong or missing, and 2 if something
+    could not be looked at, such as what garbage collection has taken.
     """
     log.configure("error")
     from diloco.replay.run import run_replay

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from diloco.cli import options as shared
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -59,6 +61,7 @@ class Options:
         Path | None,
         typer.Option(help="with --set: figure to write [default: what-if-RUN.png]", metavar="FILE"),
     ] = None
+    json: shared.Json = False
     points: Annotated[
         int, typer.Option(help="with --set: number of evaluations", min=1, max=1000)
     ] = 8

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,26 @@ from diloco.aggregator.core.decisions import Decision
 from diloco.check import remake
 from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
-from diloco.common import wire
+from diloco.common import names, wire
 from diloco.common.errors import ConfigError
-from diloco.common.tape import (
-    RunContext,
-    Unreadable,
-)
+from diloco.common.tape import RunContext, is_tape_file
 from diloco.model import files as model_file
 from diloco.operate.change import find_targets
 from diloco.projections.history import Chain, History, read_history
-from diloco.replay import verify, whatif
+from diloco.replay import verify, verify_screen, whatif
+from diloco.replay.coverage import STATUSES, Tape, before_the_tape, tape_of, verdict
 from diloco.replay.decide import decide
 from diloco.replay.options import Options
-from diloco.replay.verify import Difference, Verified
+from diloco.replay.verify import Lost
 
 # Decisions that differ are shown in full up to so many.
 SHOWN = 5
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
-    """Do what the options say; the exit status: 1 if something is not as recorded.
+    """Do what the options say; the exit status.
+
+    0 if all of it is as recorded, 1 if something is not, 2 if something could not be looked at.
 
     Raises:
         DilocoError: options that cannot be, or a run that cannot be read.
@@ -66,23 +67,62 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         context = opened.context
         with console.status("reading the tape ..."):
             until = await _until(context, options)
+            # Before the tape: what it does not know of then is newer than it.
+            there = await context.runtime.call(context.store.list, f"{context.run}/")
+            listed = [info.name for info in there]
             history = await read_history(context)
         chosen = verify.chains(history, _fragments(history, options), options.first, until)
         if options.decide:
             return await asyncio.to_thread(_decide, history, chosen, console)
         if options.settings:
             return await _what_if(context, history, chosen, options, console)
-        memory = verify.Memory(options.resume, history)
-        keep = options.export is not None
-        with _progress(console, "verifying") as hear:
-            found = await asyncio.to_thread(
-                verify.verify, history, chosen, memory, hear, keep_views=keep
-            )
-        _tell_verified(history, chosen, found, console)
-        if options.export is not None and not found.differences:
-            await _export_views(context, options.export, found.views, chosen)
-            console.print(f"the model at that point is in {options.export}")
-        return 1 if found.differences or history.unreadable else 0
+        window_s = opened.config.gc.replay_window_s if is_tape_file(Path(target)) else math.inf
+        tape = tape_of(history, listed, window_s=window_s, now_s=context.runtime.clock())
+        return await _verify(context, history, chosen, tape, window_s, options, console)
+
+
+async def _verify(
+    context: RunContext,
+    history: History,
+    chosen: Mapping[int, Chain],
+    tape: Tape,
+    window_s: float,
+    options: Options,
+    console: Console,
+) -> int:
+    memory = verify.Memory(options.resume, history)
+    keep = options.export is not None
+    with _progress(console, "verifying") as hear:
+        found = await asyncio.to_thread(
+            verify.verify, history, chosen, memory, hear, keep_views=keep
+        )
+    found.versions.trimmed += before_the_tape(history, chosen) if options.first is None else 0
+    for lost in found.lost:
+        if await _is_collected(context, history, lost, window_s):
+            found.versions.trimmed += 1
+        else:
+            found.versions.missing += 1
+    if options.json:
+        verify_screen.tell_json(tape, found)
+    else:
+        verify_screen.show_unreadable(history.unreadable, console)
+        verify_screen.tell(tape, found, len(chosen), console)
+    if options.export is not None and not found.differences:
+        await _export_views(context, options.export, found.views, chosen)
+        console.print(f"the model at that point is in {options.export}")
+    return STATUSES[verdict(tape, found.versions)]
+
+
+async def _is_collected(context: RunContext, history: History, lost: Lost, window_s: float) -> bool:
+    """Whether the tape, as it is by now, or the age of a copy of it, says so."""
+    oldest_seq = history.records[lost.fragment][0][0]
+    subject = names.record(context.run, lost.fragment)
+    reading = context.bus.read(context.tape, [subject], 1)
+    async with contextlib.aclosing(reading):  # type: ignore[type-var]
+        oldest_seq = max(oldest_seq, (await anext(reading)).seq)
+    if lost.record_seq <= oldest_seq:
+        return True
+    return context.runtime.clock() - history.times_s[lost.record_seq] > window_s
 
 
 async def _until(context: RunContext, options: Options) -> dict[int, int]:
@@ -125,71 +165,7 @@ def _progress(console: Console, what: str) -> Iterator[remake.Progress]:
             left.set()
 
 
-# Verify
-
-
-def _tell_verified(
-    history: History, chosen: Mapping[int, Chain], found: Verified, console: Console
-) -> None:
-    show_unreadable((bad for bad in history.unreadable if bad.fragment in chosen), console)
-    for difference in found.differences:
-        show_difference(difference, console)
-    skipped = ""
-    if found.skipped:
-        skipped = f", {found.skipped} more cannot be: garbage collection has taken their inputs"
-    verdict = "[bold red]differences[/]" if found.differences else "[green]bit for bit[/]"
-    console.print(
-        f"run [bold]{history.run}[/]: {found.versions} versions of {len(chosen)} fragments merged "
-        f"again from {found.records} records{skipped}: {verdict}",
-        soft_wrap=True,
-    )
-
-
-def show_unreadable(records: Iterable[Unreadable], console: Console) -> None:
-    """Records that nothing can be compared with."""
-    for bad in records:
-        console.print(
-            f"[bold red]unreadable[/]: record {bad.seq} of fragment {bad.fragment}: {bad.why}"
-        )
-
-
-def show_difference(difference: Difference, console: Console) -> None:
-    """Everything that is needed to look into it."""
-    record = difference.record
-    console.print(
-        f"[bold red]fragment {difference.fragment}, version {record.version}[/] (record "
-        f"{difference.record_seq}, made by {record.aggregator}, built on record {record.base_seq})",
-        soft_wrap=True,
-    )
-    console.print(f"  {escape(difference.what)}", soft_wrap=True, highlight=False)
-    facts = {
-        "view": record.view_digest,
-        "outer state": record.outer_digest,
-        "view before": record.base_digest,
-        "step": f"learning rate {record.learning_rate:g}, momentum {record.momentum:g}, settings "
-        f"{record.policy.settings_seq or 'of the specification'}",
-        "delta": record.delta.name if record.delta else "-",
-        "snapshot": f"version {record.snapshot_version}: {record.snapshot.name}",
-        "outer": f"version {record.outer_version}: {record.outer.name}",
-    }
-    for name, value in facts.items():
-        console.print(f"  {name:<12} {escape(str(value))}", soft_wrap=True, highlight=False)
-    for taken in record.inputs:
-        console.print(
-            f"  input        {taken.learner}, life {taken.incarnation}, update {taken.seq}, at "
-            f"{taken.stream_seq} on the tape: weight {taken.weight:g}, staleness "
-            f"{taken.staleness}, discount {taken.discount:g}, clip {taken.clip:g}",
-            soft_wrap=True,
-            highlight=False,
-        )
-        for shard in taken.shards:
-            console.print(
-                f"               {escape(shard.name)} ({shard.size_bytes} bytes, crc32c "
-                f"{shard.crc32c:08x})",
-                soft_wrap=True,
-                highlight=False,
-            )
-    console.print("  hint: runbooks/digest-mismatch.md")
+# The model
 
 
 async def _export_views(
@@ -221,13 +197,15 @@ def _decide(history: History, chosen: Mapping[int, Chain], console: Console) -> 
         console.print(f"[yellow]{count} not decided again[/]: {why}", soft_wrap=True)
     if outcomes["different"] > SHOWN:
         console.print(f"... and {outcomes['different'] - SHOWN} more that differ")
-    show_unreadable(history.unreadable, console)
+    verify_screen.show_unreadable(history.unreadable, console)
     console.print(
         f"run [bold]{history.run}[/]: {outcomes['same']} decisions are as recorded, "
         f"{outcomes['different']} differ, {outcomes['unknown']} could not be decided again",
         soft_wrap=True,
     )
-    return 1 if outcomes["different"] or history.unreadable else 0
+    if outcomes["different"] or history.unreadable:
+        return STATUSES["wrong"]
+    return STATUSES["incomplete" if outcomes["unknown"] else "verified"]
 
 
 def show_decision(decision: Decision, console: Console) -> None:

@@ -1,8 +1,8 @@
 """`diloco replay`: makes every version of a run again, and compares digests bit for bit.
 
-It begins at a version whose view and outer state are stored, merges the recorded inputs of the
-next ones with the code that made them, and stops at the first difference of each fragment. How far
-it came can be kept in a file, from which a later call goes on.
+It begins at a version whose view and outer state are stored, and merges the recorded inputs of the
+next ones with the code that made them. Behind a difference, or a gap, it goes on at the next stored
+state. How far it came can be kept in a file, from which a later call goes on.
 """
 
 import itertools
@@ -17,9 +17,10 @@ from diloco.aggregator.arrays.merge import Vector
 from diloco.check.audit import Objects
 from diloco.check.remake import Progress, Remaker
 from diloco.common import wire
-from diloco.common.errors import ConfigError, IntegrityError
+from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.store import ObjectStore, check_size
 from diloco.projections.history import Chain, History
+from diloco.replay.coverage import Versions
 
 # Threads that read ahead, and how many records ahead they read.
 READERS = 4
@@ -27,7 +28,7 @@ AHEAD = 4
 
 
 class Difference(NamedTuple):
-    """The first record of a fragment that does not come out as it was recorded."""
+    """A record that does not come out as it was recorded."""
 
     fragment: int
     record_seq: int
@@ -35,21 +36,36 @@ class Difference(NamedTuple):
     what: str
 
 
+class Lost(NamedTuple):
+    """A version that cannot be made again, and why."""
+
+    fragment: int
+    record_seq: int
+    version: int
+    why: str
+
+
 @dataclass
 class Verified:
     """What came of it.
 
     Attributes:
-        records: looked at; `versions` of them were merged again.
-        skipped: versions that could not be: what they need was collected as garbage.
+        records: looked at.
+        versions: what became of them.
+        lost: versions that could not be made again for want of an object.
         views: of each fragment at its last record, if it was reached.
     """
 
     records: int = 0
-    versions: int = 0
-    skipped: int = 0
+    versions: Versions = field(default_factory=Versions)
     differences: list[Difference] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
     views: dict[int, Vector] = field(default_factory=dict)
+
+    def unbroken(self, fragment: int) -> bool:
+        """Whether all of a fragment so far is as recorded; else it is looked at again."""
+        broken = {one.fragment for one in self.differences}
+        return fragment not in broken | {one.fragment for one in self.lost}
 
 
 class Memory:
@@ -165,27 +181,51 @@ def verify(
     total = sum(len(chain) - begins[fragment] for fragment, chain in chosen.items())
     with ThreadPoolExecutor(READERS, thread_name_prefix="replay") as pool:
         for fragment, chain in chosen.items():
+            earlier = chain[: begins[fragment]]
+            found.versions.earlier += sum(_is_version(record) for _, record in earlier)
             ahead = _ReadAhead(history.store, pool)
             remaker = Remaker(replace(history, store=ahead), objects, fragment)
             for seq, record in _announced(ahead, chain[begins[fragment] :]):
-                try:
-                    remaker.take(seq, record)
-                except IntegrityError as error:
-                    found.differences.append(Difference(fragment, seq, record, error.message))
-                    break
-                made = record.what == "version" and record.version > 0
-                found.skipped += made and remaker.arrays is None
-                found.records += 1
-                if is_stored(record) and remaker.arrays is not None:
+                _take(found, remaker, seq, record)
+                if is_stored(record) and remaker.arrays is not None and found.unbroken(fragment):
                     memory.note(fragment, seq, record)
                 if progress is not None:
                     progress(found.records, total)
-            else:
-                if keep_views and remaker.arrays is not None:
-                    found.views[fragment] = remaker.arrays.view
+            if keep_views and remaker.arrays is not None:
+                found.views[fragment] = remaker.arrays.view
             ahead.forget()
-    found.versions = objects.remade
     return found
+
+
+def _is_version(record: wire.Record) -> bool:
+    """Whether a record made a version: what is counted."""
+    return record.what != "verdict"
+
+
+def _take(found: Verified, remaker: Remaker, seq: int, record: wire.Record) -> None:
+    """The next record, made again if that can be; what became of it is counted."""
+    began, versions = remaker.arrays is not None, found.versions
+    found.records += 1
+    try:
+        remaker.take(seq, record)
+    except IntegrityError as error:
+        remaker.arrays = None
+        if isinstance(error.__cause__, ObjectMissingError):
+            found.lost.append(Lost(record.fragment, seq, record.version, error.__cause__.message))
+            return
+        found.differences.append(Difference(record.fragment, seq, record, error.message))
+        versions.wrong += 1
+        return
+    if not _is_version(record):
+        return
+    if remaker.arrays is None and remaker.missing:
+        found.lost.append(Lost(record.fragment, seq, record.version, remaker.missing))
+    elif remaker.arrays is None:
+        versions.unreached += 1
+    elif began and record.what == "version":
+        versions.again += 1
+    else:
+        versions.stored += 1
 
 
 def _announced(ahead: "_ReadAhead", chain: Chain) -> Iterator[tuple[int, wire.Record]]:

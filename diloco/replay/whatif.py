@@ -7,6 +7,7 @@ are not asked: their updates are those that they sent.
 """
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -39,6 +40,7 @@ from diloco.replay.verify import is_stored
 SECTIONS = ("outer", "staleness", "quorum", "bounds")
 # Settings that change which updates a round takes.
 DECIDING = ("quorum.", "bounds.", "staleness.max_versions", "outer.participation")
+UNCHANGED = "the run's own settings"
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
@@ -133,8 +135,6 @@ def _check_sections(changed: Sequence[str]) -> None:
                 f"{sentence.partition(':')[0]} cannot be replayed: updates are as they were sent",
                 hint=f"what if takes settings of {', '.join(SECTIONS)}",
             )
-    if not changed:
-        raise ConfigError("the run has these settings already", hint="give others with --set")
 
 
 def _sentences(
@@ -410,7 +410,7 @@ async def play(
     line: list[tuple[float, int, Any]] = [(made.at_s, 0, made) for made in plan.rounds]
     line += [(record.closed_at_s, 1, record) for record in was]
     line.sort(key=lambda item: item[:2])
-    marks = {len(line) * (number + 1) // points - 1 for number in range(points)} | {len(line) - 1}
+    marks = _marks([item[0] for item in line], points)
     begins = [chain[0][1] for chain in plan.chains.values()]
     step = max(record.global_step for record in begins)
     views, _ = models.views()
@@ -434,12 +434,24 @@ async def play(
     return result
 
 
+def _marks(times_s: Sequence[float], points: int) -> set[int]:
+    """Where to score, evenly over the items of a time line: behind the last item of its time.
+
+    A round that was and the one that would have been close at one time, one item after the other:
+    between them the two models are a round apart.
+    """
+    last = len(times_s) - 1
+    ends = [i for i in range(len(times_s)) if i == last or times_s[i] < times_s[i + 1]]
+    wanted = [last * (number + 1) // points for number in range(points)]
+    return {ends[bisect_left(ends, index)] for index in wanted}
+
+
 # Telling
 
 
 def table(plan: MergePlan, result: Result) -> Table:
     """Both models side by side."""
-    title = "; ".join(plan.changed)
+    title = "; ".join(plan.changed) or UNCHANGED
     rows = Table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
     for column in rows.columns[1:]:
         column.justify = "right"
@@ -482,7 +494,7 @@ def draw(plan: MergePlan, result: Result, path: Path) -> None:
     axes.plot(steps, [p.loss_if for p in result.points], "s--", color=ORANGE, label="what if")
     axes.set_xlabel("global step")
     axes.set_ylabel("held-out loss")
-    axes.set_title("\n".join(plan.changed), fontsize=10)
+    axes.set_title("\n".join(plan.changed) or UNCHANGED, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend()
     try:

@@ -7,8 +7,8 @@ from diloco.aggregator.records import Contents, contents_of, sum_up, unchanged
 from diloco.common import wire
 
 # What `compose` adds: who makes the record, and what it follows.
-MAKER = {"run", "epoch", "fragment", "layout", "aggregator", "attempt_id"}
-BASIS = {"base_digest", "restored_version", "totals"}
+MAKER = {"run", "epoch", "fragment", "layout", "aggregator", "attempt_id", "release", "lock"}
+BASIS = {"base_digest", "previous", "restored_version", "totals"}
 
 
 def test_each_field_of_a_record_is_stated_by_one_part() -> None:

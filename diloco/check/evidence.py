@@ -1,0 +1,97 @@
+"""Whether a tape and its store are whole: is anything gone that nothing takes by itself?
+
+Garbage collection trims the tape first, and deletes objects then. So what the tape itself says
+decides what may be gone: of each fragment everything that its records above the oldest one name is
+kept, and no message that came after every fragment's oldest record is ever trimmed. What is gone
+all the same was deleted by hand or lost; what the store has beyond the tape's end says that the
+tape was cut. Reads nothing.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from diloco.aggregator.core.garbage import Ledger, newer_than_tape
+from diloco.check.audit import Breach
+from diloco.common import names, wire
+from diloco.common.tape import record_digest
+from diloco.projections.history import History
+
+
+class Hole(NamedTuple):
+    """Sequences, first and last, of messages that are gone from the midst of a tape."""
+
+    first_seq: int
+    last_seq: int
+
+    @property
+    def messages(self) -> int:
+        """How many there were."""
+        return self.last_seq - self.first_seq + 1
+
+
+def holes(history: History) -> list[Hole]:
+    """Messages that are gone, and that no collection takes."""
+    oldest = [chain[0][0] for chain in history.records.values() if chain]
+    kept_from = max(oldest, default=0)
+    seqs = [seq for seq in history.times_s if seq >= kept_from]
+    return [
+        Hole(before + 1, after - 1)
+        for before, after in itertools.pairwise(sorted(seqs))
+        if after > before + 1
+    ]
+
+
+def broken_chains(history: History) -> Iterator[Breach]:
+    """Records that name another record before them than the one that stands there."""
+    for fragment, chain in history.records.items():
+        for (before_seq, before), (seq, record) in itertools.pairwise(chain):
+            # Records of earlier releases name none.
+            if not record.previous or record.base_seq != before_seq:
+                continue
+            if record.previous != (found := record_digest(before)):
+                where = f"fragment {fragment}, record {before_seq}"
+                what = f"its digest is {found}, record {seq} was built on {record.previous}"
+                yield Breach("chain", where, what)
+
+
+def standing_objects(history: History) -> dict[str, int]:
+    """Objects that no collection takes while the tape stands as it does, with their record."""
+    found: dict[str, int] = {}
+    for chain in history.records.values():
+        for index, (seq, record) in enumerate(chain):
+            for ref in _kept_for(record, oldest=index == 0):
+                found.setdefault(ref.name, seq)
+    return found
+
+
+def _kept_for(record: wire.Record, *, oldest: bool) -> Iterator[wire.ObjectRef | wire.Shard]:
+    yield from (record.snapshot, record.outer)
+    # A replay begins with the oldest: what it was made of may go.
+    if oldest:
+        return
+    if record.delta is not None and record.what == "version":
+        yield record.delta
+    for taken in record.inputs:
+        yield from taken.shards
+
+
+def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
+    """Objects of versions, lives and checkpoints that the tape has not come to.
+
+    Args:
+        history: the tape; read after the store was listed, or once the run has ended.
+        listed: names of the run's objects.
+    """
+    found = [(name, 0) for name in listed]
+    epoch = history.specification.epoch
+    for fragment in range(len(history.layout.fragments)):
+        ledger = Ledger(history.run, fragment, epoch)
+        for seq, record in history.records.get(fragment, ())[-1:]:
+            ledger.take(record, seq, history.times_s[seq], None)
+        yield from newer_than_tape(ledger, found, history.last_seq)
+    prefix = names.checkpoint_prefix(history.run)
+    for name, _ in found:
+        of, _, seq_text = name.removeprefix(prefix).partition("-")
+        if name.startswith(prefix) and of == f"{epoch:04d}" and int(seq_text) > history.last_seq:
+            yield name

@@ -1,0 +1,195 @@
+"""How much of a run a verdict is about: the tape's range, and what became of every version.
+
+A verdict is "verified" only if nothing is left out of it. What the tape itself says garbage
+collection has taken makes it "incomplete", and what is gone without that, or is not as recorded,
+"wrong". Reads nothing.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from diloco.check import evidence
+from diloco.check.audit import Breach, audit
+from diloco.check.evidence import Hole
+from diloco.common.release import release
+from diloco.projections.history import Chain, History
+
+Verdict = Literal["verified", "incomplete", "wrong"]
+STATUSES: dict[Verdict, int] = {"verified": 0, "wrong": 1, "incomplete": 2}
+# What an audit of the tape alone must find in order, for a verdict on what it says.
+RULES = frozenset({"chain", "totals", "inputs", "position", "resolved", "end"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tape:
+    """The tape that a verdict is about.
+
+    Attributes:
+        end_seq: of its end message; 0 if it has none: the run goes on, or the tape was cut.
+        releases: whose records it holds; "" stands for releases before records named theirs.
+        unreadable: records that cannot be read; `garbage`: messages that are none of the protocol.
+        newer: objects of what the tape has not come to.
+        missing: objects that are gone though no collection takes them, with their record.
+    """
+
+    run: str
+    first_seq: int
+    last_seq: int
+    messages: int
+    first_s: float
+    last_s: float
+    end_seq: int
+    releases: tuple[str, ...]
+    unreadable: int
+    garbage: int
+    holes: tuple[Hole, ...]
+    breaches: tuple[Breach, ...]
+    newer: tuple[str, ...]
+    missing: tuple[tuple[str, int], ...]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is not as its makers left it."""
+        return bool(self.unreadable or self.holes or self.breaches or self.missing)
+
+
+@dataclass(kw_only=True)
+class Versions:
+    """What became of the versions that were asked for; each is counted once.
+
+    Attributes:
+        again: made again, and as recorded.
+        stored: begun with: their stored view and outer state have the recorded digests.
+        trimmed: before what garbage collection has left, as the tape or its age says.
+        missing: their objects are gone, and nothing says why.
+        wrong: not as recorded.
+        unreached: they follow one that is wrong or gone, before the next stored state.
+        earlier: verified by an earlier call of `--resume`, and not looked at again.
+    """
+
+    again: int = 0
+    stored: int = 0
+    trimmed: int = 0
+    missing: int = 0
+    wrong: int = 0
+    unreached: int = 0
+    earlier: int = 0
+    wanting: list[str] = field(default_factory=list)
+
+
+def tape_of(history: History, listed: Iterable[str], *, window_s: float, now_s: float) -> Tape:
+    """What a tape and the listing of its store say of its wholeness.
+
+    Args:
+        history: the tape.
+        listed: names of the run's objects, from before it was read.
+        window_s: what is older may have been collected, where the tape is a copy of one that goes
+            on; infinite where it is the run's own.
+        now_s: the time.
+    """
+    there = {*listed}
+    seqs = sorted(history.times_s)
+    standing = evidence.standing_objects(history)
+    missing = tuple(
+        (name, seq)
+        for name, seq in standing.items()
+        if name not in there and now_s - history.times_s[seq] <= window_s
+    )
+    breaches = [found for found in audit(history).breaches if found.rule in RULES]
+    unreadable = {f"fragment {bad.fragment}, record {bad.seq}" for bad in history.unreadable}
+    return Tape(
+        run=history.run,
+        first_seq=seqs[0],
+        last_seq=seqs[-1],
+        messages=len(seqs),
+        first_s=history.times_s[seqs[0]],
+        last_s=history.times_s[seqs[-1]],
+        end_seq=history.end[0] if history.end else 0,
+        releases=tuple(sorted({record.release for record in history.all_records()})),
+        unreadable=len(history.unreadable),
+        garbage=len(history.garbage),
+        holes=tuple(evidence.holes(history)),
+        breaches=tuple(
+            [found for found in breaches if found.where not in unreadable]
+            + [*evidence.broken_chains(history)]
+        ),
+        newer=tuple(evidence.newer_objects(history, there)),
+        missing=missing,
+    )
+
+
+def before_the_tape(history: History, chosen: Mapping[int, Chain]) -> int:
+    """Versions of these fragments that were made before the oldest record that the tape has."""
+    count = 0
+    for fragment, chain in chosen.items():
+        oldest = history.records[fragment][0][1]
+        if chain and chain[0][1] is oldest and oldest.what != "restored":
+            count += oldest.version
+    return count
+
+
+def verdict(tape: Tape, versions: Versions) -> Verdict:
+    """What can be said of all of it."""
+    if tape.wrong or versions.wrong or versions.missing:
+        return "wrong"
+    if tape.newer or versions.trimmed or versions.unreached:
+        return "incomplete"
+    return "verified"
+
+
+def document(tape: Tape, versions: Versions, **more: Any) -> dict[str, Any]:
+    """The verdict as JSON has it."""
+    said = verdict(tape, versions)
+    return {
+        "verdict": said,
+        "status": STATUSES[said],
+        "tape": asdict(tape) | {"holes": [hole._asdict() for hole in tape.holes]},
+        "versions": asdict(versions),
+        "read_by": release(),
+        **more,
+    }
+
+
+def sentences(tape: Tape, versions: Versions) -> list[str]:
+    """The coverage, line by line, for people."""
+    end = f"end message at {tape.end_seq}" if tape.end_seq else "no end message"
+    unread = f"{tape.unreadable} unreadable, {tape.garbage} not of the protocol"
+    found = [
+        f"tape: {tape.messages:,} messages, {tape.first_seq} to {tape.last_seq}, {end}; {unread}"
+    ]
+    counts = {
+        "made again": versions.again,
+        "begun with as stored": versions.stored,
+        "verified by an earlier call": versions.earlier,
+        "before what garbage collection has left": versions.trimmed,
+        "MISSING": versions.missing,
+        "WRONG": versions.wrong,
+        "behind one of those, up to the next stored state": versions.unreached,
+    }
+    listed = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    found.append(f"versions: {listed or 'none'}")
+    return [*found, *_damage(tape)]
+
+
+def _damage(tape: Tape) -> Iterable[str]:
+    for hole in tape.holes:
+        yield (
+            f"{hole.messages:,} messages are gone, {hole.first_seq} to {hole.last_seq}: garbage "
+            "collection takes none from there"
+        )
+    for breach in tape.breaches[:5]:
+        yield f"{breach.where}: {breach.what}"
+    if len(tape.breaches) > 5:
+        yield f"... and {len(tape.breaches) - 5:,} more records that do not fit"
+    if tape.missing:
+        name, seq = tape.missing[0]
+        yield (
+            f"{len(tape.missing):,} objects are missing, and no collection takes them while their "
+            f"records stand; the first: {name} of record {seq}"
+        )
+    if tape.newer:
+        yield (
+            f"the tape ends before its objects: the store has {len(tape.newer):,} of what came "
+            f"later, such as {tape.newer[0]}"
+        )

@@ -1,0 +1,109 @@
+"""What came of verifying a run, on a terminal or as JSON."""
+
+import json as json_module
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from diloco.common.tape import Unreadable
+from diloco.replay import coverage
+from diloco.replay.coverage import Tape
+from diloco.replay.verify import Difference, Verified
+
+# Differences that are shown in full up to so many.
+SHOWN = 3
+_COLOURS = {"verified": "green", "incomplete": "yellow", "wrong": "bold red"}
+_WORDS = {"verified": "bit for bit", "incomplete": "incomplete", "wrong": "differences"}
+
+
+def tell(tape: Tape, found: Verified, fragments: int, console: Console) -> None:
+    """The verdict with its coverage, and everything that is wrong."""
+    for difference in found.differences[:SHOWN]:
+        show_difference(difference, console)
+    for other in found.differences[SHOWN:]:
+        record = f"fragment {other.fragment}, version {other.record.version}"
+        console.print(f"[bold red]{record}[/]: {escape(other.what)}", soft_wrap=True)
+    for lost in found.lost[:SHOWN]:
+        console.print(
+            f"fragment {lost.fragment}, version {lost.version} (record {lost.record_seq}) cannot "
+            f"be made again: {escape(lost.why)}",
+            soft_wrap=True,
+            highlight=False,
+        )
+    for line in coverage.sentences(tape, found.versions):
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    said = coverage.verdict(tape, found.versions)
+    console.print(
+        f"run [bold]{tape.run}[/]: {found.versions.again} versions of {fragments} fragments merged "
+        f"again from {found.records} records: [{_COLOURS[said]}]{_WORDS[said]}[/]",
+        soft_wrap=True,
+    )
+
+
+def tell_json(tape: Tape, found: Verified) -> None:
+    """The same for scripts."""
+    differences: list[dict[str, Any]] = [
+        {
+            "fragment": one.fragment,
+            "version": one.record.version,
+            "record_seq": one.record_seq,
+            "what": one.what,
+        }
+        for one in found.differences
+    ]
+    lost = [one._asdict() for one in found.lost]
+    print(  # noqa: T201 - the result itself
+        json_module.dumps(
+            coverage.document(tape, found.versions, differences=differences, lost=lost)
+        ),
+        flush=True,
+    )
+
+
+def show_unreadable(records: Iterable[Unreadable], console: Console) -> None:
+    """Records that nothing can be compared with."""
+    for bad in records:
+        console.print(
+            f"[bold red]unreadable[/]: record {bad.seq} of fragment {bad.fragment}: {bad.why}"
+        )
+
+
+def show_difference(difference: Difference, console: Console) -> None:
+    """Everything that is needed to look into it."""
+    record = difference.record
+    console.print(
+        f"[bold red]fragment {difference.fragment}, version {record.version}[/] (record "
+        f"{difference.record_seq}, made by {record.aggregator}, built on record {record.base_seq})",
+        soft_wrap=True,
+    )
+    console.print(f"  {escape(difference.what)}", soft_wrap=True, highlight=False)
+    facts = {
+        "view": record.view_digest,
+        "outer state": record.outer_digest,
+        "view before": record.base_digest,
+        "step": f"learning rate {record.learning_rate:g}, momentum {record.momentum:g}, settings "
+        f"{record.policy.settings_seq or 'of the specification'}",
+        "delta": record.delta.name if record.delta else "-",
+        "snapshot": f"version {record.snapshot_version}: {record.snapshot.name}",
+        "outer": f"version {record.outer_version}: {record.outer.name}",
+    }
+    for name, value in facts.items():
+        console.print(f"  {name:<12} {escape(str(value))}", soft_wrap=True, highlight=False)
+    for taken in record.inputs:
+        console.print(
+            f"  input        {taken.learner}, life {taken.incarnation}, update {taken.seq}, at "
+            f"{taken.stream_seq} on the tape: weight {taken.weight:g}, staleness "
+            f"{taken.staleness}, discount {taken.discount:g}, clip {taken.clip:g}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        for shard in taken.shards:
+            console.print(
+                f"               {escape(shard.name)} ({shard.size_bytes} bytes, crc32c "
+                f"{shard.crc32c:08x})",
+                soft_wrap=True,
+                highlight=False,
+            )
+    console.print("  hint: runbooks/digest-mismatch.md")

@@ -1,0 +1,220 @@
+"""A run with one bad learner among four, of known making: what finds causes must find this one.
+
+The aggregator is the real one, on a bus in memory and a store in a folder; learners are hands that
+take real gradients of a small task. The bad one does its harm from `SPOILED_FROM` on:
+  - "labels": it trains on the targets of other inputs;
+  - "rate": its learning rate is fifty times the others';
+  - "noise": it sends noise as long as its honest updates.
+"""
+
+import asyncio
+import contextlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from diloco.aggregator.context import Context
+from diloco.aggregator.daemon import aggregate
+from diloco.common import log, names, shards, slices, wire
+from diloco.common.bus import MemoryBus
+from diloco.common.config import BusSection, RunSettings
+from diloco.common.quantize import encode
+from diloco.common.service import Runtime, cancel
+from diloco.common.store import open_store
+from diloco.common.tape import last_record, messages_of, write_tape_file
+from diloco.common.views import load_view
+from diloco.learner import tree
+from diloco.learner.delta import vector_of
+from diloco.learner.replica import Replica
+from diloco.learner.task import Task, params_shapes
+from diloco.operate.create import create_run
+
+FEATURES, HIDDEN, BATCH, STEPS = 12, 48, 16, 8
+FRAGMENTS = 2
+LEARNERS = ("island-a", "island-b", "island-c", "island-d")
+CULPRIT = "island-c"
+SPOILED_FROM = 5
+VERSIONS = 9
+RATE = 0.05
+PATIENCE_S = 60.0
+
+
+def build(*, steps: int, seed: int) -> Task:
+    """A regression; held-out data are batches that no learner draws."""
+    truth = np.random.default_rng(seed).normal(size=(FEATURES, 3)).astype(np.float32)
+
+    def init(key):
+        first, second = jax.random.split(key)
+        return {
+            "first": jax.random.normal(first, (FEATURES, HIDDEN)) / 4,
+            "bias": jnp.zeros(HIDDEN),
+            "second": jax.random.normal(second, (HIDDEN, 3)) / 16,
+        }
+
+    def loss(params, batch):
+        inputs, targets = batch
+        outputs = jnp.tanh(inputs @ params["first"] + params["bias"]) @ params["second"]
+        return jnp.square(outputs - targets).mean()
+
+    def batches(learner, position) -> Iterator[Any]:
+        while True:
+            rng = np.random.default_rng([seed, zlib.crc32(learner.encode()), position])
+            inputs = rng.normal(size=(BATCH, FEATURES)).astype(np.float32)
+            yield inputs, np.tanh(inputs @ truth)
+            position += 1
+
+    held_out = [next(batches("held-out", position)) for position in range(8)]
+
+    def evaluate(params):
+        return float(np.mean([loss(params, part) for part in held_out]))
+
+    return Task(
+        init=init, loss=loss, batches=batches, evaluate=evaluate, tokens_per_batch=BATCH,
+        optimizer=optax.identity(), schedule=optax.constant_schedule(RATE),
+    )  # fmt: skip
+
+
+@dataclass
+class Run:
+    """A finished run: its tape in a file, and its store."""
+
+    name: str
+    tape: Path
+    store: Path
+
+
+def make_run(folder: Path, spoiled: str = "", *, versions: int = VERSIONS) -> Run:
+    """Train a run of four learners, and keep its tape and objects in a folder."""
+    return asyncio.run(_Fleet(folder, spoiled).train(versions))
+
+
+class _Fleet:
+    def __init__(self, folder: Path, spoiled: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.spoiled = folder, spoiled
+        self.name = f"spoiled-{spoiled}" if spoiled else "honest"
+        settings = RunSettings.model_validate(
+            {
+                "run": {"name": self.name, "steps": 1 << 20},
+                "task": {"build": "spoiled:build"},
+                "sync": {
+                    "fragments": FRAGMENTS, "interval_steps": STEPS, "block": 16,
+                    "snapshot_interval_versions": 3,
+                },
+                "outer": {"learning_rate": 0.5, "momentum": 0.5},
+                "quorum": {
+                    "pace": 0.0, "min_learners": 4, "deadline_s": 30.0, "liveness_timeout_s": 60.0,
+                },
+            }
+        )  # fmt: skip
+        self.task = build(steps=1, seed=settings.run.seed)
+        self.bus = MemoryBus()
+        self.context = Context(
+            name="aggregator",
+            settings=settings,
+            layout=tree.task_layout(self.task, settings.sync),
+            epoch=0,
+            bus=self.bus,
+            store=open_store(str(folder / "store")),
+            runtime=Runtime(),
+            logger=log.get(),
+        )
+        self.lives: dict[str, int] = {}
+        self.sent: dict[tuple[str, int], int] = {}
+        self.rng = np.random.default_rng(7)
+        self.gradient = jax.jit(jax.value_and_grad(self.task.loss))
+
+    async def train(self, versions: int) -> Run:
+        context, params = self.context, self.task.init(jax.random.key(0))
+        await create_run(
+            context.settings, BusSection(), context.layout, params, self.bus, context.store,
+            context.runtime,
+        )  # fmt: skip
+        work = asyncio.ensure_future(aggregate(context))
+        try:
+            for learner in LEARNERS:
+                join = wire.Join(
+                    run=self.name, learner=learner, layout=context.layout.digest, host="here"
+                )
+                self.lives[learner] = await self.bus.publish(
+                    names.join(self.name, learner), wire.encode(join)
+                )
+            for version in range(versions):
+                for fragment in range(FRAGMENTS):
+                    await self._round(version, fragment)
+        finally:
+            await cancel(work)
+            with contextlib.suppress(asyncio.CancelledError):
+                work.result()
+        tape = self.folder / "run.tape"
+        subjects = names.tape_subjects(self.name)
+        await write_tape_file(tape, self.name, messages_of(self.bus, context.tape, subjects))
+        return Run(self.name, tape, self.folder / "store")
+
+    async def _round(self, version: int, fragment: int) -> None:
+        loaded = [await load_view(self.context, index) for index in range(FRAGMENTS)]
+        shapes, _ = tree.split(params_shapes(self.task))
+        sync, layout = self.context.settings.sync, self.context.layout
+        views = [item.view for item in loaded]
+        base = loaded[fragment].record
+        for learner in LEARNERS:
+            params = Replica(sync, layout, shapes, views).trained
+            loss, trained = self._work(learner, version, params)
+            vector = vector_of(layout, fragment, tree.by_name(trained))
+            update = views[fragment] - np.asarray(vector)
+            if learner == CULPRIT and self.spoiled == "noise" and version >= SPOILED_FROM:
+                noise = self.rng.normal(size=update.shape).astype(np.float32)
+                update = noise * np.linalg.norm(update) / np.linalg.norm(noise)
+            await self._send(learner, fragment, base, update, loss)
+        async with asyncio.timeout(PATIENCE_S):
+            newest = base
+            while newest.version <= base.version:
+                await asyncio.sleep(0.002)
+                newest, _ = await last_record(self.context, fragment)
+
+    def _work(self, learner: str, version: int, params: Any) -> tuple[float, Any]:
+        """Some inner steps."""
+        bad = learner == CULPRIT and version >= SPOILED_FROM
+        rate = RATE * (50 if bad and self.spoiled == "rate" else 1)
+        total = 0.0
+        batches = self.task.batches(learner, version * STEPS)
+        for _ in range(STEPS):
+            inputs, targets = next(batches)
+            if bad and self.spoiled == "labels":
+                targets = -np.roll(targets, 1, axis=-1)
+            loss, gradient = self.gradient(params, (inputs, targets))
+            params = jax.tree.map(lambda leaf, by: leaf - rate * by, params, gradient)
+            total += float(loss) / STEPS
+        return total, params
+
+    async def _send(
+        self, learner: str, fragment: int, base: wire.Record, update: np.ndarray, loss: float
+    ) -> None:
+        context, sync, life = self.context, self.context.settings.sync, self.lives[learner]
+        seq = self.sent[learner, fragment] = self.sent.get((learner, fragment), 0) + 1
+        data = shards.pack(
+            sync.codec, encode(sync.codec, jnp.asarray(update), sync.block), sync.block
+        )
+        name = names.shard(self.name, learner, fragment, 0, life, seq, 0)
+        context.store.put(name, data)
+        blocks = slices.describe(np.arange(update.size // sync.block))
+        manifest = wire.Manifest(
+            run=self.name, learner=learner, epoch=0, incarnation=life, seq=seq, fragment=fragment,
+            base_version=base.version, base_digest=base.view_digest, layout=context.layout.digest,
+            codec=sync.codec, tokens=BATCH * STEPS, steps=STEPS, position=STEPS * seq,
+            shards=(
+                wire.Shard(
+                    name=name, size_bytes=len(data), crc32c=shards.crc32c(data), slices=blocks
+                ),
+            ),
+            local_step=STEPS * seq, loss=min(loss, 1e9), step_time_s=0.001, encode_s=0.0,
+            upload_s=0.0, attempt=0, final=False,
+        )  # fmt: skip
+        await context.bus.publish(names.update(self.name, learner, fragment), wire.encode(manifest))

@@ -1,0 +1,178 @@
+"""`diloco replay` says how much its verdict is about, and never that all is well when it is not."""
+
+import asyncio
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import spoiled
+from rich.console import Console
+from runlab import Lab
+
+from diloco.cli.opening import Place, use_place
+from diloco.common import wire
+from diloco.common.config import GcSection
+from diloco.common.errors import IntegrityError
+from diloco.common.store import open_store
+from diloco.common.tape import decode, read_tape_file, write_tape_file
+from diloco.operate.collect import find
+from diloco.replay.options import Options
+from diloco.replay.run import run_replay
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory):
+    return spoiled.make_run(tmp_path_factory.mktemp("honest"), versions=7)
+
+
+@pytest.fixture
+def copy(honest, tmp_path):
+    """The run in a folder of its own, to be damaged."""
+    shutil.copytree(honest.store, tmp_path / "store")
+    use_place(Place(None, str(tmp_path / "store")))
+    yield spoiled.Run(honest.name, honest.tape, tmp_path / "store")
+    use_place(Place())
+
+
+def replay(tape: Path, **options) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=300)
+    return run_replay(str(tape), Options(**options), console), console.file.getvalue()
+
+
+def rewritten(run: spoiled.Run, path: Path, change) -> Path:
+    """The tape with each message as `change` has it; None drops it."""
+
+    async def messages():
+        for message in read_tape_file(run.tape):
+            if (changed := change(message)) is not None:
+                yield changed
+
+    asyncio.run(write_tape_file(path, run.name, messages()))
+    return path
+
+
+def records(run: spoiled.Run) -> list[tuple[int, wire.Record]]:
+    bodies = [(m.seq, decode(m.subject, m.payload)) for m in read_tape_file(run.tape)]
+    return [(seq, body) for seq, body in bodies if isinstance(body, wire.Record)]
+
+
+def test_a_whole_tape_is_verified_and_says_what_it_covers(copy, capsys):
+    status, text = replay(copy.tape)
+    assert status == 0, text
+    assert "no end message; 0 unreadable" in text
+    assert "14 made again, 2 begun with as stored" in text
+    status, _ = replay(copy.tape, json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (status, found["verdict"], found["status"]) == (0, "verified", 0)
+    assert found["versions"]["again"] == 14
+    assert found["tape"]["last_seq"] == 77
+
+
+def test_a_tape_that_was_cut_is_incomplete(copy, tmp_path):
+    cut = rewritten(copy, tmp_path / "cut.tape", lambda m: m if m.seq <= 40 else None)
+    status, text = replay(cut)
+    assert status == 2, text
+    assert "the tape ends before its objects" in text
+    assert "incomplete" in text
+
+
+def test_messages_from_the_midst_that_are_gone_are_wrong(copy, tmp_path):
+    gone = rewritten(copy, tmp_path / "hole.tape", lambda m: None if m.seq in (30, 31) else m)
+    status, text = replay(gone)
+    assert status == 1, text
+    assert "2 messages are gone, 30 to 31" in text
+
+
+def test_a_record_that_was_changed_does_not_fit_the_next_one(copy, tmp_path):
+    """In a field that merging again does not look at."""
+    seq, record = next(at for at in records(copy) if at[1].version == 3)
+    other = wire.encode(record.model_copy(update={"quorum_at_s": record.quorum_at_s + 1}))
+    changed = rewritten(
+        copy, tmp_path / "changed.tape", lambda m: m._replace(payload=other) if m.seq == seq else m
+    )
+    status, text = replay(changed)
+    assert status == 1, text
+    assert f"fragment {record.fragment}, record {seq}: its digest is" in text
+
+
+def test_objects_that_somebody_deleted_are_missing_and_not_collected(copy):
+    store, (seq, record) = open_store(str(copy.store)), records(copy)[4]
+    for taken in record.inputs:
+        store.delete(taken.shards[0].name)
+    status, text = replay(copy.tape)
+    assert status == 1, text
+    first = f"{record.inputs[0].shards[0].name} of record {seq}"
+    assert "4 objects are missing, and no collection takes them while" in text
+    assert f"the first: {first}" in text
+    assert "1 MISSING" in text
+
+
+def test_a_bad_shard_does_not_end_its_fragment(copy):
+    """It goes on at the next stored state, three versions on at most."""
+    store, (_, record) = open_store(str(copy.store)), records(copy)[4]
+    name = record.inputs[0].shards[0].name
+    data = bytearray(store.get(name))
+    data[len(data) // 2] ^= 1
+    store.delete(name)
+    store.put(name, bytes(data))
+    assert record.version == 2
+    status, text = replay(copy.tape)
+    assert status == 1, text
+    # Version 2 is wrong, 3 is stored, and 4 to 7 follow from it.
+    assert "12 made again, 3 begun with as stored, 1 WRONG" in text
+
+
+def test_a_tape_before_records_were_chained_is_read(copy, tmp_path):
+    """Its records lack what later ones say; nothing is held against them."""
+
+    def earlier(message):
+        found = decode(message.subject, message.payload)
+        if not isinstance(found, wire.Record):
+            return message
+        fields = {*wire.Record.model_fields} - {"previous", "release", "lock"}
+        values = {name: getattr(found, name) for name in fields}
+        plain = wire.Record.model_construct(_fields_set=fields, **values)
+        return message._replace(payload=_packed(plain))
+
+    status, text = replay(rewritten(copy, tmp_path / "earlier.tape", earlier))
+    assert status == 0, text
+
+
+def _packed(record: wire.Record) -> bytes:
+    import msgpack
+
+    fields = record.model_dump(exclude_unset=True)
+    return msgpack.packb(fields | {"schema": wire.SCHEMA, "kind": "record"})
+
+
+def test_what_if_of_the_settings_that_were_differs_nowhere(copy, tmp_path):
+    """Also one round after the other: the models are compared at ends of rounds alone."""
+    for assigned in ("outer.learning_rate=0.5", "outer.learning_rate=0.5000000001"):
+        status, text = replay(
+            copy.tape, settings=[assigned], points=100, plot=tmp_path / "figure.png"
+        )
+        rows = [line for line in text.splitlines() if line.startswith("│ 2")]
+        assert status == 0
+        assert len(rows) == 15
+        assert all("+0.0000" in row for row in rows), text
+
+
+def test_garbage_is_not_collected_where_the_tape_ends_before_its_objects(run_async):
+    async def work():
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", 2)
+        assert (await find(lab.context, GcSection())).objects == []
+        view = "lab/global/0/00000003-view-" + "0" * 32
+        lab.store.put(view, b"of a version that may be under way")
+        await find(lab.context, GcSection())
+        later = "lab/global/0/00000004-view-" + "0" * 32
+        lab.store.put(later, b"of a version that the tape has not come to")
+        with pytest.raises(IntegrityError, match=f"ends before its objects.*{later}"):
+            await find(lab.context, GcSection())
+
+    run_async(work())
