@@ -9,7 +9,7 @@ are not asked: their updates are those that they sent.
 import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
-from diloco.common import wire
+from diloco.common import cores, wire
 from diloco.common.config import RunSettings, changes
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, get_object
@@ -335,6 +335,7 @@ class _Models:
             record.fragment,
             view=get_object(history.store, record.snapshot),
             outer_state=get_object(history.store, record.outer),
+            threads=cores.available(),
         )
 
     def _keep(self, fragment: int, record: wire.Record) -> None:
@@ -381,14 +382,12 @@ def _under(
     state = arrays.state
     if settings.outer.optimizer != history.settings.outer.optimizer:
         state = make_outer(settings.outer.optimizer).init(grid.size)
-    return FragmentArrays(settings, grid, arrays.view, arrays.theta, state)
+    return replace(arrays, settings=settings, grid=grid, state=state)
 
 
 def _copy(arrays: FragmentArrays) -> FragmentArrays:
     state = {name: slot.copy() for name, slot in arrays.state.items()}
-    return FragmentArrays(
-        arrays.settings, arrays.grid, arrays.view.copy(), arrays.theta.copy(), state
-    )
+    return replace(arrays, view=arrays.view.copy(), theta=arrays.theta.copy(), state=state)
 
 
 async def play(
