@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from diloco.check import remake, symptoms
+from diloco.check import directions, fleet, remake, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
 from diloco.check.symptoms import Finding
 from diloco.check.wholeness import wholeness
@@ -263,12 +263,19 @@ async def _examine_run(
     report.findings += [
         *symptoms.aggregator_clocks(history),
         *symptoms.learners(history, views, now_s),
+        *fleet.strangers(_in_time(history)),
+        *await context.runtime.call(lambda: [*directions.strangers(history)]),
         *symptoms.fragments(history, found, read_at_s),
         *symptoms.owners(history, await read_leases(context)),
         *symptoms.tape(history, found),
         *wholeness(history, objects),
         *symptoms.objects(objects, deep=deep),
     ]
+
+
+def _in_time(history: History) -> list[wire.Record]:
+    chained = [at for chain in history.records.values() for at in chain]
+    return [record for _, record in sorted(chained, key=lambda at: at[0])]
 
 
 class _Look(NamedTuple):
