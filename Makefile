@@ -20,6 +20,7 @@ PIECE ?= 9
 PEER ?=
 HEADLINE ?= runs/headline
 LINK ?= ../shared/tools/wan/netns.py
+RUN_UNITS ?= ../shared/tools/systemd-nspawn/run_units.sh
 
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -61,9 +62,10 @@ demo: install ## train with four learners and an aggregator on this machine
 test: install ## run the tests, without the slow ones; WORKERS=3 at a time
 	@$(RUN) pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
-sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0
+sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0 FULL=1
 	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \
-		--learners $(LEARNERS) --fragments $(FRAGMENTS) --intensity $(INTENSITY) $(ARGS)
+		--learners $(LEARNERS) --fragments $(FRAGMENTS) --intensity $(INTENSITY) \
+		$(if $(FULL),--full) $(ARGS)
 
 wheel-test: install ## build wheel and sdist, and try them in an environment outside the tree
 	@$(RUN) pytest -m slow tests/wheel $(ARGS)
@@ -71,8 +73,9 @@ wheel-test: install ## build wheel and sdist, and try them in an environment out
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)
 
+# RUN_UNITS boots a copy of ROOTFS and runs a script in it; ARGS="-k installed" for one scenario.
 test-systemd: install ## run the systemd units in a container, as root; ROOTFS=... to keep its system
-	@ROOTFS=$(ROOTFS) $(RUN) pytest tests/systemd $(ARGS)
+	@ROOTFS=$(ROOTFS) RUN_UNITS=$(RUN_UNITS) $(RUN) pytest tests/systemd $(ARGS)
 
 chaos: install ## kill, pause and cut off real processes; SECONDS=600, SEED=... to repeat one
 	@$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -135,11 +138,12 @@ headline: install ## goodput, a slow link and one round, beside peers; ARGS=--sh
 	@$(RUN) bench.headline_figures $(HEADLINE) --to $(HEADLINE)
 
 # setuptools builds the editable install, which runs without build isolation.
-lock: install ## resolve requirements.lock again; ARGS=--upgrade for newer versions
+lock: install ## resolve requirements.lock and locks/ again; ARGS=--upgrade for newer versions
 	@printf 'setuptools>=77\n' | $(BIN)/uv pip compile pyproject.toml - --quiet \
 		--extra dev --universal --python-version 3.11 --fork-strategy fewest \
 		--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate \
 		--output-file requirements.lock $(ARGS) >/dev/null
+	@$(BIN)/python locks/resolve.py $(BIN)/uv $(ARGS)
 
 clean: ## remove .venv, caches and build leftovers; runs/ stays
 	rm -rf .venv build site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \

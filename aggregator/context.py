@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 class Context(RunContext):
     """What all parts of one aggregator process share; `name` stands in its records.
 
+    `record_bytes`: a longer record keeps its body in an object.
     `arithmetic`: what arrays are calculated with; None for production's. That loads JAX where it is
     used, and not here: operators' commands have a context too.
     """
 
     name: str
+    record_bytes: int = wire.RECORD_BYTES
     gc: GcSection = field(default_factory=GcSection)
     arithmetic: "Arithmetic | None" = None
     metrics: Metrics = field(default_factory=Metrics)

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from diloco.aggregator import instruments
+from diloco.aggregator.checkpoint_watch import watch_checkpoints
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
 from diloco.aggregator.leases import Everything, Leases
@@ -176,14 +177,19 @@ async def _serve(
     for sentence in warnings(config.settings()):
         logger.warning("configuration", warning=sentence)
     store = open_store(config.store.url, emulator=config.store.emulator)
-    bus = await jetstream.connect(
-        config.bus.url,
-        name=config.aggregator.name,
-        credentials=config.bus.credentials,
-        tls_ca=config.bus.tls_ca,
-    )
+    probes.health.begin_phase("connecting to NATS")
     try:
-        layout, epoch = await load_run(config, bus, store, runtime)
+        bus = await jetstream.connect_or_wait(
+            config.bus, config.aggregator.name, runtime, logger, asked.is_set
+        )
+    except jetstream.AskedToStopError:
+        logger.info("stopped")
+        return
+    try:
+        probes.health.begin_phase("reading the run")
+        layout, epoch = await runtime.retry(
+            "reading the run", lambda: load_run(config, bus, store, runtime), logger=logger
+        )
         context = Context(
             name=config.aggregator.name,
             gc=config.gc,
@@ -198,15 +204,18 @@ async def _serve(
             logger=logger,
         )
         _check_pinned(pinned, len(layout.fragments))
+        await _prove_store(context)
         logger.info("started", fragments=sorted(pinned) if pinned else len(layout.fragments))
         leases = Leases(context, config.aggregator.lease_ttl_s, pinned)
         work = asyncio.ensure_future(aggregate(context, leases))
         stop = asyncio.ensure_future(asked.wait())
+        probes.start.over()
         reports = asyncio.ensure_future(report(probes.health, probes.manager))
+        checkpoints = asyncio.ensure_future(watch_checkpoints(context))
         tell(probes.manager, READY="1")
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
         tell_stopping(probes.manager)
-        await cancel(reports)
+        await cancel(reports, checkpoints)
         stop.cancel()
         if work.done():
             work.result()
@@ -216,6 +225,21 @@ async def _serve(
         logger.info("stopped")
     finally:
         await bus.close()
+
+
+async def _prove_store(context: Context) -> None:
+    """Store an object before it says that it is ready.
+
+    Raises:
+        StoreError: it is not permitted.
+    """
+    context.health.begin_phase("proving that the store takes objects")
+    name = names.proof(names.global_prefix(context.run))
+    await context.runtime.retry(
+        "proving the store",
+        lambda: context.runtime.call(context.store.put, name, name.encode()),
+        logger=context.logger,
+    )
 
 
 def _check_pinned(pinned: frozenset[int] | None, fragments: int) -> None:

@@ -17,7 +17,7 @@ from diloco.common.codec import (
     code_dtype,
     scale_count,
 )
-from diloco.common.errors import ObjectTooLargeError, WireError
+from diloco.common.errors import ObjectTooLargeError, ObjectUnreadableError, WireError
 from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 
@@ -33,7 +33,7 @@ def read_payload(
     Raises:
         ObjectMissingError: a shard is not there, though the manifest says that it is.
         WireError: a shard is not what the manifest says; "oversize" (then nothing is read),
-            "checksum", or as `shards.unpack`; "shards" as `slices.partition`.
+            "checksum", "unreadable", or as `shards.unpack`; "shards" as `slices.partition`.
         StoreUnavailableError: a transient fault.
     """
     parts = tuple(read_parts(store, manifest.codec, manifest.shards, grid))
@@ -103,6 +103,8 @@ def _read_shard(
         data = store.get(entry.name, entry.size_bytes)
     except ObjectTooLargeError as error:
         raise WireError(Reason.OVERSIZE, error.message) from error
+    except ObjectUnreadableError as error:
+        raise WireError(Reason.UNREADABLE, error.message) from error
     if len(data) == entry.size_bytes and shards.crc32c(data) != entry.crc32c:
         raise WireError(Reason.CHECKSUM, f"object {entry.name!r} is not what its manifest says")
     return shards.unpack(data, codec=codec, count=count, block=block)

@@ -15,7 +15,7 @@ async def commit_record(context: Context, record: wire.Record) -> int:
         SwapLostError: another record stands where this one was to be.
     """
     payload = wire.encode(record)
-    if len(payload) > wire.RECORD_BYTES:
+    if len(payload) > context.record_bytes:
         version = record.version + (record.what == "verdict")
         body = await store_version_object(
             context, record.fragment, version, "record", payload, context.logger

@@ -10,6 +10,7 @@ account of their own, where the JetStream API has another prefix; and each ident
 inbox, so that nobody can listen to another's answers.
 """
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,6 +23,8 @@ from diloco.common.errors import ConfigError
 Role = Literal["learner", "aggregator", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
 OWN_API = "$JS.API"
+# What the units hand over in place of a file that is not there; then its path.
+NO_FILE = "# no file: "
 # The server takes `$JS.API` in every account for that account's own streams.
 SHARED_API = "JS.diloco"
 
@@ -66,6 +69,11 @@ def render_credentials(credentials: Credentials) -> str:
     return head + tomli_w.dumps(credentials.model_dump())
 
 
+def _forbidden(status: os.stat_result) -> int:
+    """The bits of a mode that a secret may not have: root may let a group of operators read it."""
+    return 0o037 if status.st_uid == 0 and status.st_gid != 0 else 0o077
+
+
 def load_credentials(path: Path) -> Credentials | None:
     """What the file holds; None for a `.creds` file of NATS's own tools.
 
@@ -73,16 +81,26 @@ def load_credentials(path: Path) -> Credentials | None:
         ConfigError: no such file, others can read it, or it is not a credentials file.
     """
     try:
-        mode = path.stat().st_mode
+        status = path.stat()
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"no credentials file {str(path)!r}: {error}",
             hint="name a readable one, made by: diloco auth add-learner (or add-aggregator)",
         ) from error
-    if mode & 0o077:
+    if text.startswith(NO_FILE):
+        # systemd does not expand %i there; the folder is named after the unit.
+        instance = path.parent.name.partition("@")[2].removesuffix(".service")
+        missing = text.removeprefix(NO_FILE).strip().replace("%i", instance)
         raise ConfigError(
-            f"the credentials file {str(path)!r} has mode {mode & 0o777:04o}: others can read it",
+            f"there is no credentials file {missing}, which the unit hands over",
+            hint="make it with diloco auth, bring it there with mode 0600, and start the unit "
+            "again: runbooks/credentials.md",
+        )
+    if status.st_mode & _forbidden(status):
+        raise ConfigError(
+            f"the credentials file {str(path)!r} has mode {status.st_mode & 0o777:04o}: "
+            "others can read it",
             hint=f"chmod 600 {path}; if others may have read it, revoke it and create another",
         )
     if "-----BEGIN NATS USER JWT-----" in text:

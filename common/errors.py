@@ -2,10 +2,11 @@
 
 Each says whose fault it is, what was expected, what came, and what to do next; `retry` tells a
 caller whether the same call may succeed later, `patience_s` for how long it is worth trying (None:
-for ever). Exceptions of other libraries become one of these
-once, where they enter (`store*.py`, `bus*.py`, `config`, `wire`), and nowhere else.
+for ever), and `status` is that of a process which it ends. Exceptions of other libraries become one
+of these once, where they enter (`store*.py`, `bus*.py`, `config`, `wire`), and nowhere else.
 """
 
+from diloco.common.exits import Exit
 from diloco.common.reasons import Reason
 
 
@@ -19,6 +20,7 @@ class DilocoError(Exception):
 
     retry = False
     patience_s: float | None = None
+    status = Exit.FAILED
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -32,22 +34,43 @@ class DilocoError(Exception):
 class ConfigError(DilocoError):
     """The operator's configuration or command line is wrong."""
 
+    status = Exit.CONFIG
+
 
 class TaskError(DilocoError):
     """The user's task breaks a rule of the Task contract."""
+
+    status = Exit.TASK
+
+
+class DivergedError(TaskError):
+    """Training gave a loss that is no number; the parameters are lost with it."""
+
+    status = Exit.PASSING
 
 
 class RunMismatchError(DilocoError):
     """A daemon's configuration disagrees with the run it wants to join."""
 
+    status = Exit.MISMATCH
+
+
+class NewTapeError(RunMismatchError):
+    """The run was resumed on a new tape since this process began."""
+
+    status = Exit.PASSING
+
 
 class RunMissingError(RunMismatchError):
     """There is no run of that name on this bus."""
+
+    status = Exit.NO_RUN
 
 
 class RunIncompleteError(RunMismatchError):
     """A fragment has no record: the run was not created wholly, or a replica is behind."""
 
+    status = Exit.NO_RUN
     retry = True
     patience_s = 10.0
 
@@ -59,6 +82,8 @@ class WireError(DilocoError):
         reason: for counters and verdicts.
     """
 
+    status = Exit.MISMATCH
+
     def __init__(self, reason: Reason, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.reason = reason
@@ -66,6 +91,8 @@ class WireError(DilocoError):
 
 class IntegrityError(DilocoError):
     """Stored or recomputed bits differ from what was recorded: never retried, always reported."""
+
+    status = Exit.DAMAGED
 
 
 class ObjectLostError(IntegrityError):
@@ -78,14 +105,19 @@ class ObjectLostError(IntegrityError):
 class CheckpointError(DilocoError):
     """A learner's checkpoint cannot be used, or cannot be made; training goes on without it."""
 
+    status = Exit.DAMAGED
+
 
 class HostLostError(DilocoError):
     """A host of this learner is gone; the others cannot train without it."""
+
+    status = Exit.PASSING
 
 
 class HostFetchError(DilocoError):
     """Another host of this learner cannot read what this one can, unless it is slow to see it."""
 
+    status = Exit.PASSING
     retry = True
     patience_s = 30.0
 
@@ -93,47 +125,76 @@ class HostFetchError(DilocoError):
 class StoreError(DilocoError):
     """The object store failed."""
 
+    status = Exit.REFUSED
+
 
 class StoreUnavailableError(StoreError):
     """The store could not be reached or had a transient fault."""
 
+    status = Exit.PASSING
     retry = True
 
 
 class ObjectMissingError(StoreError):
     """No object of that name."""
 
+    status = Exit.DAMAGED
+
+
+class ObjectUnreadableError(StoreError):
+    """What stands under a name is no plain object: it is encoded, or a link, a pipe, a device."""
+
+    status = Exit.DAMAGED
+
 
 class ObjectTooLargeError(StoreError):
     """An object is larger than its reader was told to take; nothing of it was read."""
+
+    status = Exit.DAMAGED
 
 
 class ObjectRangeError(StoreError):
     """A range of bytes is empty or not within its object; nothing of it was read."""
 
+    status = Exit.DAMAGED
+
 
 class ObjectExistsError(StoreError):
     """An object of that name exists with other bytes; names are create-only."""
+
+    status = Exit.DAMAGED
 
 
 class BusError(DilocoError):
     """The message bus failed."""
 
+    status = Exit.REFUSED
+
 
 class BusUnavailableError(BusError):
     """The bus could not be reached, or did not answer in time; the message may have arrived."""
 
+    status = Exit.PASSING
     retry = True
+
+
+class AccessDeniedError(BusError):
+    """The server refuses these credentials, or they are not for this request."""
+
+    status = Exit.SHUT_OUT
 
 
 class StaleReadError(BusError):
     """A replica that is behind has answered; another, or the same one later, knows more."""
 
+    status = Exit.PASSING
     retry = True
 
 
 class StreamMissingError(BusError):
     """There is no stream of that name: the run was not created, or on another server."""
+
+    status = Exit.NO_RUN
 
 
 class SwapLostError(BusError):
@@ -144,6 +205,8 @@ class SwapLostError(BusError):
         last: the one that is, as the stream's leader said; None if it did not say.
     """
 
+    status = Exit.PASSING
+
     def __init__(self, subject: str, expected: int, last: int | None = None) -> None:
         super().__init__(
             f"compare-and-swap on {subject!r} lost: its last message is not sequence {expected}"
@@ -151,3 +214,8 @@ class SwapLostError(BusError):
         self.subject = subject
         self.expected = expected
         self.last = last
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status of a process that an error ends."""
+    return error.status if isinstance(error, DilocoError) else Exit.FAILED

@@ -10,6 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+NOT_YET = ("it has not started yet",)
+# So long may one phase of a start take: the largest models compile for the better part of an hour.
+PHASE_S = 3600.0
+# Of a heartbeat's text.
+LINE = 2000
 # The main loop of an aggregator, an event loop, does nothing that takes longer than moments.
 EVENT_LOOP_S = 30.0
 # A learner's step may be slow, but not so many times slower than its other steps.
@@ -19,7 +24,8 @@ SLOW_STEPS = 20.0
 class Answer(NamedTuple):
     """Whether a daemon lives, whether it can work, and what is in the way.
 
-    `waiting` names calls that transient faults keep waiting; `state` says what it does.
+    `waiting` names calls that transient faults keep waiting; `state` says what it does, `troubles`
+    what somebody should look at although the daemon works.
     """
 
     live: bool
@@ -27,6 +33,12 @@ class Answer(NamedTuple):
     why: tuple[str, ...]
     waiting: tuple[str, ...]
     state: str
+    troubles: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        """All of it in a line."""
+        waits = (f"waits: {', '.join(self.waiting)}",) if self.waiting else ()
+        return "; ".join((self.state, *self.why, *waits, *self.troubles))
 
 
 class View(NamedTuple):
@@ -44,13 +56,35 @@ class Health:
         limit_s: so long may the main loop take for one turn.
         view: what the daemon does; replaced as it gets on.
         waiting: what transient faults keep waiting.
+        troubles: what somebody should look at although the daemon works, by what has them.
     """
 
     limit_s: Callable[[], float] = lambda: EVENT_LOOP_S
-    view: Callable[[], View] = lambda: View("starting", ("it has not started yet",))
+    view: Callable[[], View] = lambda: View("starting", NOT_YET)
     waiting: Callable[[], tuple[str, ...]] = tuple
     clock: Callable[[], float] = time.monotonic
+    troubles: dict[str, str] = field(default_factory=dict)
     _turned_at_s: float | None = field(default=None, init=False)
+    _phase_at_s: float | None = field(default=None, init=False)
+
+    def trouble(self) -> tuple[str, ...]:
+        """All troubles of now."""
+        return tuple(sentence for _, sentence in sorted(self.troubles.copy().items()))
+
+    def line(self) -> str:
+        """All troubles in a line, for a heartbeat."""
+        return "; ".join(self.trouble())[:LINE]
+
+    def begin_phase(self, what: str) -> None:
+        """A daemon that is not ready yet begins with this."""
+        self.view = lambda: View(what, NOT_YET)
+        self._phase_at_s = self.clock()
+
+    def progresses(self) -> bool:
+        """Whether a start gets on, or waits for others: no phase takes for ever."""
+        if self._phase_at_s is None or self.waiting():
+            return True
+        return self.clock() - self._phase_at_s <= PHASE_S
 
     def turned(self) -> None:
         """The main loop has come round."""
@@ -64,7 +98,9 @@ class Health:
         live = since_s <= self.limit_s()
         if not live:
             why.insert(0, f"the main loop has not turned for {since_s:.0f} s")
-        return Answer(live, live and not why, tuple(why), self.waiting(), view.state)
+        return Answer(
+            live, live and not why, tuple(why), self.waiting(), view.state, self.trouble()
+        )
 
 
 def step_limit_s(watchdog_timeout_s: float, step_time_s: float) -> float:

@@ -2,15 +2,35 @@
 
 The field `action` of every line is one of those listed in docs/logs.md; `run`, `learner`,
 `fragment`, `version` are bound where they are known. Cores do not log; drivers log what they do.
+
+What libraries write becomes such lines as well: `said`, with the name of the logger.
+
+Where standard error is systemd's journal, each line begins with its priority, which the journal
+takes for itself: `journalctl -p warning` then shows what is a warning or worse.
 """
 
+import atexit
+import contextlib
+import faulthandler
 import logging
+import os
+import subprocess
 import sys
 import warnings
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
 
 import structlog
 
 Logger = structlog.typing.FilteringBoundLogger
+STDERR = 2
+# At its end, a process waits so long for what was written last.
+LAST_WORDS_S = 2.0
+
+ERROR = "<3>"
+# As in sd-daemon(3).
+PRIORITIES = {"critical": "<2>", "error": ERROR, "warning": "<4>", "info": "<6>", "debug": "<7>"}
 
 
 def configure(level: str = "info") -> None:
@@ -22,7 +42,7 @@ def configure(level: str = "info") -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             structlog.processors.EventRenamer("action"),
-            structlog.processors.JSONRenderer(),
+            _prioritized if in_journal() else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
@@ -30,6 +50,71 @@ def configure(level: str = "info") -> None:
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
     )
     warnings.showwarning = _show_warning
+
+
+def take_stderr() -> None:
+    """Have all that is written to standard error become log lines; for a daemon, and once.
+
+    Python's own `sys.stderr` stays as it is: the log itself goes there, and the trace of a bug.
+    Call it before `configure`, and before other libraries are loaded.
+    """
+    real = os.dup(STDERR)
+    ours, theirs = os.pipe()
+    program = str(Path(__file__).with_name("foreign_lines.py"))
+    relay = subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-I", "-S", program, *(["--journal"] if in_journal() else [])],
+        stdin=ours, stdout=real, stderr=real, cwd="/", start_new_session=True,
+    )  # fmt: skip
+    os.close(ours)
+    os.dup2(theirs, STDERR)
+    os.close(theirs)
+    sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace", closefd=False)
+    faulthandler.enable(STDERR)
+    logging.getLogger().addHandler(_Handler(logging.WARNING))
+
+    def give_back() -> None:
+        sys.stderr.flush()
+        os.dup2(real, STDERR)
+        # A child of ours may write on.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            relay.wait(LAST_WORDS_S)
+
+    atexit.register(give_back)
+
+
+class _Handler(logging.Handler):
+    """What libraries log by Python's own `logging`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.exc_info:
+            message = f"{message}\n{logging.Formatter().formatException(record.exc_info)}"
+        # As with the lines of C++ libraries: none of them is an error of ours.
+        level = min(record.levelno, logging.WARNING)
+        get().log(level, "said", logger=record.name, message=message)
+
+
+def in_journal() -> bool:
+    """Whether this process's standard error is systemd's journal."""
+    # Loaded late: only what runs a command or a daemon needs the configuration's records.
+    from diloco.common.config import is_journal
+
+    try:
+        return is_journal(sys.stderr.fileno())
+    except (OSError, ValueError):  # In tests it may be no file.
+        return False
+
+
+def errors(text: str) -> str:
+    """A text of some lines for standard error; in the journal each line is an error."""
+    return "\n".join(ERROR + line for line in text.splitlines()) if in_journal() else text
+
+
+_render: Callable[..., str | bytes] = structlog.processors.JSONRenderer()
+
+
+def _prioritized(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
+    return f"{PRIORITIES.get(event.get('level', ''), '')}{_render(logger, name, event)!s}"
 
 
 def _show_warning(

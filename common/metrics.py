@@ -71,10 +71,17 @@ STEP_TIME = _gauge("learner_step_seconds", "inner step time, moving average")
 STALL = _counter(
     "learner_stall_seconds_total", "time that synchronization blocked the training thread"
 )
+DATA_WAIT = _counter("learner_data_wait_seconds_total", "time that training waited for its batches")
 RUN_TIME = _counter("learner_run_seconds_total", "time since the first step")
 UP = _counter("learner_uploaded_bytes_total", "bytes written to the store")
 DOWN = _counter("learner_downloaded_bytes_total", "bytes read from the store")
 SENT = _counter("learner_updates_sent_total", "updates announced")
+CHECKPOINTED_AT = _gauge(
+    "learner_checkpoint_timestamp_seconds", "time of the newest checkpoint of this process"
+)
+CHECKPOINT_FAILURES = _counter(
+    "learner_checkpoint_failures_total", "checkpoints that could not be made"
+)
 STATE = _gauge("learner_state", "1 for the current state", "state")
 ADOPTED = _gauge("learner_version", "version adopted", "fragment")
 UNSENT = _gauge("learner_unsent_steps", "inner steps not yet announced", "fragment")
@@ -124,18 +131,22 @@ MERGED_AGAIN = _counter(
 RECEIVED = _counter("aggregator_received_bytes_total", "bytes of updates read from the store")
 STORED = _counter("aggregator_stored_bytes_total", "bytes of versions written to the store")
 COLLECTED = _counter("aggregator_collected_bytes_total", "bytes deleted by garbage collection")
+RUN_CHECKPOINTED_AT = _gauge(
+    "run_checkpoint_timestamp_seconds", "time of the run's newest checkpoint in the store"
+)
 TAPE_SIZE = _gauge("tape_size_bytes", "size of the tape")
 TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
 DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (
-    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, STEP_TIME, STALL, RUN_TIME, UP, DOWN, SENT,
-    STATE, ADOPTED, UNSENT, SENDING,
+    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, STEP_TIME, STALL, DATA_WAIT, RUN_TIME, UP, DOWN,
+    SENT, CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, STOPPED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,
     PENDING, QUEUED, LIVE_LEARNERS, QUARANTINED, VERDICTS, IGNORED, STALENESS, ROUND_UPDATES, ROUND,
-    RECOVERIES, MERGED_AGAIN, RECEIVED, STORED, COLLECTED, TAPE_SIZE, TAPE_LIMIT,
+    RECOVERIES, MERGED_AGAIN, RECEIVED, STORED, COLLECTED, RUN_CHECKPOINTED_AT, TAPE_SIZE,
+    TAPE_LIMIT,
 )  # fmt: skip
 
 

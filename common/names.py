@@ -261,9 +261,14 @@ def learner_checkpoint(run: str, learner: str, local_step: int, digest: str) -> 
     return f"{learner_checkpoints(run, learner)}{local_step:012d}-{digest}"
 
 
+def global_prefix(run: str) -> str:
+    """Prefix of all objects that aggregators may create."""
+    return f"{run}/global/"
+
+
 def fragment_prefix(run: str, fragment: int) -> str:
     """Prefix of what the aggregator stores of a fragment."""
-    return f"{run}/global/{fragment}/"
+    return f"{global_prefix(run)}{fragment}/"
 
 
 def version_object(run: str, fragment: int, version: int, what: str, digest: str) -> str:
@@ -330,11 +335,16 @@ def epoch_object(run: str, epoch: int) -> str:
     return f"{epoch_prefix(run)}{epoch:04d}"
 
 
+def proof(prefix: str) -> str:
+    """An object with which a daemon proves that it may write below its prefix."""
+    return f"{prefix}proof"
+
+
 def layout_object(run: str, digest: str) -> str:
     """Object that holds the run's layout."""
-    return f"{run}/global/layout-{digest}"
+    return f"{global_prefix(run)}layout-{digest}"
 
 
 def constants_object(run: str, digest: str) -> str:
     """Object that holds the leaves which are not trained."""
-    return f"{run}/global/constants-{digest}"
+    return f"{global_prefix(run)}constants-{digest}"

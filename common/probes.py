@@ -6,7 +6,7 @@ HTTP is answered from threads of their own, so that a main loop that hangs can b
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +15,7 @@ from diloco.common import metrics
 from diloco.common.config import MetricsSection, ServiceManager, service_manager
 from diloco.common.errors import ConfigError
 from diloco.common.health import Health
+from diloco.common.manager import Starting
 from diloco.common.metrics import Metrics
 from diloco.common.service import Retries
 
@@ -28,6 +29,7 @@ class Probes:
     metrics: Metrics
     health: Health
     manager: ServiceManager
+    start: Starting
 
 
 def make_probes(retries: Retries, **labels: str) -> Probes:
@@ -36,19 +38,27 @@ def make_probes(retries: Retries, **labels: str) -> Probes:
     health = Health(waiting=retries.now)
     counted.on_scrape(lambda: _show_health(counted, health))
     counted.on_scrape(lambda: _show_retries(counted, retries))
-    return Probes(counted, health, service_manager())
+    manager = service_manager()
+    return Probes(counted, health, manager, Starting(health, manager))
 
 
 @contextmanager
 def serving(section: MetricsSection, probes: Probes) -> Iterator[None]:
-    """Serve both pages for as long as the block lasts; nothing where no port is set.
+    """Tell systemd of the start; serve both pages while the block lasts, where a port is set.
 
     Raises:
         ConfigError: the port is not to be had.
     """
-    if not section.port:
-        yield
-        return
+    probes.start.begin()
+    try:
+        with _pages(section, probes) if section.port else nullcontext():
+            yield
+    finally:
+        probes.start.over()
+
+
+@contextmanager
+def _pages(section: MetricsSection, probes: Probes) -> Iterator[None]:
     pages = {
         "/metrics": lambda: (HTTPStatus.OK, metrics.CONTENT_TYPE, probes.metrics.exposition()),
         "/healthz": lambda: _healthz(probes.health),

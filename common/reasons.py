@@ -110,6 +110,9 @@ class Reason(StrEnum):
 
     MISSING = "missing", "objects", "a shard is not there"
     CHECKSUM = "checksum", "objects", "a shard is not what the manifest says"
+    UNREADABLE = (
+        "unreadable", "objects", "a shard is no plain object: it is encoded, or a link",
+    )
     TRUNCATED = "truncated", "objects", "a shard is shorter than it must be"
     BAD_MAGIC = "bad_magic", "objects", "a shard's header is not one"
     CODEC_MISMATCH = "codec_mismatch", "objects", "a shard's header says another codec"

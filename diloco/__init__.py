@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         muon,
         warmup_cosine,
     )
+    from diloco.learner.reading import GrainData
     from diloco.learner.task import Batch, Params, Task, check_task, load_task
 
     __version__: str
@@ -37,6 +38,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DilocoError",
+    "GrainData",
     "IntegrityError",
     "Matrices",
     "Params",
@@ -63,6 +65,7 @@ _HOMES = {
     "Config": "diloco.common.config",
     "ConfigError": _ERRORS,
     "DilocoError": _ERRORS,
+    "GrainData": "diloco.learner.reading",
     "IntegrityError": _ERRORS,
     "Matrices": "diloco.learner.optimizer",
     "Params": "diloco.learner.task",

@@ -14,6 +14,7 @@ import diloco
 from diloco.auth.command import app as auth
 from diloco.check.command import app as check
 from diloco.common.errors import DilocoError
+from diloco.common.exits import Exit
 from diloco.daemons.command import app as daemons
 from diloco.local.command import app as local
 from diloco.look.command import app as look
@@ -43,6 +44,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     bus: Annotated[
         str | None,
         typer.Option(
@@ -67,6 +69,10 @@ def options(
     ] = False,
 ) -> None:
     """Train one model on islands of accelerators that are far apart, unequal and unreliable."""
+    if context.invoked_subcommand != "learner":
+        from diloco.common.config import keep_off_accelerators
+
+        keep_off_accelerators()
     if bus is not None or store is not None:
         from diloco.cli.opening import Place, use_place
 
@@ -78,12 +84,15 @@ def main() -> None:
     try:
         app()
     except DilocoError as error:
-        # Not wrapped: a path cut in two cannot be found again.
-        console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-        console.print(f"error: {error.message}", style="red")
-        if error.hint:
-            console.print(f"hint: {error.hint}")
-        sys.exit(1)
+        from diloco.cli.failing import tell_failure
+
+        tell_failure(error)
+        sys.exit(error.status)
+    except Exception as error:  # noqa: BLE001 - a bug: told with its trace
+        from diloco.cli.failing import tell_bug
+
+        tell_bug(error)
+        sys.exit(Exit.FAILED)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ SECRETS = "https://secretmanager.googleapis.com/v1/"
 _PYTHONS = ("python3.13", "python3.12", "python3.11")
 _BROUGHT = "3.12"
 _AGAIN_S = 60.0
+# Of the release: what the user's task needs besides, with hashes.
+TASKS = "locks/task.lock"
 
 Run = Callable[[Sequence[str]], str]
 
@@ -171,8 +173,9 @@ class Boot:
         self._run([*pip, "--require-hashes", "-r", str(source / "requirements.lock")])
         self._run([*pip, "--no-deps", "--no-build-isolation", str(source)])
         if accelerator:
-            # libtpu is for one version of JAX, and not for every machine that the pins are for.
-            self._run([*pip, f"jax[tpu]=={pinned(source / 'requirements.lock', 'jax').version}"])
+            self._run([*pip, "--require-hashes", "-r", str(source / "locks/tpu.lock")])
+        if (source / TASKS).exists():
+            self._run([*pip, "--require-hashes", "-r", str(source / TASKS)])
 
     def _python(self, source: Path) -> str:
         """A Python that can run the project; where the system has none, uv fetches one."""

@@ -12,7 +12,7 @@ from diloco.common.views import assemble_view
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import exchange_secret
+from diloco.learner.hosts.channel import end_if_hanging, exchange_secret
 from diloco.learner.hosts.worker import Link, Worker, check_same, connect
 from diloco.learner.life import (
     Host,
@@ -34,7 +34,7 @@ def follow(host: Host) -> Iterator[Life]:
     background = host.background
     with ExitStack() as stack:
         address, secret = exchange_secret("")
-        link = background.call(connect(jax.process_index(), address, secret))
+        link = background.call(connect(jax.process_index(), address, secret, end_if_hanging))
         stack.callback(lambda: background.call(link.close()))
         begin = link.receive(messages.Begin)
         check_same("layout of the parameters", host.island.layout.digest, begin.layout)

@@ -33,6 +33,7 @@ def show(counted: Metrics, trainer: Trainer, state: sync.State) -> None:
         (metrics.LOSS, meter.loss),
         (metrics.STEP_TIME, meter.step_time_s),
         (metrics.STALL, meter.stall_s),
+        (metrics.DATA_WAIT, meter.data_s),
         (metrics.RUN_TIME, meter.run_s),
         (metrics.UP, traffic.bytes_up),
         (metrics.DOWN, traffic.bytes_down),

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import wire
+from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
-from diloco.common.tape import load_specification
+from diloco.common.errors import status_of
+from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync
 from diloco.learner.adopt import Adopter, load
 from diloco.learner.background import Background
@@ -20,19 +21,21 @@ from diloco.learner.checkpoint import CheckpointFolder
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher, start_at, whole
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import exchange_secret
+from diloco.learner.hosts.channel import end_if_hanging, exchange_secret
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
 from diloco.learner.island import Island
 from diloco.learner.life import (
     Host,
     Life,
     Parts,
+    RunEndedError,
     compiled,
     make_parts,
     make_saver,
     make_trainer,
     own_folder,
     own_parts,
+    prove_store,
     read_constants,
 )
 from diloco.learner.peers import Alone
@@ -49,17 +52,20 @@ from diloco.learner.replica import Replica
 from diloco.learner.task import Params
 from diloco.learner.train import Trainer
 
-CONNECT_S = 60.0
-
 
 @contextlib.contextmanager
 def lead(host: Host) -> Iterator[Life]:
     """A life as the only host, or as the one that speaks to the run."""
     background = host.background
+    host.probes.health.begin_phase("connecting to NATS")
     with ExitStack() as stack:
         bus = background.call(_connect(host))
         stack.callback(lambda: background.call(bus.close()))
-        specification = background.call(load_specification(bus, host.config.run.name))
+        specification = background.call(_specification(host, bus))
+        # Of several hosts the others must hear of it, and do so as of every end.
+        alone = jax.process_count() == 1
+        if alone and background.call(has_ended(bus, host.config.run.name)):
+            raise RunEndedError(host.config.run.name)
         context = host.context(bus, specification.epoch)
         peers = Alone() if jax.process_count() == 1 else _meet(host, stack)
         stack.callback(background.close)
@@ -69,13 +75,18 @@ def lead(host: Host) -> Iterator[Life]:
 
 
 async def _connect(host: Host) -> Bus:
-    config = host.config
-    return await jetstream.connect(
-        config.bus.url,
-        name=host.island.learner,
-        credentials=config.bus.credentials,
-        tls_ca=config.bus.tls_ca,
-        connect_timeout_s=CONNECT_S,
+    config, learner = host.config, host.island.learner
+    logger = log.get(run=config.run.name, learner=learner)
+    return await jetstream.connect_or_wait(
+        config.bus, learner, host.runtime, logger, host.asked_to_leave
+    )
+
+
+async def _specification(host: Host, bus: Bus) -> wire.Specification:
+    run = host.config.run.name
+    logger = log.get(run=run, learner=host.island.learner)
+    return await host.runtime.retry(
+        "reading the run", lambda: load_specification(bus, run), logger=logger
     )
 
 
@@ -93,7 +104,12 @@ def _meet(host: Host, stack: ExitStack) -> Coordinator:
 
 async def _coordinator(listener: Listener, secret: str, background: Background) -> Coordinator:
     connections = await listener.meet(jax.process_count(), secret)
-    return Coordinator(background.loop, connections, background.fail)
+
+    def lost(error: BaseException) -> None:
+        end_if_hanging(status_of(error))  # training may wait for the lost host in a collective
+        background.fail(error)
+
+    return Coordinator(background.loop, connections, lost)
 
 
 def _check_run(context: Context, island: Island, specification: wire.Specification) -> Params:
@@ -119,8 +135,10 @@ def _leading_life(
     if isinstance(peers, Coordinator):
         layout, constants_object = context.layout.digest, specification.constants
         peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
+    prove_store(host, context)
     replica, starts = _load_views(host, context, peers)
     inner_step = compiled(host, replica, constants)
+    host.probes.health.begin_phase("joining the run")
     folder = own_folder(host, context)
     chosen, found = _checkpoint(host, context, folder, peers)
     parts = make_parts(host, context, replica, inner_step, found)
@@ -184,8 +202,10 @@ def _publish_and_adopt(
     adopter = Adopter(context, background.post, fetcher, peers, starts, life.incarnation)
     background.spawn(adopter.follow())
     every_s = host.config.learner.heartbeat_interval_s
-    meter = parts.meter
-    background.spawn(publisher.beat(lambda: meter.heartbeat(life.incarnation), every_s))
+    meter, health = parts.meter, context.health
+    background.spawn(
+        publisher.beat(lambda: meter.heartbeat(life.incarnation, health.line()), every_s)
+    )
     return publisher
 
 
@@ -196,7 +216,9 @@ def _load_views(
     starts: list[sync.Start] = []
 
     def views() -> Iterator[np.ndarray]:
-        for fragment in range(len(context.layout.fragments)):
+        count = len(context.layout.fragments)
+        for fragment in range(count):
+            host.probes.health.begin_phase(f"loading fragment {fragment + 1} of {count}")
             loaded = host.background.call(load(context, fragment))
             starts.append(start_at(loaded))
             if isinstance(peers, Coordinator):

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from diloco.common import log
+from diloco.common import log, names
 from diloco.common.bus import Bus
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError
@@ -38,6 +38,10 @@ from diloco.learner.recovery import (
 from diloco.learner.replica import Replica
 from diloco.learner.task import Params
 from diloco.learner.train import Boundaries, InnerStep, Meter, Trainer, compile_programs
+
+
+class RunEndedError(Exception):
+    """There is nothing to train any more: not a failure, and no life begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,7 @@ class Life:
         health.limit_s = lambda: step_limit_s(watchdog_timeout_s, trainer.meter.step_time_s)
         health.view = lambda: instruments.view(trainer.meter)
         self.context.logger.info("started", position=trainer.position)
+        self.host.probes.start.over()
         self.host.background.spawn(report(health, manager))
         tell(manager, READY="1")
 
@@ -106,6 +111,24 @@ class Life:
         why = self.leave_run()
         self.trainer.saver.close()
         self.context.logger.info("left", why=why, local_step=self.trainer.meter.local_step)
+
+
+def prove_store(host: Host, context: Context) -> None:
+    """Store an object before anything is promised: a learner that cannot send would train in vain.
+
+    Raises:
+        StoreError: it is not permitted.
+    """
+    host.probes.health.begin_phase("proving that the store takes objects")
+    name = names.proof(names.learner_prefix(context.run, context.learner))
+    runtime, store = context.runtime, context.store
+    host.background.call(
+        runtime.retry(
+            "proving the store",
+            lambda: runtime.call(store.put, name, name.encode()),
+            logger=context.logger,
+        )
+    )
 
 
 def read_constants(context: Context, like: Params, name: str | None) -> Params:
@@ -122,6 +145,7 @@ def read_constants(context: Context, like: Params, name: str | None) -> Params:
 def compiled(host: Host, replica: Replica, constants: Params) -> InnerStep:
     """The inner step; it and the replica's programs are compiled."""
     island = host.island
+    host.probes.health.begin_phase("compiling")
     inner_step = island.inner_step(constants)
     compile_programs(replica, inner_step, island.init_state, next(island.feed(0)))
     return inner_step

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from diloco.common import names, shards
+from diloco.common import metrics, names, shards
 from diloco.common.config import LearnerSection
 from diloco.common.errors import CheckpointError, DilocoError
 from diloco.learner import checkpoint as checkpoints
@@ -167,10 +167,14 @@ class Saver:
             )
             if self._section.checkpoint_upload:
                 self._upload(Checkpoint(facts, arrays))
+            context.metrics.set(metrics.CHECKPOINTED_AT, context.runtime.clock())
+            context.health.troubles.pop("checkpoint", None)
         except Exception as error:  # noqa: BLE001 - training goes on without this checkpoint
             context.logger.warning(
                 "checkpoint_failed", local_step=progress.local_step, why=str(error)
             )
+            context.metrics.add(metrics.CHECKPOINT_FAILURES)
+            context.health.troubles["checkpoint"] = f"checkpoints fail: {error}"
 
     def _upload(self, checkpoint: Checkpoint) -> None:
         """Put it into the store, and delete this learner's others there but the newest.

@@ -47,7 +47,7 @@ _OPTIONAL = {
     "partition": "leave it out, and large tensors are cut along the axis fsdp",
     "sample": "leave it out if the model writes no text",
 }
-_PROBE = "probe"  # the learner's name in checks
+PROBE = "probe"  # the learner's name in checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -343,7 +343,7 @@ def _check_hints(task: Task, shapes: Params) -> None:
 
 
 def _check_batches(task: Task) -> Batch:
-    from_0 = task.batches(_PROBE, 0)
+    from_0 = task.batches(PROBE, 0)
     _, batch_1 = _draw(from_0), _draw(from_0)
     for leaf in jax.tree.leaves(batch_1):
         if not isinstance(leaf, np.ndarray | np.generic):
@@ -351,7 +351,7 @@ def _check_batches(task: Task) -> Batch:
                 f"a batch must be a pytree of numpy arrays, but it holds {_kind(leaf)}",
                 hint="use np.asarray on the host; the learner places batches on its devices",
             )
-    resumed = _draw(task.batches(_PROBE, 1))
+    resumed = _draw(task.batches(PROBE, 1))
     if not _equal(batch_1, resumed):
         raise TaskError(
             "Task.batches(name, n) must begin with batch number n and always give the same one, "

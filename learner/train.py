@@ -19,7 +19,7 @@ import numpy as np
 
 from diloco.common import wire
 from diloco.common.clock import Clock
-from diloco.common.errors import TaskError
+from diloco.common.errors import DivergedError
 from diloco.learner import sync, tree
 from diloco.learner.boundary import Boundary, Done, Outbox, Outgoing
 from diloco.learner.checkpoint import copied
@@ -78,10 +78,10 @@ def _finite(loss: float) -> float:
     """The loss.
 
     Raises:
-        TaskError: it is infinite or not a number; the parameters are lost with it.
+        DivergedError: it is infinite or not a number; the parameters are lost with it.
     """
     if not math.isfinite(loss):
-        raise TaskError(
+        raise DivergedError(
             f"the training loss is {loss}: this learner's parameters have diverged",
             hint="restart it: it resumes from the run's newest version; if it diverges again, "
             "lower the learning rate or clip gradients",
@@ -94,8 +94,8 @@ class Meter:
     """What a learner knows of its own work; read by the heartbeat from another thread.
 
     `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
-    `stall_s` is the training thread's time in synchronization; `run_s` all its time since the
-    first step.
+    `stall_s` is the training thread's time in synchronization, `data_s` that in waiting for
+    batches; `run_s` all its time since the first step.
     """
 
     learner: str
@@ -109,6 +109,7 @@ class Meter:
     step_time_s: float = 0.0
     tokens_per_s: float = 0.0
     stall_s: float = 0.0
+    data_s: float = 0.0
     run_s: float = 0.0
     _began_s: float = field(default_factory=time.perf_counter)
 
@@ -122,7 +123,7 @@ class Meter:
             self.step_time_s += (took_s - self.step_time_s) * (EMA if self.step_time_s else 1.0)
             self.tokens_per_s = tokens / self.step_time_s
 
-    def heartbeat(self, incarnation: int) -> wire.Heartbeat:
+    def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
         """The newest figures as a message."""
         return wire.Heartbeat(
             learner=self.learner,
@@ -134,11 +135,13 @@ class Meter:
             tokens_per_s=self.tokens_per_s,
             step_time_s=self.step_time_s,
             stall_s=self.stall_s,
+            data_s=self.data_s,
             run_s=self.run_s,
             bytes_up=self.traffic.bytes_up,
             bytes_down=self.traffic.bytes_down,
             updates_sent=self.traffic.updates_sent,
             state=self.state,
+            trouble=trouble,
         )
 
 
@@ -221,7 +224,9 @@ class Trainer:
 
     def step(self, global_step: int) -> jax.Array:
         """Dispatch one inner step on the next batch; its loss, still being computed."""
+        asked_s = time.perf_counter()
         batch = next(self.batches)
+        self.meter.data_s += time.perf_counter() - asked_s
         self.meter.global_step = global_step
         self.replica.trained, self.optimizer_state, loss = self.inner_step(
             self.replica.trained, self.optimizer_state, batch, np.int32(global_step)

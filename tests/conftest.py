@@ -17,6 +17,8 @@ T = TypeVar("T")
 _numbers = itertools.count()
 # Devices for tests of learners that have several; whoever asks for none gets the first.
 jax.config.update("jax_num_cpu_devices", 8)
+# As every process but a learner.
+jax.config.update("jax_platforms", "cpu")
 
 
 def pytest_runtest_teardown() -> None:

@@ -15,7 +15,9 @@ import argparse
 import base64
 import contextlib
 import dataclasses
+import gzip
 import hashlib
+import io
 import json
 import math
 import secrets
@@ -71,6 +73,7 @@ class Stored(NamedTuple):
     crc32c: str
     generation: int
     path: str
+    encoding: str = ""
 
 
 class Seen(NamedTuple):
@@ -249,7 +252,13 @@ class GcsServer:
             path = self._folder / "objects" / secrets.token_hex(16)
             data.rename(path)
             stored = Stored(
-                bucket, name, path.stat().st_size, actual, self._last_generation, path.name
+                bucket,
+                name,
+                path.stat().st_size,
+                actual,
+                self._last_generation,
+                path.name,
+                metadata.get("contentEncoding", ""),
             )
             before = self._objects.get((bucket, name))
             temp = path.with_suffix(".temp")
@@ -575,6 +584,14 @@ class _Handler(BaseHTTPRequestHandler):
             "x-goog-generation": str(stored.generation),
             "x-goog-stored-content-length": str(stored.size),
         }
+        if stored.encoding:
+            headers["x-goog-stored-content-encoding"] = stored.encoding
+            if stored.encoding not in self.headers.get("Accept-Encoding", ""):
+                # The service decodes for who does not, and then knows of no ranges.
+                decoded = gzip.decompress(self.gcs.path(stored).read_bytes())
+                self._send_file(io.BytesIO(decoded), 0, len(decoded), 200, headers)
+                return
+            headers["Content-Encoding"] = stored.encoding
         if asked:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             start = int(first) if first else max(0, stored.size - int(last))

@@ -29,9 +29,14 @@ from diloco.common.config.daemon import (
 )
 from diloco.common.config.environment import (
     ServiceManager,
+    allows_accelerators,
+    environment_with,
+    is_journal,
+    keep_off_accelerators,
     service_manager,
     storage_emulator,
     store_url,
+    visible_devices,
 )
 from diloco.common.config.fields import Section
 from diloco.common.config.reading import (
@@ -80,11 +85,15 @@ __all__ = [
     "StoreSection",
     "SyncSection",
     "TaskSection",
+    "allows_accelerators",
     "changes",
     "check_changeable",
     "check_same_run",
     "differences",
+    "environment_with",
     "is_changeable",
+    "is_journal",
+    "keep_off_accelerators",
     "load_config",
     "make_config",
     "parse_settings",
@@ -92,6 +101,7 @@ __all__ = [
     "service_manager",
     "storage_emulator",
     "store_url",
+    "visible_devices",
     "warnings",
     "with_mesh",
 ]

@@ -56,6 +56,55 @@ def service_manager() -> ServiceManager:
     return ServiceManager(os.environ.get("NOTIFY_SOCKET", ""), int(watchdog_us) / 1e6)
 
 
+class _Platforms:
+    """What JAX would have chosen from, had `keep_off_accelerators` not been called."""
+
+    pinned = False
+    found: str | None = None
+
+
+def keep_off_accelerators() -> None:
+    """Have JAX find nothing but the CPU in this process; call it before JAX is imported.
+
+    A process that starts JAX on an accelerator takes it from the learner beside it: whole (a TPU
+    has one owner), or three quarters of its memory (a GPU). And sums are tested on the CPU.
+    """
+    if not _Platforms.pinned:
+        _Platforms.found = os.environ.get("JAX_PLATFORMS")
+        _Platforms.pinned = True
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def allows_accelerators() -> bool:
+    """Whether the user lets JAX have something else than the CPU."""
+    return _asked_for() != "cpu"
+
+
+def environment_with(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of a child, as this process found it but for `changes`; None: unset."""
+    merged = {**os.environ, "JAX_PLATFORMS": _asked_for(), **changes}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def _asked_for() -> str | None:
+    return _Platforms.found if _Platforms.pinned else os.environ.get("JAX_PLATFORMS")
+
+
+def visible_devices(variable: str) -> tuple[str, ...] | None:
+    """The devices to which the environment restricts a library; None for all."""
+    value = os.environ.get(variable)
+    return None if value is None else tuple(value.replace(",", " ").split())
+
+
+def is_journal(descriptor: int) -> bool:
+    """Whether what is written to an open file goes to systemd's journal."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
+
+
 def with_environment(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document, with DILOCO_BUS_URL and the like over the keys of the daemon sections."""
     merged = dict(document)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from diloco.common.config.fields import Fraction, NonNegative, Seconds, Section, Steps
 from diloco.common.layout import Rhythm
@@ -31,6 +31,14 @@ class RunSection(Section):
     seed: int = Field(default=0, description="seeds the first parameters; passed to the task")
 
 
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(item) for item in value]
+    return value
+
+
 class TaskSection(Section):
     """What a learner trains."""
 
@@ -39,6 +47,12 @@ class TaskSection(Section):
         description='function that builds the task: `"package.module:function"`',
     )
     options: dict[str, Any] = Field(default={}, description="keyword arguments of that function")
+
+    @field_validator("options", mode="after")
+    @classmethod
+    def _as_in_a_file(cls, options: dict[str, Any]) -> dict[str, Any]:
+        # A message's arrays are tuples; a file's are lists, and the two are one setting.
+        return {key: _with_lists(value) for key, value in options.items()}
 
 
 class SyncSection(Section):

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +18,7 @@ from diloco.common.store.protocol import (
     check_size,
     object_exists,
     object_missing,
+    object_unreadable,
 )
 
 _PASSING = {
@@ -32,13 +34,18 @@ _PASSING = {
 }
 
 
+# What opening a link answers (it is not followed), and a pipe or a device that nobody serves.
+_NO_FILE = {errno.ELOOP, errno.ENXIO}
+
+
 class DirectoryStore:
     """Objects as read-only files below a folder, which several processes may share.
 
     An object is written to `.tmp`, synced, and given its name by a hard link, which fails when
     the name is taken: that makes it create-only and never half visible. What a crash leaves in
     `.tmp` is never listed and may be removed while nothing runs. A name cannot be both an object
-    and a folder of others.
+    and a folder of others. What root writes belongs to whom the folder belongs: a command that an
+    operator runs as root leaves nothing behind that the daemons cannot write to.
 
     Args:
         root: the folder; made if it is not there.
@@ -51,6 +58,7 @@ class DirectoryStore:
         self.root = root
         with _os_errors("open", str(root)):
             (root / RESERVED).mkdir(parents=True, exist_ok=True)
+            self._keep_owner(root / RESERVED)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Store `data` under `name`; on disk, its name included, when this returns.
@@ -86,6 +94,7 @@ class DirectoryStore:
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
+            ObjectUnreadableError: it is no file of its own: a link, a pipe, a device.
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is not an object name.
         """
@@ -97,6 +106,7 @@ class DirectoryStore:
         Raises:
             ObjectMissingError: no such object.
             ObjectRangeError: the range is empty, or ends beyond the object.
+            ObjectUnreadableError: as of `get`.
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is not an object name.
         """
@@ -151,10 +161,21 @@ class DirectoryStore:
 
     def _read_file(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
         try:
-            with (self.root / name).open("rb") as file:
-                return read(file, os.fstat(file.fileno()).st_size)
+            with open(self.root / name, "rb", opener=_open_file) as file:
+                found = os.fstat(file.fileno())
+                if stat.S_ISDIR(found.st_mode):
+                    raise object_missing(name)
+                if not stat.S_ISREG(found.st_mode):
+                    raise object_unreadable(name, "it is no file")
+                return read(file, found.st_size)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise object_missing(name) from None
+        except OSError as error:
+            if error.errno not in _NO_FILE:
+                raise
+            raise object_unreadable(name, "it is a link, or something else that is no file") from (
+                error
+            )
 
     def _write_temp(self, data: memoryview) -> Path:
         temp = self.root / RESERVED / secrets.token_hex(16)
@@ -163,6 +184,7 @@ class DirectoryStore:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
+                self._keep_owner(descriptor)
                 os.fsync(descriptor)
         except BaseException:
             temp.unlink(missing_ok=True)
@@ -175,7 +197,16 @@ class DirectoryStore:
             return
         self._make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
+        self._keep_owner(folder)
         _sync_folder(folder.parent)
+
+    def _keep_owner(self, file: Path | int) -> None:
+        """Give what root has made to whom the store's folder belongs."""
+        if os.geteuid() == 0:
+            owner = self.root.stat()
+            # A network file system may make somebody else of root, who may not give anything away.
+            with contextlib.suppress(PermissionError):
+                os.chown(file, owner.st_uid, owner.st_gid)
 
     def _walk(self, folder: str) -> Iterator[ObjectInfo]:
         """Every object below `folder` ('' for all); what is deleted meanwhile may be missing."""
@@ -201,13 +232,22 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def _read_all(name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None) -> bytes:
     check_size(name, size_bytes, limit_bytes)
-    return file.read()
+    return file.read(size_bytes)
 
 
 def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: int) -> bytes:
     check_range(name, start, stop, size_bytes)
     file.seek(start)
     return file.read(stop - start)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open what a name stands for itself, and never wait for it.
+
+    A learner that may write in the folder could else have its reader follow a link to a file
+    without end, or wait at a pipe.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _link(source: Path, target: Path) -> bool:

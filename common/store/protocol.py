@@ -15,6 +15,7 @@ from diloco.common.errors import (
     ObjectMissingError,
     ObjectRangeError,
     ObjectTooLargeError,
+    ObjectUnreadableError,
     StoreError,
 )
 
@@ -49,6 +50,7 @@ class ObjectStore(Protocol):
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
+            ObjectUnreadableError: it is no plain object, whoever made it so.
             StoreUnavailableError: a transient fault.
         """
 
@@ -60,6 +62,7 @@ class ObjectStore(Protocol):
         Raises:
             ObjectMissingError: no such object.
             ObjectRangeError: the range is empty, or ends beyond the object.
+            ObjectUnreadableError: it is no plain object, whoever made it so.
             StoreUnavailableError: a transient fault.
         """
 
@@ -129,6 +132,14 @@ def object_exists(name: str) -> ObjectExistsError:
     return ObjectExistsError(
         f"an object {name!r} with other bytes exists",
         hint="names are create-only; two writers used one name for different contents",
+    )
+
+
+def object_unreadable(name: str, why: str) -> ObjectUnreadableError:
+    """What reading raises when no plain object stands under `name`."""
+    return ObjectUnreadableError(
+        f"object {name!r} cannot be read: {why}",
+        hint="nothing of this project stores such an object; see who may write there",
     )
 
 

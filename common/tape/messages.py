@@ -5,13 +5,19 @@ something else is refused here, once for all readers. Pure.
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from functools import lru_cache
+from typing import Final, TypeVar
 
 from diloco.common import names, wire
 from diloco.common.errors import WireError
 from diloco.common.reasons import Reason
 
 T = TypeVar("T", bound=wire.Body)
+
+# The owners of several fragments read the same joins, leaves and settings, one after another: what
+# is short is decoded once for all of them. What is long is read by one.
+SHORT_BYTES: Final = 8 << 10
+REMEMBERED: Final = 512
 
 _BODIES: Mapping[names.Kind, type[wire.Body]] = {
     "spec": wire.Specification,
@@ -38,6 +44,10 @@ def decode(subject: str, payload: bytes) -> wire.Body:
     Raises:
         WireError: it cannot be decoded, or names somebody or something else than its subject.
     """
+    return (_decode_once if len(payload) <= SHORT_BYTES else _decode)(subject, payload)
+
+
+def _decode(subject: str, payload: bytes) -> wire.Body:
     parsed = names.parse_subject(subject)
     if parsed is None:
         raise WireError(Reason.SENDER, f"{subject!r} is not a subject of a run")
@@ -47,6 +57,9 @@ def decode(subject: str, payload: bytes) -> wire.Body:
         body = wire.decode(_BODIES[parsed.kind], payload)
     check_fits(subject, body)
     return body
+
+
+_decode_once = lru_cache(REMEMBERED)(_decode)
 
 
 def decode_as(expected: type[T], subject: str, payload: bytes) -> T:

@@ -10,10 +10,10 @@ from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import (
     IntegrityError,
+    NewTapeError,
     ObjectLostError,
     ObjectMissingError,
     RunIncompleteError,
-    RunMismatchError,
     WireError,
 )
 from diloco.common.reasons import Reason
@@ -87,10 +87,10 @@ def check_record(context: RunContext, found: wire.Record) -> None:
 
     Raises:
         IntegrityError: it is of another layout.
-        RunMismatchError: it is of another epoch.
+        NewTapeError: it is of another epoch.
     """
     if found.epoch != context.epoch:
-        raise RunMismatchError(
+        raise NewTapeError(
             f"run {context.run!r} is in epoch {found.epoch}, this process began in epoch "
             f"{context.epoch}: the run was resumed on a new tape",
             hint="start this process again",
@@ -122,7 +122,7 @@ async def records_of(
     Those before `start_seq` are passed over, and those that are collected meanwhile.
 
     Raises:
-        RunMismatchError, IntegrityError: as `last_record`.
+        NewTapeError, IntegrityError: as `last_record`.
         ObjectMissingError: the body of a record that stays is gone.
     """
     _, newest_seq = await last_record(context, fragment)

@@ -62,6 +62,11 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
     return decode_as(wire.Specification, message.subject, message.payload)
 
 
+async def has_ended(bus: Bus, run: str) -> bool:
+    """Whether the run's end is on the tape: then nothing is merged any more."""
+    return await bus.last(names.tape_stream(run), names.end(run)) is not None
+
+
 def changed_settings(created: RunSettings, message: wire.Settings) -> RunSettings:
     """The run's settings after a message that changes them.
 

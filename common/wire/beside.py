@@ -83,11 +83,17 @@ class Heartbeat(Body):
     tokens_per_s: Rate = Field(description="tokens per second, at least 0")
     step_time_s: Seconds = Field(description="moving average")
     stall_s: Seconds = Field(description="time that synchronization took from training")
+    data_s: Seconds = Field(
+        default=0.0, description="time that training waited for its batches; no part of `stall_s`"
+    )
     run_s: Seconds = Field(description="time since the life began to train")
     bytes_up: Count = Field(description="stored shards")
     bytes_down: Count = Field(description="read objects")
     updates_sent: Count = Field(description="of this life")
     state: Text = Field(description="`starting`, `training` or `flushing`")
+    trouble: Text = Field(
+        default="", description="what somebody should look at although it trains; empty if nothing"
+    )
 
 
 class Rejection(Body):

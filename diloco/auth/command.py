@@ -157,5 +157,8 @@ def _tell_added(folder: Path, credentials: Path | None) -> None:
 def _tell_reload(folder: Path, *, times: int) -> None:
     accounts = folder / "accounts.conf"
     say_plainly(f"  copy {accounts} next to each server's configuration, then run there:")
-    command = f"nats-server --signal reload={folder.absolute() / 'nats-server.pid'}"
-    say_plainly("  " + " && sleep 1 && ".join([command] * times))
+    of_folder = f"nats-server --signal reload={folder.absolute() / 'nats-server.pid'}"
+    # The unit has its server keep its process's id in /run, and knows where.
+    for reload in ("systemctl reload nats-server", of_folder):
+        say_plainly("  " + " && sleep 1 && ".join([reload] * times))
+    say_plainly("  (the first where the unit runs it, the second where it was started by hand)")

@@ -43,6 +43,7 @@ def aggregator(
     """
     from diloco.cli.settings import parse_fragments
 
+    log.take_stderr()
     pinned = None if fragments is None else parse_fragments(fragments)
     loaded = _load(config, log_level, aggregator={"name": name}, metrics={"port": metrics_port})
     from diloco.aggregator.daemon import serve
@@ -124,6 +125,8 @@ def learner(options: LearnerOptions) -> None:
     and with `--hosts`, `--host` and `--coordinator`. With `--dry-run`, programs are compiled from
     shapes, for all hosts at once, and no parameters are allocated.
     """
+    if not options.dry_run:
+        log.take_stderr()
     config = _learner_config(options)
     if options.dry_run:
         from diloco.daemons.dry_run import DryRunOptions, run_dry

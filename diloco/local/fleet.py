@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
+from diloco.common.config import environment_with
 from diloco.common.errors import DilocoError
 from diloco.common.nats_server import LOOPBACK, NatsServer, free_port
 from diloco.local.reaper import Reaper
@@ -22,11 +24,15 @@ HOSTS_END_S = 30.0
 
 @dataclass
 class Process:
-    """One process of a daemon: how it is started, where its log goes, whether it runs."""
+    """One process of a daemon: how it is started, where its log goes, whether it runs.
+
+    `environment` is what differs from ours; None for a variable that it is not to have.
+    """
 
     name: str
     arguments: list[str]
     log_path: Path
+    environment: Mapping[str, str | None]
     running: "subprocess.Popen[bytes] | None" = None
 
     @property
@@ -98,18 +104,25 @@ class Fleet:
         if self._server is not None and self._server.pid is not None:
             self._reaper.watch(self._server.pid)
 
-    def start(self, name: str, *arguments: list[str], cores: set[int] | None = None) -> Daemon:
+    def start(
+        self,
+        name: str,
+        *arguments: list[str],
+        cores: set[int] | None = None,
+        environments: Sequence[Mapping[str, str | None]] | None = None,
+    ) -> Daemon:
         """Start `diloco ARGUMENTS...` under a name, with a log file of its own.
 
         Given several times, they are the hosts of one learner: each has a process, NAME.HOST, and
         is told who it is and where host 0 is, at a new port in each life.
         """
         names = [name] if len(arguments) == 1 else [f"{name}.{i}" for i in range(len(arguments))]
+        changes = environments or [{} for _ in arguments]
         daemon = Daemon(
             name,
             [
-                Process(one, own, self._logs / f"{one}.log")
-                for one, own in zip(names, arguments, strict=True)
+                Process(one, own, self._logs / f"{one}.log", changed)
+                for one, own, changed in zip(names, arguments, changes, strict=True)
             ],
             cores,
         )
@@ -134,6 +147,7 @@ class Fleet:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env=environment_with(process.environment),
             start_new_session=True,
         )
         self._reaper.watch(process.running.pid)

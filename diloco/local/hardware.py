@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from diloco.common.accelerators import Accelerators
 from diloco.common.config import LearnerSection, MeshSection
 from diloco.common.errors import ConfigError
+from diloco.local.division import Share, Wanted, divide
 
 LEARNERS = 4
 _MESHES = "for example --mesh 4,2,1,1; with other axes --mesh data=2/fsdp=2,tensor=2,1"
@@ -20,18 +22,33 @@ class Hardware(NamedTuple):
         devices: of all its processes together.
         hosts: its processes.
         forced: whether JAX is told to take the CPU for so many devices.
+        shares: the accelerators of each process; none for a learner on the CPU.
     """
 
     devices: int = 1
     hosts: int = 1
     forced: bool = False
+    shares: tuple[Share, ...] = ()
 
     def arguments(self) -> list[str]:
         """What each of its processes is started with."""
-        return ["--cpu-devices", str(self.devices // self.hosts)] if self.forced else []
+        own = self.forced and not self.shares
+        return ["--cpu-devices", str(self.devices // self.hosts)] if own else []
+
+    def environments(self) -> list[dict[str, str | None]]:
+        """Of each of its processes: what is to be changed in ours."""
+        if not self.shares:
+            return [{} for _ in range(self.hosts)]
+        return [share.environment() for share in self.shares]
+
+    def accelerators(self) -> set[str]:
+        """Names of those it has."""
+        return {name for share in self.shares for name in share.names}
 
     def words(self) -> str:
-        """As people read it: "4 in 2 hosts"; "" for one device."""
+        """As people read it: "4 in 2 hosts", "GPU 0, 1"; "" for one device of the CPU."""
+        if self.shares:
+            return " and ".join(share.words() for share in self.shares)
         if self.hosts > 1:
             return f"{self.devices} in {self.hosts} hosts"
         return str(self.devices) if self.forced else ""
@@ -72,6 +89,30 @@ def set_hardware(
     return {
         name: _hardware(parsed, name, count, forced=forced)
         for name, count in zip(names, counts, strict=True)
+    }
+
+
+def on_cpu(hardware: dict[str, Hardware]) -> dict[str, Hardware]:
+    """The learners on the CPU, whatever else there is."""
+    return {name: one._replace(forced=True) for name, one in hardware.items()}
+
+
+def on_accelerators(hardware: dict[str, Hardware], found: Accelerators) -> dict[str, Hardware]:
+    """The learners on accelerators.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    wanted = {
+        name: Wanted(one.devices if one.forced else None, one.hosts)
+        for name, one in hardware.items()
+    }
+    shares = divide(found, wanted)
+    return {
+        name: one._replace(
+            shares=shares[name], devices=sum(len(share.names) for share in shares[name])
+        )
+        for name, one in hardware.items()
     }
 
 

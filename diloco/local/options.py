@@ -24,11 +24,16 @@ class LocalOptions:
     mesh: Annotated[
         str | None,
         typer.Option(
-            help="devices per learner, emulated on the CPU: 4,2,1,1; or sizes of the mesh axes "
-            "data, fsdp and tensor: fsdp=2/tensor=2,2,1,1",
+            help="devices per learner: 4,2,1,1; or sizes of the mesh axes data, fsdp and tensor: "
+            "fsdp=2/tensor=2,2,1,1; GPUs or TPU chips where this machine has them, else emulated "
+            "on the CPU [default: equal shares]",
             metavar="LIST",
         ),
     ] = None
+    cpu: Annotated[
+        bool,
+        typer.Option("--cpu", help="train on the CPU, with devices emulated for --mesh"),
+    ] = False
     hosts: Annotated[
         str | None,
         typer.Option(

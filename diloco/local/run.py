@@ -22,14 +22,15 @@ from rich.console import Console
 from rich.live import Live
 
 from diloco.cli.opening import open_run
-from diloco.common.config import Config, make_config, warnings
+from diloco.common.accelerators import find_accelerators, unused
+from diloco.common.config import Config, allows_accelerators, make_config, warnings
 from diloco.common.errors import ConfigError
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
 from diloco.local import screen
 from diloco.local.document import local_document
 from diloco.local.fleet import Fleet
-from diloco.local.hardware import Hardware, count_learners
+from diloco.local.hardware import Hardware, count_learners, on_accelerators, on_cpu
 from diloco.local.options import LocalOptions
 from diloco.projections.live import Follower
 
@@ -63,9 +64,10 @@ def run_local(options: LocalOptions) -> int:
     document, hardware = local_document(options, name, learners, run_dir)
     aggregators = aggregator_names(options.aggregators)
     kills = _plan_kills(options.kill, learners, aggregators, document["run"]["steps"])
-    run_dir.mkdir(parents=True, exist_ok=True)
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
+    hardware = _place(console, options, document, hardware)
+    run_dir.mkdir(parents=True, exist_ok=True)
     with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
         fleet.adopt(server)
         document["bus"] = {**document.get("bus", {}), "url": server.url}
@@ -76,6 +78,39 @@ def run_local(options: LocalOptions) -> int:
         status = asyncio.run(run.go())
         fleet.stop(within_s=STOP_S)
     return status
+
+
+def _place(
+    console: Console,
+    options: LocalOptions,
+    document: dict[str, Any],
+    hardware: dict[str, Hardware],
+) -> dict[str, Hardware]:
+    """The learners on this machine's accelerators, if there are any; says who got what.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    if options.cpu:
+        return on_cpu(hardware)
+    # Who emulates devices, or has set JAX_PLATFORMS=cpu, has said where to train.
+    asked_for_cpu = document["learner"].get("cpu_devices") or not allows_accelerators()
+    found = None if asked_for_cpu else find_accelerators()
+    if found is None:
+        return hardware
+    if not found.usable:
+        console.print(f"[yellow]warning:[/] {unused(found)}", soft_wrap=True)
+        return hardware
+    placed = on_accelerators(hardware, found)
+    for name, one in placed.items():
+        console.print(f"{name}: {one.words()}", highlight=False)
+    left = set(found.names).difference(*(one.accelerators() for one in placed.values()))
+    if left:
+        console.print(
+            f"{found.count(len(left))} unused; --mesh says how many each learner takes",
+            highlight=False,
+        )
+    return placed
 
 
 def aggregator_names(count: int) -> list[str]:
@@ -192,7 +227,12 @@ class LocalRun:
         for index, (name, hardware) in enumerate(self.learners.items()):
             own = ["learner", "--config", path, "--learner", name, *hardware.arguments()]
             hosts = [[*own, *self._port(ports)] for _ in range(hardware.hosts)]
-            self.fleet.start(name, *hosts, cores=_cores(index, len(self.learners)))
+            self.fleet.start(
+                name,
+                *hosts,
+                cores=_cores(index, len(self.learners)),
+                environments=hardware.environments(),
+            )
 
     def _port(self, ports: Iterator[int]) -> list[str]:
         """Each daemon serves its metrics on a port of its own, if the run's file sets a first."""

@@ -33,6 +33,7 @@ class LearnerStatus:
     tokens_per_s: float
     step_time_s: float
     stall_fraction: float
+    data_fraction: float
     staleness: float | None
     rejected: int
     updates_sent: int
@@ -244,6 +245,7 @@ def _learner(
         tokens_per_s=beat.tokens_per_s if there and beat else 0.0,
         step_time_s=beat.step_time_s if beat else 0.0,
         stall_fraction=beat.stall_s / beat.run_s if beat and beat.run_s else 0.0,
+        data_fraction=beat.data_s / beat.run_s if beat and beat.run_s else 0.0,
         staleness=sum(stale) / len(stale) if stale else None,
         rejected=sum(bool(answer.reason) for answer in answers),
         updates_sent=beat.updates_sent if beat else 0,

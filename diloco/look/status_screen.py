@@ -101,7 +101,8 @@ def _table(*titles: str) -> Table:
 
 def _learners(learners: tuple[LearnerStatus, ...]) -> Table:
     table = _table(
-        "learner", "state", "heard", "step", "loss", "tokens/s", "stall", "stale", "rej.", "up"
+        "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "rej.",
+        "up",
     )  # fmt: skip
     styles = STATE_STYLES | {"left": "dim"}
     for one in learners:
@@ -112,6 +113,7 @@ def _learners(learners: tuple[LearnerStatus, ...]) -> Table:
             f"{one.local_step:,}",
             "-" if one.loss is None else f"{one.loss:.3f}",
             f"{one.tokens_per_s:,.0f}",
+            f"{one.data_fraction:.1%}",
             f"{one.stall_fraction:.1%}",
             "-" if one.staleness is None else f"{one.staleness:.1f}",
             str(one.rejected),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from diloco.cli import options as shared
 from diloco.cli.command import command, group
 from diloco.cli.screen import say
 from diloco.common import log
+from diloco.operate.timed import TimerOptions, status, timed
 
 app = group()
 run_app = group("Create runs and change their settings.")
@@ -76,16 +78,17 @@ def run_set(
 
 
 @command(app)
-def checkpoint(run: shared.Run) -> None:
+def checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     """Checkpoint the whole run, so that it can resume even on a new NATS server.
 
     The checkpoint is in the object store; `diloco resume` starts from it. Training continues.
     """
-    log.configure("error")
+    log.configure("warning")
     from diloco.operate.change import mark
 
-    marked = asyncio.run(mark(run))
+    marked = asyncio.run(timed(run, lambda: mark(run), timer))
     say(f"checkpoint [bold]{marked.name}[/]: versions {_vector(marked.versions)}")
+    return asyncio.run(status(run, timer))
 
 
 @command(app)
@@ -147,51 +150,88 @@ def rollback(
 @command(app)
 def gc(
     run: shared.Run,
+    timer: TimerOptions,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="list what would be removed, remove nothing")
     ] = False,
-) -> None:
+) -> int:
     """Remove objects and messages that recovery, the replay window and checkpoints do not need.
 
     Aggregators do this themselves (`gc.enabled`); this command also removes what no aggregator
     tracks, such as shards of learners that left long ago. Training may continue meanwhile.
     """
-    log.configure("error")
+    log.configure("warning")
     from diloco.operate.collect import collect, table
 
-    found = asyncio.run(collect(run, dry_run=dry_run))
+    found = asyncio.run(timed(run, lambda: collect(run, dry_run=dry_run), timer))
     Console().print(table(found, dry_run=dry_run))
+    return asyncio.run(status(run, timer))
 
 
-@command(app, "install-units")
-def install_units(
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """The options of `diloco install-units`, as given."""
+
+    units: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[UNIT]...", help="units to write [default: all]"),
+    ] = None
     to: Annotated[Path, typer.Option("--to", help="folder of systemd units", metavar="DIR")] = Path(
         "/etc/systemd/system"
-    ),
+    )
     programs: Annotated[
         Path | None,
         typer.Option(
-            help="folder of diloco and nats-server [default: that of this command]", metavar="DIR"
+            help="folder of diloco and nats-server; links are followed [default: that of this "
+            "command]",
+            metavar="DIR",
         ),
-    ] = None,
+    ] = None
     credentials: Annotated[
         bool,
         typer.Option(help="whether NATS needs credentials (/etc/diloco/credentials)"),
-    ] = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="list the files, write nothing")
-    ] = False,
-) -> None:
+    ] = True
+    store_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="the store is this folder: also write its user, as whom the daemons run",
+            metavar="DIR",
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="replace units that were edited by hand")
+    ] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the files, write nothing")] = (
+        False
+    )
+
+
+@command(app, "install-units")
+def install_units(options: UnitOptions) -> None:
     """Write the systemd units of aggregator, learners, NATS server and timers; start nothing.
 
-    Run it again to update them. docs/systemd.md describes the next steps.
+    Run it again to update them, one unit at a time if you name them. Drop-ins of your own stay, and
+    edited units are named, not overwritten. docs/systemd.md describes the next steps.
     """
+    from diloco.operate.units import Install
     from diloco.operate.units import install_units as install
 
-    for path in install(to, programs, credentials=credentials, dry_run=dry_run):
-        say(f"{'would write' if dry_run else 'wrote'} {path}")
-    if not dry_run:
-        say("now: systemd-sysusers; systemctl daemon-reload; systemctl enable --now UNIT ...")
+    wanted = Install(
+        folder=options.to,
+        programs=options.programs,
+        units=tuple(options.units or ()),
+        credentials=options.credentials,
+        store_folder=options.store_folder,
+        overwrite=options.overwrite,
+        dry_run=options.dry_run,
+    )
+    for path in install(wanted):
+        say(f"{'would write' if options.dry_run else 'wrote'} {path}")
+    if not options.dry_run:
+        say(
+            "now: systemd-sysusers; systemd-tmpfiles --create; systemctl daemon-reload; "
+            "systemctl enable --now UNIT ..."
+        )
 
 
 def _vector(versions: Sequence[int]) -> str:

@@ -1,75 +1,121 @@
-"""`diloco install-units`: the systemd units of `infra/systemd`, on a machine of one's own."""
+"""`diloco install-units`: the systemd units of `infra/systemd`, on a machine of one's own.
 
-import re
+Each file begins with a line that holds a digest of the rest. So a file that somebody has edited
+is known, and is named instead of overwritten; drop-ins of other names are never touched.
+"""
+
+import hashlib
 import shutil
 import stat
 import subprocess
 import sysconfig
-from importlib import resources
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco.common.errors import ConfigError
+from diloco.operate import unit_files
+from diloco.operate.unit_files import Options
 
 SYSTEMD = Path("/etc/systemd/system")
-SYSUSERS = Path("/etc/sysusers.d")
-# What the units say; another program takes its place.
-PROGRAMS = Path("/opt/diloco/bin")
+# Where files go that are not units, by how their names end.
+BESIDE = {"-sysusers.conf": Path("/etc/sysusers.d"), "-tmpfiles.conf": Path("/etc/tmpfiles.d")}
 # Units with ProtectHome= do not see what is below these.
 HOMES = ("/home", "/root", "/run/user")
-# From this version on systemd waits longer and longer between restarts.
-BACKOFF_VERSION = 254
-BACKOFF = """[Service]
-RestartSteps=6
-RestartMaxDelaySec=60
-"""
-RESTARTED = ("diloco-aggregator.service", "diloco-learner@.service", "nats-server.service")
+OURS = "# Written by diloco install-units; to change it: systemctl edit. "
 
 
-def install_units(
-    folder: Path, programs: Path | None, *, credentials: bool, dry_run: bool
-) -> list[Path]:
-    """Write the units; the files that were written, or would be.
+@dataclass(frozen=True, kw_only=True)
+class Install:
+    """What is asked for.
 
-    Args:
+    Attributes:
         folder: where systemd looks for units.
         programs: folder that has `diloco` and `nats-server`; None for that of this very program.
+        units: write only these, `.service` or not; an instance stands for its template. () is all.
         credentials: whether NATS asks for them.
+        store_folder: the store is this folder; the daemons become its user.
+        overwrite: also files that somebody has edited.
         dry_run: write nothing.
+    """
+
+    folder: Path = SYSTEMD
+    programs: Path | None = None
+    units: tuple[str, ...] = ()
+    credentials: bool = True
+    store_folder: Path | None = None
+    overwrite: bool = False
+    dry_run: bool = False
+
+
+def install_units(wanted: Install) -> list[Path]:
+    """Write the units; the files that were written, or would be.
 
     Raises:
-        ConfigError: programs that units cannot start, or a folder that cannot be written.
+        ConfigError: programs that units cannot start, files that somebody has edited, no such
+            unit, or a folder that cannot be written.
     """
-    programs = _check_programs(programs or Path(sysconfig.get_path("scripts")))
-    files = render_units(programs, credentials=credentials, backoff=_has_backoff())
-    sysusers = SYSUSERS if folder == SYSTEMD else folder
-    written = []
-    for name, text in files.items():
-        path = (sysusers if name.endswith("-sysusers.conf") else folder) / name
-        written.append(path)
-        if not dry_run:
-            _write(path, text)
-    return written
+    programs = _check_programs(wanted.programs or Path(sysconfig.get_path("scripts")))
+    options = Options(
+        programs=programs,
+        credentials=wanted.credentials,
+        store_folder=_check_store_folder(wanted.store_folder),
+        systemd=systemd_version(),
+    )
+    chosen = unit_files.choose(unit_files.render(options), wanted.units)
+    files = {_place(wanted.folder, name): text for name, text in chosen.items()}
+    if not wanted.overwrite:
+        _refuse_edited(files)
+    if not wanted.dry_run:
+        for path, text in files.items():
+            _write(path, marked(text))
+    return [*files]
 
 
-def render_units(programs: Path, *, credentials: bool, backoff: bool) -> dict[str, str]:
-    """Every file, by its name below systemd's folder."""
-    files = {}
-    for item in resources.files("diloco.infra.systemd").iterdir():
-        if item.name.endswith((".service", ".timer", ".conf")):
-            text = item.read_text().replace(f"{PROGRAMS}/", f"{programs}/")
-            files[item.name] = text if credentials else _without_credentials(text)
-    if backoff:
-        files |= {f"{unit}.d/10-backoff.conf": BACKOFF for unit in RESTARTED}
-    return dict(sorted(files.items()))
+def marked(text: str) -> str:
+    """The text below the line by which it is known."""
+    return f"{OURS}{_digest(text)}\n{text}"
 
 
-def _without_credentials(text: str) -> str:
-    lines = text.splitlines(keepends=True)
-    wanted = ("LoadCredential=", "Environment=DILOCO_BUS_CREDENTIALS=", "# Not %d")
-    return "".join(line for line in lines if not line.startswith(wanted))
+def is_edited(text: str) -> bool:
+    """Whether somebody has changed a file since it was written, or has written it."""
+    first, _, rest = text.partition("\n")
+    return first != f"{OURS}{_digest(rest)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _place(folder: Path, name: str) -> Path:
+    if folder == SYSTEMD:
+        for ending, beside in BESIDE.items():
+            if name.endswith(ending):
+                return beside / name
+    return folder / name
+
+
+def _refuse_edited(files: Mapping[Path, str]) -> None:
+    edited = []
+    for path, text in files.items():
+        try:
+            there = path.read_text()
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
+        if there != text and is_edited(there):
+            edited.append(str(path))
+    if edited:
+        raise ConfigError(
+            f"edited since install-units wrote them, or not written by it: {', '.join(edited)}",
+            hint="move the changes into a drop-in (systemctl edit UNIT), then repeat this with "
+            "--overwrite; nothing was written",
+        )
 
 
 def _check_programs(folder: Path) -> Path:
+    """The folder, its links followed: a unit stays with its release when a link moves on."""
     program = folder / "diloco"
     if not program.is_file() or not program.stat().st_mode & stat.S_IXUSR:
         raise ConfigError(
@@ -82,19 +128,35 @@ def _check_programs(folder: Path) -> Path:
                 f"{str(path)!r} is below a home folder, which the units do not see (ProtectHome)",
                 hint="install diloco and its Python for all users, such as in /opt/diloco",
             )
+    return folder.resolve()
+
+
+def _check_store_folder(folder: Path | None) -> Path | None:
+    if folder is None:
+        return None
+    if not folder.is_absolute() or any(letter.isspace() for letter in str(folder)):
+        raise ConfigError(
+            f"the store's folder {str(folder)!r} is not an absolute path without spaces",
+            hint="such as --store-folder /srv/diloco, the same as store.url in the run's file",
+        )
+    if str(folder).startswith((*HOMES, "/tmp", "/var/tmp")):  # noqa: S108 - refused, not used
+        raise ConfigError(
+            f"the units do not see the store's folder {str(folder)!r} (ProtectHome, PrivateTmp)",
+            hint="put the store below /srv, or on a disk of its own",
+        )
     return folder
 
 
-def _has_backoff() -> bool:
-    """Whether this machine's systemd knows RestartSteps=."""
+def systemd_version() -> int:
+    """Of this machine; 0 where there is none."""
     systemctl = shutil.which("systemctl")
     if systemctl is None:
-        return False
+        return 0
     done = subprocess.run(  # noqa: S603 - systemd's own command
         [systemctl, "--version"], capture_output=True, text=True, check=False
     )
-    found = re.match(r"systemd (\d+)", done.stdout)
-    return found is not None and int(found.group(1)) >= BACKOFF_VERSION
+    words = done.stdout.split()
+    return int(words[1]) if words[1:] and words[1].isdigit() else 0
 
 
 def _write(path: Path, text: str) -> None:

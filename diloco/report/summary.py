@@ -1,6 +1,7 @@
 """A run in a few figures and tables, for the head and the end of its report."""
 
 from datetime import UTC, datetime
+from typing import Literal
 
 import numpy as np
 
@@ -162,12 +163,14 @@ def learners(shown: Shown) -> Table:
                 f"{sizes[sent].sum() / unit.scale:.3g} {unit.name}",
                 f"{time.merged / time.total:.0%}" if time.total else "-",
                 human_time(time.down) if time.down else "-",
-                _stall(series, lane.learner),
+                _part(series, lane.learner, "stall_s"),
+                _part(series, lane.learner, "data_s"),
             )
         )
     columns = (
         "learner", "host", "lives", "tokens", "step time", "sent", "merged", "rejected",
         "staleness", "loss", "norm", "up", "goodput", "down", "sync stall",
+        "data wait",
     )  # fmt: skip
     return Table(columns, tuple(rows), frozenset({"learner", "host"}))
 
@@ -181,11 +184,12 @@ def _host(series: TimeSeries, learner: str) -> str:
     return hosts[-1] if hosts else "-"
 
 
-def _stall(series: TimeSeries, learner: str) -> str:
+def _part(series: TimeSeries, learner: str, field: Literal["stall_s", "data_s"]) -> str:
+    """The part of its time that a learner spent so."""
     heard = series.beats.get(learner)
     if heard is None or not heard.heartbeat.run_s:
         return "-"
-    return f"{heard.heartbeat.stall_s / heard.heartbeat.run_s:.2%}"
+    return f"{getattr(heard.heartbeat, field) / heard.heartbeat.run_s:.2%}"
 
 
 def refusals(shown: Shown) -> Table:

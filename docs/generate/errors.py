@@ -1,6 +1,7 @@
-"""docs/errors.md: every error, from `diloco.common.errors`."""
+"""docs/errors.md: every error and every exit status, from `errors` and `exits` of `common`."""
 
 from diloco.common import errors
+from diloco.common.exits import Exit
 from docs.generate.markdown import table
 
 
@@ -21,14 +22,31 @@ def retried(error: type[errors.DilocoError]) -> str:
 
 
 def blocks() -> dict[str, str]:
-    """The table of errors."""
+    """The tables of errors and of exit statuses."""
     rows = [
         (
             f"`{error.__name__}`",
             "-" if error is errors.DilocoError else f"`{error.__mro__[1].__name__}`",
             (error.__doc__ or "").partition("\n")[0],
             retried(error),
+            str(int(error.status)),
         )
         for error in classes()
     ]
-    return {"errors": table(["error", "kind of", "meaning", "retried"], rows)}
+    return {
+        "errors": table(["error", "kind of", "meaning", "retried", "exit status"], rows),
+        "exit statuses": table(["status", "name", "meaning", "restart"], statuses()),
+    }
+
+
+def statuses() -> list[tuple[str, ...]]:
+    """A row for each status."""
+    return [
+        (
+            str(int(one)),
+            f"`{one.name}`",
+            one.text,
+            "-" if not one else "yes" if one.restart else "no",
+        )
+        for one in Exit
+    ]

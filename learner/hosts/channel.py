@@ -35,16 +35,18 @@ def exchange_secret(address: str) -> tuple[str, str]:
     return address, secret
 
 
-def end_if_hanging(within_s: float = HANGING_S) -> None:
-    """End this process soon, even if it hangs in a collective of JAX or in its shutdown."""
-    timer = threading.Timer(within_s, lambda: os._exit(70))
+def end_if_hanging(status: int = HostLostError.status, within_s: float = HANGING_S) -> None:
+    """End this process soon, even if it hangs in a collective of JAX or in its shutdown.
+
+    For a daemon, which owns its process: whoever only holds a connection reports the loss.
+    """
+    timer = threading.Timer(within_s, lambda: os._exit(status))
     timer.daemon = True
     timer.start()
 
 
 def host_gone(who: str) -> HostLostError:
-    """The error of a connection that ended; whatever still hangs in a collective ends soon."""
-    end_if_hanging()
+    """The error of a connection that ended."""
     return HostLostError(
         f"{who} of this learner is gone",
         hint="all hosts of the learner exit now; start them again together: runbooks/lost-host.md",

@@ -5,7 +5,7 @@ import queue
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
-from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.reasons import Reason
 from diloco.common.service import cancel
 from diloco.learner import sync
@@ -35,6 +35,11 @@ M = TypeVar("M", bound=HostMessage)
 class Link:
     """The connection to host 0.
 
+    Args:
+        loop: the event loop.
+        reader, writer: the connection.
+        lost: called, on the loop, when host 0 is gone, which may hold this process in a collective.
+
     Attributes:
         requests: `Prepare` and `Drop`, in order, for the event loop.
     """
@@ -44,10 +49,12 @@ class Link:
         loop: asyncio.AbstractEventLoop,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        lost: Callable[[], None],
     ) -> None:
         self.requests: asyncio.Queue[Prepare | Drop] = asyncio.Queue()
         self._loop = loop
         self._writer = writer
+        self._lost = lost
         self._inbox: queue.SimpleQueue[HostMessage | BaseException] = queue.SimpleQueue()
         self._ended = False
         self._task = loop.create_task(self._listen(reader))
@@ -91,17 +98,18 @@ class Link:
                     self._inbox.put(message)
         except (OSError, EOFError):
             if not self._ended:
+                self._lost()
                 self.fail(host_gone("host 0"))
         except WireError as error:
             self.fail(error)
 
 
-async def connect(host: int, address: str, secret: str) -> Link:
-    """Connect to host 0, as host number `host`."""
+async def connect(host: int, address: str, secret: str, lost: Callable[[], None]) -> Link:
+    """Connect to host 0, as host number `host`; `lost` as of `Link`."""
     name, _, port = address.rpartition(":")
     async with asyncio.timeout(MEET_S):
         reader, writer = await asyncio.open_connection(name, int(port))
-    link = Link(asyncio.get_running_loop(), reader, writer)
+    link = Link(asyncio.get_running_loop(), reader, writer, lost)
     link.tell(Hello(secret=secret, host=host))
     return link
 
@@ -225,10 +233,10 @@ def check_same(what: str, here: str, there: str) -> None:
     """Refuse to train with host 0 on something else.
 
     Raises:
-        DilocoError: the two differ.
+        ConfigError: the two differ.
     """
     if here != there:
-        raise DilocoError(
+        raise ConfigError(
             f"this host's {what} is {here}, that of host 0 {there}",
             hint="give all hosts of a learner the same configuration and release",
         )

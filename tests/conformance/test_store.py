@@ -25,6 +25,7 @@ from diloco.common.errors import (
     ObjectMissingError,
     ObjectRangeError,
     ObjectTooLargeError,
+    ObjectUnreadableError,
     StoreError,
     StoreUnavailableError,
 )
@@ -396,6 +397,26 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
     finally:
         tmp_path.chmod(0o700)
     assert not caught.value.retry
+
+
+@pytest.mark.parametrize("what", ["link to a device", "link to a file", "loop", "pipe"])
+def test_what_is_no_file_is_neither_followed_nor_waited_for(tmp_path: Path, what: str) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("a/own", b"1")
+    place = tmp_path / "a" / "o"
+    match what:
+        case "link to a device":
+            place.symlink_to("/dev/zero")
+        case "link to a file":
+            place.symlink_to(tmp_path / "a" / "own")
+        case "loop":
+            place.symlink_to(place)
+        case "pipe":
+            os.mkfifo(place)
+    for read in (lambda: store.get("a/o"), lambda: store.get_range("a/o", 0, 1)):
+        with pytest.raises(ObjectUnreadableError) as caught:
+            read()
+        assert not caught.value.retry
 
 
 def test_open_store_takes_file_urls_and_paths(

@@ -12,6 +12,8 @@ import pytest
 from audit import read_tape
 from harness import PATIENCE_S, ROOT, World, all_gone, environment, eventually
 
+from diloco.common.exits import Exit
+
 SMALL = ["--set", "sync.interval_steps=8", "--set", "sync.fragments=3", "--set", "sync.block=16"]
 FIELDS = {
     "run": str,
@@ -177,7 +179,7 @@ def test_wrong_options_are_answered_with_a_sentence(tmp_path, tidy):
         tidy.append(processes[options])
     for options, process in processes.items():
         _, said = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode in (1, 2), (options, said)
+        assert process.returncode in (Exit.CONFIG, Exit.TASK, Exit.FAILED), (options, said)
         assert wrong[options] in said, (options, said)
         assert "Traceback" not in said, (options, said)
     assert [path.name for path in full.iterdir()] == ["file"]

@@ -24,6 +24,7 @@ from diloco.common.bus.jetstream import NatsBus, connect, cursor
 from diloco.common.config import BusSection
 from diloco.common.credentials import SHARED_API, load_credentials
 from diloco.common.errors import BusError, BusUnavailableError, ConfigError
+from diloco.common.exits import Exit
 from diloco.common.nats_server import NatsServer, free_port
 from diloco.operate.streams import make_streams
 
@@ -141,7 +142,7 @@ def test_a_run_with_credentials_over_tls_loses_a_revoked_learner_and_nothing_els
         world.until(lambda learner=learner: contributed(learner), f"an update of {learner}")
     auth.revoke(guarded.folder, "b")
     guarded.reload()
-    assert gone.wait() != 0
+    assert gone.wait() == Exit.SHUT_OUT
     assert "refused 'b'" in gone.log() or "no credentials file" in gone.log()
     world.processes.remove(gone)
     steps = world.steps("a")

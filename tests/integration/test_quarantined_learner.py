@@ -11,6 +11,7 @@ from mallory import Mallory
 
 from diloco.common import names
 from diloco.common.bus import Bus
+from diloco.common.exits import Exit
 from diloco.projections.history import Sent
 
 RATE = 5.0
@@ -96,7 +97,7 @@ def test_a_broken_learner_is_shut_out_until_an_operator_releases_it(new_world):
     # "live", or "silent" where the machine is so busy that its last word is some seconds old.
     assert looked_at(world, "broken")["state"] in ("live", "silent")
     nobody = world.start("nobody", "learners", str(world.config_path), "--release", "nobody")
-    assert nobody.wait() == 1
+    assert nobody.wait() == Exit.MISMATCH
     assert "no learner 'nobody'" in nobody.log()
     world.ask(mallory.leave)
     world.stop()

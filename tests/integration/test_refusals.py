@@ -1,25 +1,19 @@
-"""What cannot work is refused at the start: exit 1, a sentence with both sides, and no traceback."""
-
-import socket
+"""What cannot work is refused at the start: a sentence with both sides, a status, no traceback."""
 
 import jax
 import numpy as np
 import tiny_task
 from audit import read_tape
-from harness import Process, eventually
+from harness import ENDLESS, Process, eventually, make_world
 from safetensors.numpy import save_file
 
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from diloco.common.exits import Exit
+from diloco.common.nats_server import NatsServer, free_port
 
 
-def refused(process: Process, *expected: str) -> None:
-    """It ended by itself with status 1 and said why and what to do, a line each."""
-    assert process.wait() == 1, process.log()
+def refused(process: Process, status: Exit, *expected: str) -> None:
+    """It ended by itself with that status and said why and what to do, a line each."""
+    assert process.wait() == status, process.log()
     said = process.log()
     error, *hint = [line for line in said.splitlines() if not line.startswith("{")]
     assert error.startswith("error: "), said
@@ -39,7 +33,6 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     out_of_range = world.variant("range", {"sync": {"fragments": 9}})
     no_task = world.variant("no-task", {"task": {"build": "nowhere.task:build"}})
     bad_url = world.variant("url", {"bus": {"url": "http://localhost:1"}})
-    nowhere = world.variant("nowhere", {"bus": {"url": f"nats://127.0.0.1:{free_port()}"}})
     not_toml = world.folder / "not.toml"
     not_toml.write_text("[run\nname=")
 
@@ -52,29 +45,45 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     def aggregator(name: str, config: object) -> Process:
         return start(f"aggregator-{name}", "aggregator", "--config", config)
 
-    both = "sync.codec: 'int8' here, 'int4' in the run", "outer.momentum: 0.5 here, 0.9 in the run"
-    fragments = "sync.fragments: 2 here, 3 in the run"
+    both = (
+        Exit.MISMATCH,
+        "sync.codec: 'int8' here, 'int4' in the run",
+        "outer.momentum: 0.5 here, 0.9 in the run",
+    )
+    fragments = Exit.MISMATCH, "sync.fragments: 2 here, 3 in the run"
+    nobody = Exit.NO_RUN, "there is no run 'nobody'", "diloco run create"
     expected = {
         learner("codec", other_codec): both,
         aggregator("codec", other_codec): both,
-        learner("layout", other_layout): (fragments, "layout digest: "),
+        learner("layout", other_layout): (*fragments, "layout digest: "),
         learner("task", other_task): (
+            Exit.MISMATCH,
             "'examples.digits:build' here, 'tiny_task:build' in the run",
         ),
-        learner("model", other_model): ("task.options", "layout digest: "),
-        learner("none", no_run): ("there is no run 'nobody'", "diloco run create"),
-        aggregator("none", no_run): ("there is no run 'nobody'", "diloco run create"),
-        learner("key", unknown_key): ("unknown key 'sync.fragmets'", "key.toml"),
-        aggregator("range", out_of_range): ("fragments (9) is more than interval_steps (8)",),
-        learner("no-task", no_task): ("nowhere",),
-        learner("toml", not_toml): ("not valid TOML",),
-        aggregator("file", world.folder / "absent.toml"): ("there is no configuration file",),
-        aggregator("nowhere", nowhere): (
-            "no connection to NATS at 127.0.0.1:",
-            "check the address",
+        learner("model", other_model): (Exit.MISMATCH, "task.options", "layout digest: "),
+        learner("none", no_run): nobody,
+        aggregator("none", no_run): nobody,
+        learner("key", unknown_key): (Exit.CONFIG, "unknown key 'sync.fragmets'", "key.toml"),
+        aggregator("range", out_of_range): (
+            Exit.CONFIG,
+            "fragments (9) is more than interval_steps (8)",
         ),
-        learner("url", bad_url): ("'localhost:1' is not a NATS URL", "nats://host:4222"),
+        learner("no-task", no_task): (Exit.TASK, "nowhere"),
+        learner("toml", not_toml): (
+            Exit.CONFIG,
+            "not valid TOML",
+        ),
+        aggregator("file", world.folder / "absent.toml"): (
+            Exit.CONFIG,
+            "there is no configuration file",
+        ),
+        learner("url", bad_url): (
+            Exit.CONFIG,
+            "'localhost:1' is not a NATS URL",
+            "nats://host:4222",
+        ),
         learner("name", world.config_path, "Learner_0"): (
+            Exit.CONFIG,
             "'Learner_0' is not a valid learner name",
         ),
     }
@@ -83,6 +92,27 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     tape = read_tape(world)
     assert not tape.joins, "a refused learner announced itself"
     assert tape.versions() == [0, 0, 0]
+
+
+def test_daemons_wait_for_nats_until_they_are_asked_to_end(tmp_path):
+    """They say so in their logs; what starts first has not to be known."""
+    port = free_port()
+    world = make_world("early", tmp_path / "early", f"nats://127.0.0.1:{port}", run=ENDLESS)
+    try:
+        daemons = [world.aggregator(), world.learner("learner-0"), world.learner("leaves")]
+        for daemon in daemons:
+            (waits,) = eventually(lambda daemon=daemon: daemon.events("waiting"), "it waits")
+            assert waits["what"] == "connecting to NATS"
+            assert f"no connection to NATS at 127.0.0.1:{port}" in waits["error"]
+        early = daemons.pop()
+        early.terminate()
+        assert early.wait() == Exit.ENDED, early.log()
+        with NatsServer(world.folder / "nats", port=port):
+            # Until there is a run they end, as what a restart mends.
+            for daemon in daemons:
+                refused(daemon, Exit.NO_RUN, "there is no run 'early'")
+    finally:
+        world.end()
 
 
 def test_creating_again(new_world):
@@ -100,15 +130,18 @@ def test_creating_again(new_world):
     with_other_values = create("values", world.config_path, "--from", "first.safetensors")
     assert again.wait() == 0, again.log()
     assert "created run" in again.log()
-    refused(with_other_steps, "run.steps: 25 here, 24 in the run")
-    refused(with_other_values, f"run '{world.name}' exists")
+    refused(with_other_steps, Exit.MISMATCH, "run.steps: 25 here, 24 in the run")
+    refused(with_other_values, Exit.MISMATCH, f"run '{world.name}' exists")
     assert read_tape(world).times_s == before.times_s, "a second creation left something"
 
     world.aggregator(), world.learner("learner-0")
     assert [process.wait() for process in world.processes[-2:]] == [0, 0]
     moved = read_tape(world)
     refused(
-        create("moved"), f"run '{world.name}' exists", "does not begin as this configuration says"
+        create("moved"),
+        Exit.MISMATCH,
+        f"run '{world.name}' exists",
+        "does not begin as this configuration says",
     )
     assert read_tape(world).times_s == moved.times_s
     moved.check()
@@ -140,7 +173,7 @@ def test_from_safetensors(new_world):
     wrong = {"missing": "gain", "text": "cannot read", "absent": "cannot read"}
     processes = {name: create(name) for name in wrong}
     for name, process in processes.items():
-        refused(process, wrong[name], f"{name}.safetensors")
+        refused(process, Exit.TASK, wrong[name], f"{name}.safetensors")
     assert create("fits").wait() == 0
     found = world.params()
     assert found.keys() == wanted.keys()

@@ -14,6 +14,7 @@ from harness import ENDLESS, ROOT, World, environment, make_world
 
 from diloco.cli.opening import open_run
 from diloco.common import names, wire
+from diloco.common.exits import Exit
 from diloco.common.nats_server import NatsServer
 from diloco.model.scores import Scorer
 from diloco.projections.timeseries import TimeSeries
@@ -116,7 +117,7 @@ def away(paths: list[Path]) -> Iterator[None]:
 
 def test_a_task_that_writes_no_text(ended_run: World) -> None:
     done = diloco("sample", str(ended_run.folder), cwd=ended_run.folder)
-    assert done.returncode == 1
+    assert done.returncode == Exit.TASK
     assert "tiny_task:build cannot generate text" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -124,6 +125,6 @@ def test_a_task_that_writes_no_text(ended_run: World) -> None:
 @pytest.mark.parametrize("command", ["report", "evaluate", "sample"])
 def test_a_run_that_is_not_there(command: str, tmp_path: Path) -> None:
     done = diloco(command, str(tmp_path / "nothing"))
-    assert done.returncode == 1
+    assert done.returncode == Exit.CONFIG
     assert "neither a configuration file nor the folder" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,8 @@
 """The store `gs://` under faults: each kind, and what is left in memory and in the bucket."""
 
 import gc
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -10,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import requests
 from google.auth.credentials import AnonymousCredentials
 
 from diloco.common.errors import (
     ObjectExistsError,
     ObjectMissingError,
+    ObjectUnreadableError,
     StoreError,
     StoreUnavailableError,
 )
@@ -417,3 +421,38 @@ def test_memory_is_bounded(server: GcsServer) -> None:
     # Beyond the bytes themselves: parts on their way, a quarter of a copy at most.
     assert copies("put") < 0.25
     assert copies("get") < 1.25
+
+
+# --- Objects that are none of ours
+
+
+@pytest.mark.parametrize("accepted", ["identity", "gzip"])
+def test_an_encoded_object_is_refused_before_anything_is_decoded(
+    server: GcsServer, store: GcsStore, monkeypatch: pytest.MonkeyPatch, accepted: str
+) -> None:
+    """A few kilobytes would become megabytes, or gigabytes, whether the service decodes them or the client."""
+    bomb = gzip.compress(bytes(4 << 20))
+    head = json.dumps({"name": "p/bomb", "contentEncoding": "gzip"}).encode()
+    kind = b"\r\nContent-Type: application/json\r\n\r\n"
+    body = b"--part" + kind + head + b"\r\n--part" + kind + bomb + b"\r\n--part--"
+    sent = requests.post(
+        f"{server.url}/upload/storage/v1/b/bucket/o?uploadType=multipart",
+        data=body,
+        headers={"Content-Type": "multipart/related; boundary=part"},
+        timeout=10,
+    )
+    assert sent.ok
+    if accepted == "gzip":
+        session = store._bucket.session
+        get = session.get
+        monkeypatch.setattr(
+            session,
+            "get",
+            lambda *args, headers, **more: get(
+                *args, headers=headers | {"Accept-Encoding": "gzip"}, **more
+            ),
+        )
+    for read in (lambda: store.get("bomb", 1 << 16), lambda: store.get_range("bomb", 0, 10)):
+        with pytest.raises(ObjectUnreadableError, match="encoding 'gzip'") as caught:
+            read()
+        assert not caught.value.retry

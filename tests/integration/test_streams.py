@@ -9,6 +9,7 @@ import pytest
 from harness import World
 
 from diloco.common import names
+from diloco.common.exits import Exit
 from diloco.common.nats_server import NatsServer
 
 BUS = {
@@ -48,7 +49,7 @@ def test_create_makes_the_streams_and_never_changes_them(
     other = {**BUS, "tape_max_bytes": 60_000_000, "duplicate_window_s": 90.0}
     path = world.variant("other", {"bus": other})
     again = world.start("create", "run", "create", "--config", str(path))
-    assert again.wait() == 1
+    assert again.wait() == Exit.REFUSED
     assert "exists with other settings" in again.log()
     assert "max_bytes is 50000000, not 60000000" in again.log()
     assert "duplicate_window_s is 60.0, not 90.0" in again.log()
@@ -63,6 +64,6 @@ def test_a_difference_in_the_bounded_stream_is_named_too(
     world = new_world(bus={"url": nats_server.url, **BUS})
     path = world.variant("other", {"bus": {part: 100_000}})
     again = world.start("create", "run", "create", "--config", str(path))
-    assert again.wait() == 1
+    assert again.wait() == Exit.REFUSED
     assert f"{part.removeprefix('ops_')} is" in again.log()
     world.processes.remove(again)

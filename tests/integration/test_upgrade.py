@@ -10,6 +10,7 @@ from harness import ENDLESS, World
 
 from diloco.common import names, wire
 from diloco.common.bus.jetstream import NatsBus
+from diloco.common.exits import Exit
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
 
@@ -100,7 +101,7 @@ def test_who_cannot_read_the_run_says_so_and_harms_nothing(new_world: NewWorld) 
     until_merged(world, "first")
     strangers = [world.aggregator(), world.learner("second")]
     for stranger in strangers:
-        assert stranger.wait() == 1
+        assert stranger.wait() == Exit.MISMATCH
         assert "message of schema 2; this program reads [1]" in stranger.log()
         assert "upgrade the older side" in stranger.log()
         world.processes.remove(stranger)

@@ -18,7 +18,7 @@ from simloop import ACTOR
 from simstore import ActorStore
 
 from diloco.common.clock import Clock
-from diloco.common.errors import DilocoError
+from diloco.common.errors import DilocoError, RunMismatchError
 from diloco.common.service import Runtime
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class Faults:
         lost_broadcast: nobody hears it.
         stale_read: a learner's `last` is answered by a replica that is up to `stale_messages`
             behind; others ask the stream's leader.
+        false_answer: of a compare-and-swap, as of a cluster: one that was stored is answered as
+            refused, and one that is refused, though it was tried before, as stored.
+        rot: a learner's shard is damaged as soon as it is stored.
         store_refused, store_lost_answer: as for requests, of the store.
         store_slow: a call takes `slow_s`.
         late_object: `get` of others misses an object for `visible_s` after `put` returned.
@@ -60,6 +63,8 @@ class Faults:
     lost_broadcast: float = 0.0
     stale_read: float = 0.0
     stale_messages: int = 20
+    false_answer: float = 0.0
+    rot: float = 0.0
     store_refused: float = 0.0
     store_lost_answer: float = 0.0
     store_slow: float = 0.0
@@ -125,9 +130,14 @@ class Actor:
         self.kill_at: int | None = None
         self.killed_before = True
         self.dead = False
+        # Before its daemon knows its run; and of one that goes on with a server that is lost.
+        self.starting = False
+        self.outlived = False
         self.bus_cut_until_s = 0.0
         self.store_cut_until_s = 0.0
         self.tasks: list[asyncio.Task[Any]] = []
+        # Ids of what it tried to publish.
+        self.tried: set[str | None] = set()
         self.rng = random.Random(f"{world.seed}-{name}-{world.lives}")
         world.lives += 1
         world.actors[self] = None
@@ -182,8 +192,15 @@ class Actor:
         if self.dead:
             raise Killed
 
+    def may_end_with(self, error: BaseException) -> bool:
+        """Whether a process may end with an error, to be started again."""
+        if self.starting:
+            return isinstance(error, RunMismatchError) or getattr(error, "retry", False)
+        return self.outlived and isinstance(error, DilocoError)
+
     def bus_is_cut(self) -> bool:
-        return self.world.loop.now_s < self.bus_cut_until_s
+        away = self.outlived and self.world.without_server
+        return away or self.world.loop.now_s < self.bus_cut_until_s
 
     def store_is_cut(self) -> bool:
         return self.world.loop.now_s < self.store_cut_until_s
@@ -226,6 +243,8 @@ class Actor:
         self.world.actors.pop(self, None)
         self.world.note(self, "killed", "")
         self.world.loop.thaw(self)
+        if self.world.power_fails:
+            self.world.store.cut_power(self)
         for task in self.tasks:
             task.cancel()
 

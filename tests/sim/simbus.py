@@ -20,7 +20,7 @@ from diloco.common.bus import (
     stream_went_back,
     subject_matches,
 )
-from diloco.common.errors import BusUnavailableError
+from diloco.common.errors import BusUnavailableError, SwapLostError
 
 if TYPE_CHECKING:
     from simactor import Actor
@@ -40,6 +40,10 @@ class Reader:
 
     def give(self, message: Message) -> None:
         self.queue.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let whoever waits look again."""
         if self.ready is not None and not self.ready.done():
             self.ready.set_result(None)
 
@@ -164,6 +168,9 @@ class SimBroker(MemoryBroker):
 
     def silence(self) -> None:
         """Nobody is told of what still comes: this server is no more."""
+        for patterns in self._patterns.values():
+            for reader in {reader for found in patterns.values() for reader in found.readers}:
+                reader.wake()
         self._hear = lambda _stream, _message: None
         self._trimming = lambda _stream, _subject, _below_seq: None
 
@@ -207,8 +214,8 @@ class ActorBus:
     ) -> int:
         await self.actor.delay()
         actor, faults = self.actor, self.actor.faults
-
-        broker = self._broker
+        broker, again = self._broker, msg_id in self.actor.tried
+        actor.tried.add(msg_id)
 
         def store() -> int:
             return broker.publish(subject, payload, msg_id, expected_last, ttl_s)
@@ -216,13 +223,24 @@ class ActorBus:
         if actor.bus_is_cut() or actor.hit(faults.lost_request, "lost_request"):
             actor.check()
             raise BusUnavailableError(f"{actor.name}: request lost")
+        if actor.world.is_full("bus"):
+            actor.check()
+            raise BusUnavailableError(f"{actor.name}: the server's disk is full")
         if actor.hit(faults.late_request, "late_request"):
             actor.check()
             # Whatever is sent again is sent behind it: a copy never comes after the window.
             window_s = 0.9 * actor.world.duplicate_window_s
             actor.later(min(actor.lasting(faults.late_s), window_s), store)
             raise BusUnavailableError(f"{actor.name}: request late")
-        seq: int = actor.effect("publish", subject, store)
+        swap = msg_id is not None and expected_last is not None
+        try:
+            seq: int = actor.effect("publish", subject, store)
+        except SwapLostError as error:
+            if swap and again and actor.hit(faults.false_answer, "false_answer"):
+                return error.last or 0
+            raise
+        if swap and actor.hit(faults.false_answer, "false_answer"):
+            raise SwapLostError(subject, expected_last, seq)
         if msg_id and actor.hit(faults.duplicate, "duplicate"):
             broker.forget(msg_id)
             raise BusUnavailableError(f"{actor.name}: answer lost for long")
@@ -268,14 +286,21 @@ class ActorBus:
         # Whoever reads one subject up to a certain message relies on getting each once.
         again = self.actor.faults.redelivered if len(subjects) > 1 else 0.0
         recent: deque[Message] = deque(maxlen=REDELIVERED)
+        position = start_seq
         try:
             while True:
+                if broker is not self._broker:
+                    now = await self._reconnected()
+                    reader, broker = now.open_reader(stream, subjects, position), now
+                    queue, log = reader.queue, broker.stream(stream).log
                 if not queue:
                     reader.ready = self.actor.world.loop.create_future()
                     await reader.ready
                     reader.ready = None
+                    continue
                 message = queue.popleft()
                 await self._deliver()
+                position = message.seq + 1
                 if message.seq not in log:
                     continue  # It has been trimmed, or was followed by another, meanwhile.
                 yield message
@@ -285,6 +310,13 @@ class ActorBus:
                         yield self.actor.rng.choice(recent)
         finally:
             broker.close_reader(reader)
+
+    async def _reconnected(self) -> SimBroker:
+        """The server that has come in place of one that is lost; there is none for a while."""
+        while self.actor.world.without_server:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.5)
+        self.actor.check()
+        return self._broker
 
     async def _deliver(self) -> None:
         actor = self.actor

@@ -12,17 +12,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from simgarbage import GarbageChecker
-from simtensors import TOKENS, Covers
+from simoracle import Beside
+from simstore import AsStored
+from simtensors import TOKENS, Covers, Light
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.shard_reader import read_input
 from diloco.common import names, shards, wire
 from diloco.common.bus import Message
-from diloco.common.errors import DilocoError
+from diloco.common.errors import DilocoError, WireError
+from diloco.common.tape import decode, decode_as
 
 if TYPE_CHECKING:
     from simworld import World
 
+# The learner that lies.
+LIAR_INDEX = 15
+LIAR = f"learner-{LIAR_INDEX}"
 # Why an honest update may be rejected.
 HONEST = {"superseded", "ended", "late", "missing", "rolled_back", "stale"}
 
@@ -100,6 +106,11 @@ class Checkers:
         self.end_seq = 0
         self.epoch = 0
         self.past: Counter[str] = Counter()
+        self.oracle = Beside(world.layout, light=isinstance(world.tensors, Light))
+        # Of hostile learners: updates by fragment, and whether each may be merged.
+        self.hostile: dict[tuple[int, UpdateId], bool] = {}
+        # Words about each learner that was ever shut out, oldest first: sequence, and whether it is.
+        self.words: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
         self.garbage = GarbageChecker(
             world.run_name,
             len(self.chains),
@@ -113,6 +124,7 @@ class Checkers:
             "update": self._on_update,
             "record": self._on_record,
             "checkpoint": self._on_checkpoint,
+            "quarantine": self._on_quarantine,
             "stop": self._on_stop,
             "end": self._on_end,
         }
@@ -122,6 +134,10 @@ class Checkers:
         self.past = self.fates()
         self.past["abandoned"] += self.past.pop("in_flight")
         self.epoch, self.joined, self.stopped = epoch, {}, False
+        self.hostile = {}
+        self.words.clear()
+        for learner in {name for record in file.records for name in record.policy.quarantined}:
+            self.words[learner].append((0, True))
         digests = [chain.digests for chain in self.chains]
         self.chains = [Chain() for _ in self.chains]
         for record, known in zip(file.records, digests, strict=True):
@@ -140,6 +156,13 @@ class Checkers:
         handler = self._handlers.get(subject.kind) if subject else None
         if handler is not None:
             self._guard(handler, message)
+        self._guard(self._ask_oracle, message)
+
+    def _ask_oracle(self, message: Message) -> None:
+        for finding in self.oracle.take(message, self._stored, self._world.injected):
+            if finding.rule == "data" and LIAR in finding.about:
+                continue  # Of its own data everybody may lie.
+            raise Violation(f"oracle-{finding.rule}", finding.about, finding.sentence)
 
     def on_stored(self, name: str) -> None:
         """A new object is there."""
@@ -156,13 +179,17 @@ class Checkers:
         """Whether the update of a shard is not resolved, and not void either."""
         chain = self.chains[shard.fragment]
         update = UpdateId(shard.learner, shard.incarnation, shard.seq)
-        if shard.epoch != self.epoch:
+        if shard.epoch != self.epoch or shard.learner == LIAR:
             return False
         joined_seq = self.joined.get(shard.learner, 0)
         announced_seq = chain.unresolved.get(update)
         if announced_seq is not None:  # Of an older life it counts if it came before the join.
             return shard.incarnation >= joined_seq or announced_seq < joined_seq
         return update not in chain.sent and shard.incarnation >= joined_seq
+
+    @property
+    def _stored(self) -> AsStored:
+        return AsStored(self._world.store)
 
     def _guard(self, handler, *arguments) -> None:
         """Whatever a checker finds ends the simulation, not the actor that was the occasion."""
@@ -176,18 +203,29 @@ class Checkers:
     # The tape
 
     def _on_join(self, message: Message) -> None:
-        join = wire.decode(wire.Join, message.payload)
+        join = decode_as(wire.Join, message.subject, message.payload)
         self.joined[join.learner] = message.seq
 
     def _on_update(self, message: Message) -> None:
-        manifest = wire.decode(wire.Manifest, message.payload)
+        try:
+            manifest = decode_as(wire.Manifest, message.subject, message.payload)
+        except WireError:
+            if names.subject_learner(message.subject) == LIAR:
+                return  # It is no update, and nobody answers it.
+            raise
         chain = self.chains[manifest.fragment]
         update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
         known = chain.sent.get(update)
         if known is not None:
-            if known.manifest is not None:
+            if known.manifest is not None and manifest.learner != LIAR:
                 same = known.manifest.model_copy(update={"attempt": manifest.attempt}) == manifest
                 self._hold(same, "manifest", update, "announced again with other contents")
+            return
+        if manifest.epoch != self.epoch:
+            return  # Of a process that goes on with a tape that is lost: nobody may resolve it.
+        if manifest.learner == LIAR:
+            covers = Covers(LIAR_INDEX, manifest.position - 1, manifest.position)
+            chain.sent[update] = Sent(manifest, covers)
             return
         covers = self._covers(update, manifest)
         chain.sent[update] = Sent(manifest, covers)
@@ -206,7 +244,7 @@ class Checkers:
                     learner = int(manifest.learner.rsplit("-", 1)[1])
                     return Covers(learner, manifest.position, manifest.position)
                 raise Violation("objects", str(update), f"no {entry.name}")
-        covers = world.tensors.covers(world.store, manifest, world.layout.block)
+        covers = world.tensors.covers(self._stored, manifest, world.layout.block)
         if (
             f"learner-{covers.learner}" != manifest.learner
             or covers.stop - covers.start != manifest.steps
@@ -230,16 +268,17 @@ class Checkers:
         chain.next_start[life] = chain.until[update.learner] = covers.stop
 
     def _on_record(self, message: Message) -> None:
-        record = self._read(message.payload)
+        record = self._read(message)
         chain = self.chains[record.fragment]
         self._check_link(chain, record)
         self._check_objects(record)
         for taken in record.inputs:
             self._resolve(chain, record, taken, "merged")
+            self._check_admitted(record, taken)
             self._merge(chain, taken)
         for taken in record.rejected:
             self._resolve(chain, record, taken, "rejected")
-            honest = taken.reason in HONEST
+            honest = self._is_honest(message.seq, taken)
             self._hold(honest, "rejected", self._id(taken), f"{taken.reason}: {taken.detail}")
         self._check_position(chain, record)
         self._check_totals(chain, record)
@@ -247,10 +286,12 @@ class Checkers:
         self.garbage.needs[record.fragment].note(record, message.seq, message.time_s)
         chain.record, chain.record_seq = record, message.seq
 
-    def _read(self, payload: bytes) -> wire.Record:
-        found = wire.decode_record(payload)
+    def _read(self, message: Message) -> wire.Record:
+        found = decode(message.subject, message.payload)
         if isinstance(found, wire.RecordPointer):
-            found = wire.decode(wire.Record, self._world.store.get(found.body.name))
+            self._world.injected["bodies"] += 1
+            found = wire.decode(wire.Record, self._stored.get(found.body.name))
+        assert isinstance(found, wire.Record)
         return found
 
     def _check_link(self, chain: Chain, record: wire.Record) -> None:
@@ -293,7 +334,10 @@ class Checkers:
         sent = chain.sent.get(update)
         if sent is None:
             raise Violation("resolved", str(update), f"{fate}, and was never sent")
-        if chain.unresolved.pop(update, None) is None or sent.manifest is None:
+        if taken.learner == LIAR and sent.manifest is not None:
+            chain.fates["sent"] += 1
+            chain.fates["tokens_sent"] += sent.manifest.tokens
+        elif chain.unresolved.pop(update, None) is None or sent.manifest is None:
             what = f"{fate} by version {record.version}, and was resolved before"
             raise Violation("resolved", str(update), what)
         chain.sent[update] = sent._replace(manifest=None)
@@ -305,6 +349,33 @@ class Checkers:
             chain.fates["steps"] += taken.steps
             if taken.shards != sent.manifest.shards:
                 raise Violation("resolved", str(update), "other shards than it has")
+
+    def _check_admitted(self, record: wire.Record, taken: wire.Input) -> None:
+        """Nothing is merged that is a lie, is damaged, or is of somebody who is shut out."""
+        update = self._id(taken)
+        fooled = self.hostile.get((record.fragment, update)) is False
+        self._hold(not fooled, "fooled", update, f"merged: {taken}")
+        rotten = [one.name for one in taken.shards if one.name in self._world.store.rotten]
+        self._hold(not rotten, "rot", update, f"{rotten} was merged")
+        shut_out = self._shut_out(taken.learner, taken.stream_seq, taken.stream_seq)
+        self._hold(not shut_out, "quarantine", update, f"merged, sent at {taken.stream_seq}")
+
+    def _shut_out(self, learner: str, since_seq: int, until_seq: int) -> bool:
+        """Whether a learner was shut out by any word that counted between two sequences."""
+        counted = False
+        for seq, active in self.words.get(learner, ()):
+            if seq > until_seq:
+                break
+            counted = active or (counted and seq > since_seq)
+        return counted
+
+    def _is_honest(self, record_seq: int, taken: wire.Rejected) -> bool:
+        """Whether an update may be rejected for its reason."""
+        if taken.learner == LIAR or taken.reason in HONEST:
+            return True
+        if taken.reason == "quarantined":
+            return self._shut_out(taken.learner, taken.stream_seq, record_seq)
+        return taken.reason == "checksum" and self._world.injected["rot"] > 0
 
     def _merge(self, chain: Chain, taken: wire.Input) -> None:
         """No step's progress is merged twice."""
@@ -344,13 +415,14 @@ class Checkers:
         found = _sums(totals)
         counters = ("merged", "rejected", "tokens_merged", "tokens_rejected", "steps")
         counted = tuple(
-            before + fates[name] for before, name in zip(chain.before, counters, strict=True)
+            min(before + fates[name], wire.GREATEST)
+            for before, name in zip(chain.before, counters, strict=True)
         )
         self._hold(found == counted, "totals", about, f"{found}, counted are {counted}")
 
     def _remake(self, chain: Chain, record: wire.Record) -> None:
         """Every version, made again from the one before or from what is stored, has its digests."""
-        about, store = f"fragment {record.fragment}", self._world.store
+        about, store = f"fragment {record.fragment}", self._stored
         if record.what == "verdict":
             pass
         elif record.version == 0 or record.what in ("restore", "restored"):
@@ -371,14 +443,21 @@ class Checkers:
             self._hold(same, "digests", about, f"is not version {record.restored_version}")
 
     def _on_checkpoint(self, message: Message) -> None:
-        self.garbage.note_checkpoint(wire.decode(wire.Checkpoint, message.payload))
+        self.garbage.note_checkpoint(decode_as(wire.Checkpoint, message.subject, message.payload))
+
+    def _on_quarantine(self, message: Message) -> None:
+        word = decode_as(wire.Quarantine, message.subject, message.payload)
+        self.words[word.learner].append((message.seq, word.active))
+        honest = word.learner != LIAR and not self._world.injected["rot"]
+        wrong = honest and word.active and word.by != "operator"
+        self._hold(not wrong, "quarantine", word.learner, f"shut out by {word.by}: {word.reason}")
 
     def _on_stop(self, message: Message) -> None:
         self._hold(not self.stopped, "end", message.subject, "stopped twice")
         self.stopped = True
 
     def _on_end(self, message: Message) -> None:
-        end = wire.decode(wire.End, message.payload)
+        end = decode_as(wire.End, message.subject, message.payload)
         self._hold(not self.end_seq, "end", message.subject, "ended twice")
         self.end_seq = message.seq
         records = [chain.record for chain in self.chains]

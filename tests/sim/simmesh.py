@@ -15,6 +15,16 @@ from diloco.learner import sync
 from diloco.learner.context import Context, Tensors
 from diloco.learner.publish import Stored, Uploader
 
+# Runs of blocks of one host, of any length.
+RUNS = 6
+
+
+def _owners(rng: random.Random, hosts: int, blocks: int) -> np.ndarray:
+    """A host for each block: a few runs, and single blocks where there are few."""
+    cuts = sorted(rng.sample(range(1, blocks), min(RUNS, blocks) - 1))
+    lengths = np.diff([0, *cuts, blocks])
+    return np.repeat([rng.randrange(hosts) for _ in lengths], lengths)
+
 
 class _Host:
     """A host's part of a replica: what `Uploader` asks for."""
@@ -41,7 +51,7 @@ class MeshUploader:
 
     def __init__(self, context: Context, replica: Tensors, rng: random.Random, hosts: int) -> None:
         owners = [
-            np.asarray([rng.randrange(hosts) for _ in replica.owned(fragment.index)])
+            _owners(rng, hosts, len(replica.owned(fragment.index)))
             for fragment in context.layout.fragments
         ]
         self._uploaders = [

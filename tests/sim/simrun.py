@@ -9,24 +9,26 @@ resolved.
 import asyncio
 import contextlib
 import gc
+import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from simactor import CALM, Actor, Faults
-from simcheck import Violation
-from simtensors import Ledger, Light
+from simcheck import LIAR, Violation
+from simdisk import Disk
+from simhostile import Liar
+from simoperator import Command, Operator
+from simtensors import Ledger, Light, Numbers
 from simworld import SimLearner, World, ended
 
-from diloco.aggregator import checkpoint, rollback
-from diloco.aggregator import settings as run_settings
-from diloco.aggregator.context import Context
-from diloco.common.config import BusSection, GcSection, parse_settings
-from diloco.common.errors import DilocoError, IntegrityError
+from diloco.aggregator import checkpoint
+from diloco.common import wire
+from diloco.common.config import BusSection, GcSection
 
 # Kinds of faults of single operations, with the greatest probability of each.
 OPERATIONS = {
@@ -60,9 +62,28 @@ PROCESSES = (
     "clock_step",
 )
 KINDS = (*OPERATIONS, *PROCESSES)
+# What a full world has besides: operations again, then what befalls the run.
+MORE_OPERATIONS = {"false_answer": 0.3, "rot": 0.1}
+WORLDS = (
+    *MORE_OPERATIONS,
+    "disk_full",
+    "commands",
+    "hostile",
+    "bodies",
+    "outlived",
+    "numbers",
+    "checkpoints",
+    "power_cut",
+)
+FULL = (*KINDS, *WORLDS)
+CODECS = ("float32", "bfloat16", "int8", "int4")
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75
 PATIENCE_S = 1800.0
+# Simulations between two collections of what they leave.
+COLLECT_EVERY = 8
+_simulated = itertools.count(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +110,11 @@ class Trial:
         """The seed's chance for one purpose."""
         return random.Random(f"{self.seed}-{of}")
 
+    @property
+    def numbers(self) -> bool:
+        """Whether its tensors are any numbers, in any codec: a sixteenth of full worlds."""
+        return self.has("numbers") and self.rng("numbers").random() < 0.125
+
     def has(self, kind: str) -> bool:
         """Whether there are faults of a kind: half of all seeds have it."""
         return kind in self.kinds and self.rng(f"has-{kind}").random() < 0.5
@@ -110,7 +136,7 @@ class Outcome:
 
 def settings(plan: Trial) -> dict[str, Any]:
     """The settings of a plan's run."""
-    rng = plan.rng("settings")
+    rng, codecs = plan.rng("settings"), plan.rng("codecs")
     interval = max(plan.fragments, rng.choice([4, 8, 12]))
     return {
         "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
@@ -118,8 +144,8 @@ def settings(plan: Trial) -> dict[str, Any]:
             "interval_steps": interval,
             "fragments": plan.fragments,
             "min_steps": rng.choice([1, 2, 4]),
-            "codec": "float32",
-            "delta_codec": "float32",
+            "codec": codecs.choice(CODECS) if plan.numbers else "float32",
+            "delta_codec": codecs.choice(CODECS) if plan.numbers else "float32",
             "block": 16,
             "shard_elements": 1 << 20 if plan.dense else 1024,
             "snapshot_interval_versions": max(rng.choice([1, 2, 5]), plan.fragments // 3),
@@ -127,9 +153,9 @@ def settings(plan: Trial) -> dict[str, Any]:
             "reannounce_timeout_s": rng.choice([4.0, 20.0]),
         },
         "outer": {
-            "optimizer": "sgd",
-            "learning_rate": 1.0,
-            "merge": "average",
+            "optimizer": codecs.choice(OPTIMIZERS) if plan.numbers else "sgd",
+            "learning_rate": 0.7 if plan.numbers else 1.0,
+            "merge": codecs.choice(["rda", "average"]) if plan.numbers else "average",
             "participation": rng.random() < 0.3,
         },
         "staleness": {"max_versions": rng.choice([0, 0, 3])},
@@ -146,7 +172,7 @@ def faults(plan: Trial) -> Faults:
     """How often single operations go wrong."""
     rates = {
         kind: plan.intensity * greatest * plan.rng(kind).random() ** 2
-        for kind, greatest in OPERATIONS.items()
+        for kind, greatest in (OPERATIONS | MORE_OPERATIONS).items()
         if plan.has(kind)
     }
     rng = plan.rng("durations")
@@ -165,22 +191,38 @@ class Scenario:
 
     def __init__(self, plan: Trial) -> None:
         self.plan = plan
-        # Some updates have two shards, so that an upload can be half done.
-        elements = 2048 if plan.rng("shards").random() < 0.3 else 32
         self.world = World(
             settings(plan),
             seed=plan.seed,
-            tensors=Ledger(16 * 512) if plan.dense else Light(elements),
+            tensors=self._tensors(),
             faults=faults(plan),
             streams=BusSection(duplicate_window_s=plan.rng("window").choice([5.0, 30.0])),
             gc=GcSection(replay_window_s=plan.rng("gc").choice([0.0, 20.0, 60.0])),
             traced=plan.traced,
+            record_bytes=self._record_bytes(),
         )
+        self.world.power_fails = plan.has("power_cut")
         self.calm = False
         self.closed = False
         self._clocks = plan.rng("skew")
         self._effects = plan.rng("crash_at_effect")
+        self.operator = Operator(
+            self.world, [f"learner-{index}" for index in range(plan.learners)], self._begin
+        )
         self.learners = [self._learner(index) for index in range(plan.learners)]
+
+    def _tensors(self) -> Light | Ledger | Numbers:
+        if self.plan.dense:
+            return Ledger(16 * 512)
+        # Some updates have two shards, so that an upload can be half done.
+        two = self.plan.rng("shards").random() < 0.3
+        return Numbers(1536) if self.plan.numbers else Light(2048 if two else 32)
+
+    def _record_bytes(self) -> int:
+        """What a record may have on the tape: all, a few, or none of them fit."""
+        if not self.plan.has("bodies"):
+            return wire.RECORD_BYTES
+        return self.plan.rng("bodies").choice([1, 1500, 3000])
 
     def _learner(self, index: int) -> SimLearner:
         step_s = 1.0
@@ -190,7 +232,8 @@ class Scenario:
         hosts = (1,)
         if self.plan.has("meshes"):
             hosts = self.plan.rng(f"hosts-{index}").choice([(1,), (2,), (1, 2, 3)])
-        return SimLearner(self.world, index, step_s=step_s, hosts=hosts)
+        disk = Disk(self.plan.rng(f"disk-{index}")) if self.plan.has("checkpoints") else None
+        return SimLearner(self.world, index, step_s=step_s, hosts=hosts, disk=disk)
 
     def _begin(self, actor: Actor) -> None:
         """What is peculiar to one life."""
@@ -228,9 +271,13 @@ class Scenario:
                 ("membership", self._ask_to_leave),
                 ("operator", self._operate),
                 ("clock_step", self._set_clock),
+                ("commands", self._command_more),
+                ("disk_full", self._fill_disks),
             )
             if plan.has(kind)
         ]
+        if plan.has("hostile") and isinstance(world.tensors, Light):
+            trouble.append(asyncio.ensure_future(self._lie(plan.rng("hostile"))))
         await asyncio.sleep(plan.minutes * 60 * FAULTY)
         for task in trouble:
             task.cancel()
@@ -243,6 +290,7 @@ class Scenario:
             actor.faults = CALM
             actor.kill_at = None
             actor.bus_cut_until_s = actor.store_cut_until_s = 0.0
+        self.world.full_until_s = {"bus": 0.0, "store": 0.0}
 
     # Processes
 
@@ -266,6 +314,12 @@ class Scenario:
         while not await learner.live(self._begin) or learner.leave_asked:
             await asyncio.sleep(rng.uniform(0.1, 6.0))
             await self._opened()
+
+    def _outlives(self, rng: random.Random, actor: Actor) -> float | None:
+        """For how long a process is stopped while the server is lost; most die with it."""
+        survives = actor.name not in ("operator", LIAR) and rng.random() < 0.5
+        longest_s = self.plan.minutes * 30
+        return rng.uniform(0.5, longest_s) if self.plan.has("outlived") and survives else None
 
     async def _opened(self) -> None:
         """Wait until processes may start: not while there is no server."""
@@ -322,73 +376,62 @@ class Scenario:
 
     async def _operate(self, rng: random.Random) -> None:
         """An operator changes settings, goes back, and marks checkpoints."""
+        at = self.operator
+        await self._give_commands(rng, "operator", [at.change, at.roll_back, at.mark])
+
+    async def _command_more(self, rng: random.Random) -> None:
+        """An operator shuts learners out, lets them in again, and collects garbage."""
+        at = self.operator
+        await self._give_commands(rng, "commands", [at.shut_out, at.release, at.collect])
+
+    async def _give_commands(
+        self, rng: random.Random, kind: str, commands: Sequence[Command]
+    ) -> None:
         while True:
             await self._every(rng, 25.0)
-            self.world.injected["operator"] += 1
-            command = rng.choice([self._change, self._roll_back, self._mark])
-            await self._command(command, rng)
+            self.world.injected[kind] += 1
+            await self.operator.command(rng.choice(commands), rng)
 
-    async def _command(
-        self, command: Callable[[Context, random.Random], Awaitable[None]], rng: random.Random
-    ) -> bool:
-        """Run an operator's command; whether it succeeded."""
-        context = self.world.operator()
-        actor = context.bus.actor
-        self._begin(actor)
-        self.world.note(actor, "begins", command.__name__)
-        task = actor.spawn(command(context, rng))
-        await asyncio.wait([task], timeout=30.0)
-        error = task.exception() if task.done() and not task.cancelled() else None
-        unexpected = isinstance(error, IntegrityError) or not isinstance(error, DilocoError)
-        if error is not None and unexpected and not actor.dead:
-            self.world.fail(Violation("breaks", actor.name, repr(error)))
-        succeeded = task.done() and not actor.dead and error is None
-        actor.kill()
-        return succeeded
+    async def _fill_disks(self, rng: random.Random) -> None:
+        """The disk of the bus's server or of the store is full for a while."""
+        while True:
+            await self._every(rng, 20.0)
+            self.world.injected["disk_full"] += 1
+            for what in rng.choice([("bus",), ("store",), ("bus", "store")]):
+                self.world.full_until_s[what] = self.world.loop.now_s + rng.uniform(0.5, 20.0)
+
+    async def _lie(self, rng: random.Random) -> None:
+        """A hostile learner, which comes back whenever its process has ended."""
+        positions = itertools.count(1)
+        while True:
+            await self._opened()
+            context = self.world.learner_context(Actor(LIAR, self.world))
+            actor = context.bus.actor
+            self._begin(actor)
+            actor.spawn(Liar(context, self.world, rng, positions).live())
+            await ended(actor)
+            await asyncio.sleep(rng.uniform(0.1, 6.0))
 
     async def _lose_the_server(self, rng: random.Random) -> None:
         """All processes die, the server with its disk too; the run goes on from a checkpoint."""
-        world = self.world
-        await asyncio.sleep(rng.uniform(0.2, 0.5) * self.plan.minutes * 60)
+        world, plan = self.world, self.plan
+        # A process that goes on finds something if the new tape is soon as long as the lost one.
+        early = 0.25 if plan.has("outlived") else 1.0
+        await asyncio.sleep(early * rng.uniform(0.2, 0.5) * plan.minutes * 60)
         while not checkpoint.checkpoints(world.store, world.run_name):
-            await self._command(self._mark, rng)
+            await self.operator.command(self.operator.mark, rng)
             await asyncio.sleep(rng.uniform(0.5, 2.0))
-        await asyncio.sleep(rng.uniform(0.0, 0.2) * self.plan.minutes * 60)
+        await asyncio.sleep(early * rng.uniform(0.0, 0.2) * plan.minutes * 60)
         if world.checkers.stopped:
             return
         self.closed = True
         world.injected["resume"] += 1
-        await world.lose_the_server()
+        await world.lose_the_server(partial(self._outlives, plan.rng("outlived")))
         resumed = False
         while not resumed:
             await asyncio.sleep(rng.uniform(0.1, 5.0))
-            resumed = await self._command(self._resume, rng)
+            resumed = await self.operator.command(self.operator.resume, rng)
         self.closed = False
-
-    async def _resume(self, context: Context, _chance: random.Random) -> None:
-        await self.world.resume(context.bus.actor)
-
-    async def _change(self, context: Context, rng: random.Random) -> None:
-        now, _ = await run_settings.effective_settings(context)
-        sections = {
-            "sync": {"min_steps": rng.choice([1, 2, 4])},
-            "quorum": {"min_learners": rng.choice([1, 2, 3])},
-            "outer": {"learning_rate": rng.choice([0.5, 1.0])},
-        }
-        document = now.model_dump()
-        for section, values in sections.items():
-            document[section] |= values
-        await run_settings.change_settings(context, parse_settings(document))
-
-    async def _roll_back(self, context: Context, rng: random.Random) -> None:
-        back = rng.randint(0, 4)
-        newest = [chain.record.version for chain in self.world.checkers.chains if chain.record]
-        wanted = {fragment: max(0, version - back) for fragment, version in enumerate(newest)}
-        targets = await rollback.find_versions(context, wanted)
-        await rollback.roll_back(context, targets)
-
-    async def _mark(self, context: Context, _chance: random.Random) -> None:
-        await checkpoint.mark(context)
 
     async def _ask_to_leave(self, rng: random.Random) -> None:
         while True:
@@ -406,14 +449,15 @@ def _freeze() -> None:
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Simulations make no cycles worth collecting, and looking for them costs a sixth."""
+    """No cycle is worth looking for while a world stands, which is one itself; then now and then."""
     _freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.collect()
+        if next(_simulated) % COLLECT_EVERY == 0:
+            gc.collect()
 
 
 def simulate(plan: Trial) -> Outcome:
@@ -428,6 +472,10 @@ def simulate(plan: Trial) -> Outcome:
             world.checkers.check_resolved()
         except Violation as violation:
             outcome.violation = violation
+        finally:
+            for learner in scenario.learners:
+                if learner.disk is not None:
+                    learner.disk.close()
     outcome.fates = world.checkers.fates()
     outcome.fates["learner_steps"] = world.steps
     outcome.events = world.events

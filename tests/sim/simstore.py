@@ -26,19 +26,45 @@ class SimStore(MemoryStore):
         self._folders: dict[str, dict[str, None]] = defaultdict(dict)
         # Objects that others than their writers do not see before a time.
         self.hidden: dict[str, tuple[Actor, float]] = {}
+        # Objects of which their writers do not know that they are stored: not synced yet.
+        self.unsynced: dict[str, Actor] = {}
+        # What was stored under names whose objects are damaged now.
+        self.rotten: dict[str, bytes] = {}
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         if name not in self._objects:
             super().put(name, data)
             self._folders[_folder(name)][name] = None
             self._stored(name)
-        elif self._objects[name] != data:
+        elif self.sound(name) != data:
             raise ObjectExistsError(f"object {name!r} exists with other bytes")
 
     def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         found = self._objects.get(name)
         if found is None or limit_bytes is not None:
             return super().get(name, limit_bytes)
+        return found
+
+    def rot(self, name: str) -> None:
+        """One bit of an object turns over."""
+        if name not in self.rotten:
+            data = bytearray(self._objects[name])
+            data[len(data) // 2] ^= 4
+            self.rotten[name], self._objects[name] = self._objects[name], bytes(data)
+
+    def cut_power(self, actor: "Actor") -> None:
+        """What an actor has stored last, and nobody relies on, is gone."""
+        for name in [name for name, writer in self.unsynced.items() if writer is actor]:
+            del self.unsynced[name]
+            if name in self._objects:
+                del self._objects[name], self._folders[_folder(name)][name]
+                actor.world.injected["power_cut"] += 1
+
+    def sound(self, name: str) -> bytes:
+        """An object as it was stored."""
+        found = self.rotten.get(name) or self._objects.get(name)
+        if found is None:
+            raise ObjectMissingError(f"no object {name!r}")
         return found
 
     def delete(self, name: str) -> None:
@@ -50,11 +76,23 @@ class SimStore(MemoryStore):
     def list(self, prefix: str) -> list[ObjectInfo]:
         if not prefix.endswith("/"):
             return super().list(prefix)
-        names = self._folders.get(prefix, {})
+        names = self._folders.get(prefix)
+        if names is None:
+            return super().list(prefix)
         return [ObjectInfo(name, len(self._objects[name])) for name in sorted(names)]
 
     def __contains__(self, name: str) -> bool:
         return name in self._objects
+
+
+class AsStored:
+    """The world's objects as they were stored: what checkers read."""
+
+    def __init__(self, store: SimStore) -> None:
+        self._store = store
+
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+        return self._store.sound(name)
 
 
 def _folder(name: str) -> str:
@@ -74,11 +112,20 @@ class ActorStore:
     def put(self, name: str, data: bytes | memoryview) -> None:
         actor, faults = self._actor, self._actor.faults
         self._reach()
+        self._inner.unsynced.pop(name, None)
+        if actor.world.is_full("store"):
+            raise StoreUnavailableError(f"{actor.name}: the store's disk is full")
         actor.effect("put", name, lambda: self._inner.put(name, data))
+        if "/update/" in name and actor.hit(faults.rot, "rot"):
+            self._inner.rot(name)
         if actor.hit(faults.late_object, "late_object"):
             until_s = actor.world.loop.now_s + actor.lasting(faults.visible_s)
             self._inner.hidden[name] = (actor, until_s)
-        self._answer()
+        try:
+            self._answer()
+        except StoreUnavailableError:
+            self._inner.unsynced[name] = actor
+            raise
 
     def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         self._reach()

@@ -1,22 +1,22 @@
 """What stands for tensors in the simulation.
 
 Every update says which steps of its learner it covers, so that the checkers know what was merged
-once, twice or never. There are two kinds:
+once, twice or never. There are three kinds:
 
 - light ones: vectors of a few elements whose values are digests of all that was merged into them,
   in order. Only arithmetic is replaced, below `FragmentArrays` and instead of `Replica`; what is
   merged, when, in which order, and again after a crash, is production code's business. Any other
   order, input, coefficient or factor gives other digests.
+- small *numbers* (`Numbers`): the production arithmetic on any values, with any codec and optimizer;
+  what an update covers, its manifest says.
 - dense *ledgers* (`Ledger`): the production arithmetic on vectors whose element (learner,
   position) counts how often the progress of that batch was sent.
 """
 
-import contextlib
+import math
 import struct
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -124,27 +124,33 @@ class _LightSum:
         self.inputs = 0
         self.digest = b""
 
-    def add(self, _codec: str, parts: Sequence[Encoded], coefficients_S: np.ndarray) -> None:
+    def add(
+        self, _codec: str, parts: Sequence[Encoded], coefficients_S: np.ndarray, unit: int
+    ) -> None:
         codes = b"".join(part.codes.data for part in parts)
-        self.digest = xxhash.xxh3_128_digest(self.digest + codes + coefficients_S.tobytes())
+        given = coefficients_S.tobytes() + struct.pack("<h", unit)
+        self.digest = xxhash.xxh3_128_digest(self.digest + codes + given)
         self.inputs += 1
 
 
 def _light_norms(grid: Grid, _codec: str, parts: Sequence[Encoded]) -> np.ndarray:
     """As long as the steps it covers; each block must be in its place."""
     codes_Bxb = np.concatenate([part.codes for part in parts]).reshape(-1, grid.block)
-    np.testing.assert_array_equal(codes_Bxb[:, 3], np.arange(len(codes_Bxb)))
+    if not (codes_Bxb[:, 3] == np.arange(len(codes_Bxb))).all():
+        raise AssertionError(f"blocks are not in their places: {codes_Bxb[:, 3]}")
     _, start, stop = codes_Bxb[0, :3]
     return np.asarray([stop - start], np.float64)
 
 
 def _light_coefficients(_grid: Grid, update: Contribution) -> np.ndarray:
-    share = update.weight * update.discount * update.clip
+    share = math.ldexp(update.weight, -update.unit) * update.discount * update.clip
     return np.asarray([share], ml_dtypes.bfloat16)
 
 
 def _light_factors(_grid: Grid, _sum: _LightSum, updates: Sequence[Contribution]) -> np.ndarray:
-    return np.asarray([1 / sum(update.weight for update in updates)], np.float32)
+    unit = updates[-1].unit
+    total = sum(math.ldexp(update.weight, -unit) for update in updates)
+    return np.asarray([1 / total], np.float32)
 
 
 def _light_close_round(
@@ -170,24 +176,11 @@ def _light_close_round(
 LIGHT = Arithmetic(_LightSum, _light_norms, _light_coefficients, _light_factors, _light_close_round)
 
 
-@contextlib.contextmanager
-def decoded_once() -> Iterator[None]:
-    """Within this, equal bytes are decoded once, however many actors read them."""
-    with (
-        mock.patch("diloco.common.wire.decode", lru_cache(1 << 10)(wire.decode)),
-        mock.patch("diloco.common.wire.decode_record", lru_cache(1 << 9)(wire.decode_record)),
-        mock.patch("diloco.common.shards.unpack", lru_cache(1 << 10)(shards.unpack)),
-        mock.patch("diloco.common.shards.unpack_delta", lru_cache(1 << 10)(shards.unpack_delta)),
-    ):
-        yield
-
-
 class Light:
     """The world's tensors as digests."""
 
     def __init__(self, elements: int) -> None:
         self.elements = elements
-        self.context = decoded_once
         self.arithmetic = LIGHT
 
     def replica(
@@ -230,7 +223,6 @@ class Ledger:
 
     def __init__(self, rows: int) -> None:
         self.elements = rows
-        self.context = decoded_once
         self.arithmetic = PRODUCTION
 
     @property
@@ -276,3 +268,40 @@ class Ledger:
             raise ValueError(f"counts of elements {start} to {stop} are not all one")
         learner = start // self._each
         return Covers(learner, start - learner * self._each, stop - learner * self._each)
+
+
+# --- Numbers
+
+
+class Numbers:
+    """The world's tensors as small vectors of any numbers, with production arithmetic everywhere."""
+
+    STEPS = 64
+
+    def __init__(self, elements: int) -> None:
+        self.elements = elements
+        self.arithmetic = PRODUCTION
+        moves = np.random.default_rng(0).normal(0.0, 0.01, (self.STEPS, elements))
+        self._moves = moves.astype(np.float32)
+
+    def replica(
+        self, _learner: int, settings: Any, layout: Layout, views: Sequence[np.ndarray]
+    ) -> Replica:
+        like = {tensor.name: jnp.zeros(tensor.shape) for tensor in layout.tensors}
+        return Replica(settings, layout, like, views)
+
+    def train(self, replica: Replica, learner: int, position: int) -> None:
+        """A step of some size, and a pull towards zero, as a loss would have it."""
+        move = self._moves[(17 * learner + position) % self.STEPS]
+        replica.trained = {name: 0.99 * leaf + move for name, leaf in replica.trained.items()}
+
+    def begin(self, replica: Replica, position: int) -> None:
+        """Nothing to do."""
+
+    def view(self, replica: Replica, fragment: int) -> np.ndarray:
+        return replica.view(fragment)
+
+    def covers(self, _store: ObjectStore, manifest: wire.Manifest, _block: int) -> Covers:
+        """What an update covers, as it says."""
+        learner = int(manifest.learner.rsplit("-", 1)[1])
+        return Covers(learner, manifest.position - manifest.steps, manifest.position)

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,20 +19,29 @@ import structlog
 from simactor import CALM, Actor, Faults, Killed
 from simbus import SimBroker
 from simcheck import Checkers, Violation
+from simdisk import Disk
 from simloop import StuckError, VirtualLoop
 from simmesh import MeshUploader
 from simstore import SimStore
-from simtensors import TOKENS, Ledger, Light
+from simtensors import TOKENS, Ledger, Light, Numbers
 
 from diloco.aggregator import checkpoint
 from diloco.aggregator.context import Context as AggregatorContext
-from diloco.aggregator.daemon import aggregate
+from diloco.aggregator.daemon import aggregate, load_run
 from diloco.aggregator.leases import Leases
 from diloco.common import names, wire
 from diloco.common.bus import Message, subject_matches
-from diloco.common.config import BusSection, GcSection, RunSettings
+from diloco.common.config import (
+    BusSection,
+    Config,
+    GcSection,
+    RunSettings,
+    check_same_run,
+    parse_settings,
+)
 from diloco.common.layout import Layout, Tensor, make_layout
 from diloco.common.service import cancel
+from diloco.common.tape import load_specification
 from diloco.learner import sync
 from diloco.learner.adopt import Adopter, load
 from diloco.learner.boundary import NOTHING, Arrived, Decoded
@@ -64,6 +74,7 @@ class World:
         streams: how the run's streams are made.
         gc: what garbage collection leaves.
         traced: keep the last events.
+        record_bytes: a longer record keeps its body in an object.
     """
 
     def __init__(
@@ -71,12 +82,14 @@ class World:
         settings: dict[str, Any],
         *,
         seed: int,
-        tensors: Light | Ledger,
+        tensors: Light | Ledger | Numbers,
         faults: Faults = CALM,
         streams: BusSection | None = None,
         gc: GcSection | None = None,
         traced: bool = False,
+        record_bytes: int = wire.RECORD_BYTES,
     ) -> None:
+        self.record_bytes = record_bytes
         self.seed = seed
         self.tensors = tensors
         self.faults = faults
@@ -89,6 +102,10 @@ class World:
         self.lives = 0
         self.injected: Counter[str] = Counter()
         self.damaged = False
+        self.without_server = False
+        # Processes that die do so because their machine's power fails.
+        self.power_fails = False
+        self.full_until_s = {"bus": 0.0, "store": 0.0}
         self.delivered = 0
         self.steps = 0
         # By how much each machine's wall clock was set; a machine keeps it over its processes.
@@ -100,6 +117,9 @@ class World:
             {"run": {"name": "sim", "steps": 100, "seed": seed}, **settings}
         )
         self.run_name = self.settings.run.name
+        self._config = Config.model_validate(
+            self.settings.model_dump() | {"store": {"url": "memory://simulated"}}
+        )
         self.layout = self._make_layout()
         self.checkers = Checkers(self)
         self.epoch = 0
@@ -120,6 +140,10 @@ class World:
         """The servers' time, in seconds since the epoch."""
         return EPOCH_S + self.loop.now_s
 
+    def is_full(self, what: str) -> bool:
+        """Whether the disk of the bus's server or of the store takes nothing now."""
+        return self.loop.now_s < self.full_until_s[what]
+
     def note(self, actor: Actor, what: str, name: str) -> None:
         """Keep an event for the trace."""
         if self.trace is not None:
@@ -136,7 +160,7 @@ class World:
 
     def on_exception(self, actor: Actor, event: str, error: BaseException | None) -> None:
         """An actor has logged an exception: unless something was damaged, nothing may stop."""
-        if not self.damaged:
+        if not (self.damaged or actor.outlived):
             self.fail(Violation("stopped", actor.name, f"{event}: {error!r}"))
 
     @property
@@ -154,16 +178,13 @@ class World:
         logging_as_before = structlog.get_config()
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
         try:
-            with self.tensors.context():
-                try:
-                    return self.loop.run_until_complete(asyncio.wait_for(scenario(), limit_s))
-                except (TimeoutError, StuckError) as error:
-                    raise Violation("ends", "run", f"not within {limit_s:.0f} s") from error
-                finally:
-                    for actor in list(self.actors):
-                        actor.kill()
-                    self.loop.drain()
+            return self.loop.run_until_complete(asyncio.wait_for(scenario(), limit_s))
+        except (TimeoutError, StuckError) as error:
+            raise Violation("ends", "run", f"not within {limit_s:.0f} s") from error
         finally:
+            for actor in list(self.actors):
+                actor.kill()
+            self.loop.drain()
             structlog.configure(**logging_as_before)
 
     async def create(self) -> None:
@@ -176,12 +197,26 @@ class World:
         )  # fmt: skip
         del self.actors[creator]
 
-    async def lose_the_server(self) -> None:
-        """Kill every process, and lose the tape: what is left is the store."""
+    async def lose_the_server(self, stopped_s: Callable[[Actor], float | None]) -> None:
+        """Lose the tape: what is left is the store.
+
+        Args:
+            stopped_s: for how long a process is stopped, which then goes on; None: it dies.
+        """
+        self.without_server = True
         for actor in list(self.actors):
-            actor.kill()
-        self.broker.silence()
-        self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
+            for_s = stopped_s(actor)
+            if for_s is None:
+                actor.kill()
+            else:
+                self.injected["outlived"] += 1
+                actor.outlived = True
+                actor.pause(for_s)
+        lost, self.broker = (
+            self.broker,
+            SimBroker(self.clock, self._hear, self.checkers.on_trimming),
+        )
+        lost.silence()
 
     async def resume(self, actor: Actor) -> None:
         """As `diloco.operate.change.resume`: begin a new tape from the newest checkpoint."""
@@ -196,6 +231,7 @@ class World:
             self.checkers.begin_epoch(context.epoch, file)
         await checkpoint.begin_epoch(context, file)
         await checkpoint.begin_fragments(context, file.records)
+        self.without_server = False
 
     # Aggregators
 
@@ -215,7 +251,21 @@ class World:
             logger=actor.logger,
             name=name,
             gc=self.gc,
+            record_bytes=self.record_bytes,
             arithmetic=self.tensors.arithmetic,
+        )
+
+    def learner_context(self, actor: Actor) -> LearnerContext:
+        """What one life of a learner works with."""
+        return LearnerContext(
+            settings=self.settings,
+            layout=self.layout,
+            epoch=self.epoch,
+            bus=actor.bus,
+            store=actor.store,
+            runtime=actor.runtime,
+            logger=actor.logger,
+            learner=actor.name,
         )
 
     def aggregator(
@@ -226,9 +276,16 @@ class World:
         `life` as of `Actor`.
         """
         actor = Actor(name, self, **{"faults": self.faults, **life})
-        context = self._context(actor, name)
-        actor.spawn(aggregate(context, Leases(context, lease_ttl_s) if lease_ttl_s else None))
+        actor.spawn(self._aggregate(actor, lease_ttl_s))
         return actor
+
+    async def _aggregate(self, actor: Actor, lease_ttl_s: float | None) -> None:
+        """As `diloco.aggregator.daemon.serve`."""
+        actor.starting = True
+        layout, epoch = await load_run(self._config, actor.bus, actor.store, actor.runtime)
+        actor.starting = False
+        context = replace(self._context(actor, actor.name), layout=layout, epoch=epoch)
+        await aggregate(context, Leases(context, lease_ttl_s) if lease_ttl_s else None)
 
     async def keep_aggregating(self, next_life: Callable[[], tuple[Actor, float]]) -> None:
         """Start an aggregator's lives one after another until one ends by itself."""
@@ -271,6 +328,10 @@ async def ended(actor: Actor) -> None:
         return
     del actor.world.actors[actor]
     error = main.exception() if not main.cancelled() else None
+    if error is not None and actor.may_end_with(error):
+        actor.world.actors[actor] = None
+        actor.kill()
+        return
     if error is not None:
         actor.world.fail(Violation("breaks", actor.name, repr(error)))
         raise error
@@ -297,7 +358,11 @@ class SimBackground:
     def _ended(self, task) -> None:
         self.actor.tasks.remove(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, Killed):
+        if error is None or isinstance(error, Killed):
+            return
+        if self.actor.may_end_with(error):
+            self.actor.kill()
+        else:
             self.actor.world.fail(Violation("breaks", self.actor.name, repr(error)))
 
 
@@ -321,6 +386,7 @@ class SimLearner:
         step_s: of an inner step.
         heartbeat_interval_s: between heartbeats.
         hosts: numbers of hosts, one of which each life has.
+        disk: keeps its checkpoints.
         life: of `Actor`, for all its lives.
     """
 
@@ -332,8 +398,10 @@ class SimLearner:
         step_s: float = 1.0,
         heartbeat_interval_s: float = 1.0,
         hosts: Sequence[int] = (1,),
+        disk: Disk | None = None,
         **life: Any,
     ) -> None:
+        self.disk = disk
         self.world = world
         self.index = index
         self.name = f"learner-{index}"
@@ -353,30 +421,31 @@ class SimLearner:
         self.actor = actor = Actor(self.name, world, **life)
         if begin is not None:
             begin(actor)
-        context = LearnerContext(
-            settings=world.settings,
-            layout=world.layout,
-            epoch=world.epoch,
-            bus=actor.bus,
-            store=actor.store,
-            runtime=actor.runtime,
-            logger=actor.logger,
-            learner=self.name,
-        )
+        context = world.learner_context(actor)
         actor.spawn(self._live(actor, SimBackground(actor), context))
         await ended(actor)
         self.actor = None
+        if self.disk is not None and actor.dead and world.power_fails and self.disk.lose_power():
+            world.injected["power_cut"] += 1
         return not actor.dead
 
     async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
         """As `diloco.learner.lead` does it."""
         world, tensors, peers = self.world, self.world.tensors, Alone()
+        actor.starting = True
+        specification = await load_specification(actor.bus, world.run_name)
+        theirs = parse_settings(specification.settings)
+        check_same_run(world.settings, theirs, world.layout.digest, specification.layout)
+        context = replace(context, epoch=specification.epoch)
+        actor.starting = False
         fragments = range(len(world.layout.fragments))
         loaded = [await load(context, fragment) for fragment in fragments]
         views = [item.view for item in loaded]
         starts = tuple(start_at(item) for item in loaded)
         replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
-        meter = Meter(self.name, context.traffic)
+        found = self.disk.restore(actor, context) if self.disk is not None else None
+        local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
+        meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)
         life = await join(context, "sim")
         uploader = self._uploader(actor, context, replica)
         publisher = Publisher(context, background.post, uploader, peers, life)
@@ -401,7 +470,10 @@ class SimLearner:
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
             saver=NoCheckpoints(), clock=actor.clock,
         )  # fmt: skip
-        await self._train(actor, trainer)
+        save = None
+        if self.disk is not None:
+            save = partial(self.disk.save, actor, context, trainer, life.incarnation)
+        await self._train(actor, trainer, save)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(publisher.leave(trainer.position), LEAVE_S)
 
@@ -413,7 +485,9 @@ class SimLearner:
         self.world.injected["meshes"] += 1
         return MeshUploader(context, replica, actor.rng, hosts)
 
-    async def _train(self, actor: Actor, trainer: SimTrainer) -> None:
+    async def _train(
+        self, actor: Actor, trainer: SimTrainer, save: Callable[[], None] | None
+    ) -> None:
         world, meter, loop = self.world, trainer.meter, self.world.loop
         meter.step_time_s = self.step_s
         then = "step"
@@ -432,5 +506,7 @@ class SimLearner:
             world.steps += 1
             meter.local_step += 1
             meter.tokens += TOKENS
+            if save is not None:
+                save()
             then = trainer.turn().then
             world.checkers.on_stepped(self.name, loop.now_s - began_s)

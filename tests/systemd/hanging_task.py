@@ -6,7 +6,7 @@ from pathlib import Path
 import tiny_task
 
 SLOW, HANG = Path("/run/slow"), Path("/run/hang")
-SLOW_S = 6.0
+SLOW_S = 10.0
 
 
 def build(*, steps, seed):

@@ -1,30 +1,24 @@
-"""The units of infra/systemd: what systemd says of them, and how they do in a container.
+"""The units of infra/systemd: what systemd says of them, and how they are written."""
 
-The container needs root, Debian's packages `systemd-container` and `debootstrap`, and a script of
-this project's workplace that is not part of the repository; elsewhere that test is skipped.
-"""
-
-import os
 import re
 import shutil
 import subprocess
-import sys
-import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diloco.common.config import Config
 from diloco.common.errors import ConfigError
-from diloco.operate.units import BACKOFF, install_units, render_units
+from diloco.common.exits import Exit
+from diloco.operate.unit_files import BACKOFF, Options, render
+from diloco.operate.units import Install, install_units, is_edited, marked
 
 ROOT = Path(__file__).parents[2]
-TOOL = ROOT.parent / "shared" / "tools" / "systemd-nspawn" / "run_units.sh"
-ROOTFS = Path(os.environ.get("ROOTFS") or ROOT / ".rootfs")
-MIRROR = "http://deb.debian.org/debian"
 EXPOSED = {"diloco-aggregator.service": 1.5}
 MOST_EXPOSED = 2.0
 # Of systemd 250 and later, or of 254.
-TOO_NEW = ("%d", "RestartSteps", "RestartMaxDelaySec", "SetCredential", "ImportCredential")
+TOO_NEW = ("%d", "RestartSteps", "RestartMaxDelaySec", "Encrypted", "ImportCredential")
 UNITS = sorted(
     path for path in (ROOT / "infra" / "systemd").iterdir() if path.suffix in (".service", ".timer")
 )
@@ -46,10 +40,16 @@ def programs(tmp_path: Path) -> Path:
 
 
 @needs_systemd
-@pytest.mark.parametrize("credentials", [True, False])
-def test_systemd_has_nothing_to_say(tmp_path: Path, programs: Path, *, credentials: bool) -> None:
+@pytest.mark.parametrize(
+    ("credentials", "store"), [(True, None), (False, None), (True, Path("/srv/diloco"))]
+)
+def test_systemd_has_nothing_to_say(
+    tmp_path: Path, programs: Path, *, credentials: bool, store: Path | None
+) -> None:
     units = tmp_path / "units"
-    install_units(units, programs, credentials=credentials, dry_run=False)
+    install_units(
+        Install(folder=units, programs=programs, credentials=credentials, store_folder=store)
+    )
     files = [str(path) for path in units.iterdir() if path.suffix in (".service", ".timer")]
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *files],
@@ -76,104 +76,108 @@ def test_units_are_of_systemd_249(unit: Path) -> None:
     assert not [line for line in settings for word in TOO_NEW if word in line]
 
 
+@pytest.mark.parametrize("unit", SERVICES, ids=lambda path: path.name)
+def test_units_set_keys_that_there_are(unit: Path) -> None:
+    for section, key in re.findall(r"DILOCO_([A-Z]+)_([A-Z_]+)=", unit.read_text()):
+        known = Config.model_fields[section.lower()].annotation
+        assert known is not None
+        assert key.lower() in known.model_fields
+
+
 def test_newer_systemd_backs_off(programs: Path) -> None:
-    files = render_units(programs, credentials=True, backoff=True)
+    files = render(Options(programs=programs, systemd=254))
     assert files["diloco-learner@.service.d/10-backoff.conf"] == BACKOFF
-    assert not [name for name in render_units(programs, credentials=True, backoff=False)
+    assert not [name for name in render(Options(programs=programs, systemd=253))
                 if name.endswith(".d/10-backoff.conf")]  # fmt: skip
 
 
 def test_units_start_the_program_that_installed_them(tmp_path: Path, programs: Path) -> None:
     units = tmp_path / "units"
-    assert install_units(units, programs, credentials=True, dry_run=True)
+    wanted = Install(folder=units, programs=programs, credentials=False)
+    assert install_units(replace(wanted, dry_run=True))
     assert not units.exists()
-    written = install_units(units, programs, credentials=False, dry_run=False)
+    written = install_units(wanted)
     assert {path.name for path in written} >= {path.name for path in UNITS}
     text = (units / "diloco-aggregator.service").read_text()
     assert f"ExecStart={programs}/diloco aggregator" in text
-    assert "/opt/diloco" not in text
-    assert "LoadCredential" not in text
+    assert "/opt/diloco/" not in text
+    assert "Credential=" not in text
     assert "DILOCO_BUS_CREDENTIALS" not in text
+
+
+def test_units_stay_with_the_release_that_a_link_led_to(tmp_path: Path, programs: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(programs)
+    install_units(Install(folder=tmp_path / "units", programs=link))
+    text = (tmp_path / "units" / "diloco-aggregator.service").read_text()
+    assert f"ExecStart={programs}/diloco aggregator" in text
+
+
+def test_what_a_restart_cannot_mend_is_not_restarted(programs: Path) -> None:
+    files = render(Options(programs=programs))
+    for unit in ("diloco-aggregator.service", "diloco-learner@.service"):
+        (line,) = re.findall(r"^RestartPreventExitStatus=(.*)$", files[unit], re.MULTILINE)
+        statuses = {int(status) for status in line.split()}
+        assert {Exit.CONFIG, Exit.SHUT_OUT, Exit.TASK} <= statuses
+        assert not {Exit.ENDED, Exit.FAILED, Exit.PASSING, Exit.NO_RUN} & statuses
+
+
+def test_one_unit_at_a_time(tmp_path: Path, programs: Path) -> None:
+    written = install_units(
+        Install(folder=tmp_path, programs=programs, units=("diloco-learner@a", "diloco-gc.timer"))
+    )
+    assert {path.name for path in written if not path.name.endswith(".conf")} == {
+        "diloco-learner@.service", "diloco-gc.service", "diloco-gc.timer"
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="no unit 'diloco-learner'") as error:
+        install_units(Install(folder=tmp_path, programs=programs, units=("diloco-learner",)))
+    assert "diloco-learner@" in (error.value.hint or "")
+
+
+def test_edited_units_are_named_and_nothing_is_written(tmp_path: Path, programs: Path) -> None:
+    wanted = Install(folder=tmp_path, programs=programs)
+    install_units(wanted)
+    install_units(wanted)
+    unit, other = tmp_path / "diloco-aggregator.service", tmp_path / "diloco-gc.service"
+    edited = unit.read_text() + "CPUQuota=50%\n"
+    unit.write_text(edited)
+    other.write_text(marked("of an older release\n"))
+    own = tmp_path / "diloco-aggregator.service.d" / "mine.conf"
+    own.parent.mkdir()
+    own.write_text("[Service]\nNice=5\n")
+    with pytest.raises(ConfigError, match=rf"edited since .*: {re.escape(str(unit))}\n"):
+        install_units(wanted)
+    assert unit.read_text() == edited
+    assert "older release" in other.read_text()
+    install_units(replace(wanted, overwrite=True))
+    assert not is_edited(unit.read_text())
+    assert "Nice=5" in own.read_text()
+
+
+def test_a_store_folder_has_a_user(tmp_path: Path, programs: Path) -> None:
+    install_units(Install(folder=tmp_path, programs=programs, store_folder=Path("/srv/store")))
+    assert "u diloco " in (tmp_path / "diloco-store-sysusers.conf").read_text()
+    assert (
+        "d /srv/store 2750 diloco diloco" in (tmp_path / "diloco-store-tmpfiles.conf").read_text()
+    )
+    for unit in ("diloco-aggregator", "diloco-learner@", "diloco-gc", "diloco-checkpoint"):
+        text = (tmp_path / f"{unit}.service.d" / "20-store.conf").read_text()
+        assert "User=diloco" in text
+        assert "ReadWritePaths=/srv/store" in text
+    for folder in ("srv/store", "/home/store", "/tmp/store", "/srv/a store"):
+        with pytest.raises(ConfigError, match="store's folder"):
+            install_units(Install(folder=tmp_path, programs=programs, store_folder=Path(folder)))
 
 
 def test_programs_that_units_cannot_start_are_refused(tmp_path: Path, programs: Path) -> None:
     with pytest.raises(ConfigError, match="there is no program"):
-        install_units(tmp_path, tmp_path / "nowhere", credentials=True, dry_run=True)
+        install_units(Install(folder=tmp_path, programs=tmp_path / "nowhere", dry_run=True))
     (programs / "python").unlink()
     (programs / "python").symlink_to("/home/somebody/python")
     with pytest.raises(ConfigError, match="below a home folder"):
-        install_units(tmp_path, programs, credentials=True, dry_run=True)
+        install_units(Install(folder=tmp_path, programs=programs, dry_run=True))
     (programs / "python").unlink()
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(ConfigError, match="cannot write"):
-        install_units(blocked, programs, credentials=True, dry_run=False)
-
-
-def why_not() -> str:
-    """What the container lacks here; '' if nothing."""
-    if not TOOL.exists():
-        return "the script that runs units in a container is not here"
-    if os.geteuid() != 0:
-        return "only root can run a container"
-    if shutil.which("systemd-nspawn") is None:
-        return "there is no systemd-nspawn: Debian's package systemd-container"
-    if not ROOTFS.exists() and shutil.which("debootstrap") is None:
-        return f"there is neither {ROOTFS} nor debootstrap to make it"
-    return ""
-
-
-def make_rootfs() -> None:
-    if not ROOTFS.exists():
-        part = ROOTFS.with_name(ROOTFS.name + ".part")
-        subprocess.run(
-            ["debootstrap", "--variant=minbase",
-             "--include=systemd,systemd-sysv,python3-minimal,libpython3-stdlib", "bookworm",
-             str(part), MIRROR],
-            check=True,
-        )  # fmt: skip
-        part.rename(ROOTFS)
-
-
-def make_programs(folder: Path) -> None:
-    """What the container has as /opt/diloco: a launcher, and places to bind the rest to."""
-    for name in ("bin", "src", "site", "tests", "python"):
-        (folder / name).mkdir(parents=True)
-    launcher = folder / "bin" / "diloco"
-    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    paths = "/opt/diloco/src:/opt/diloco/src/tests/systemd:/opt/diloco/src/tests/integration"
-    launcher.write_text(
-        "#!/bin/sh\nexport PYTHONDONTWRITEBYTECODE=1\n"
-        f"export PYTHONPATH={paths}:/opt/diloco/site LD_LIBRARY_PATH=/opt/diloco/python/lib\n"
-        f'exec /opt/diloco/python/bin/{python} -m diloco "$@"\n'
-    )
-    launcher.chmod(0o755)
-    (folder / "bin" / "python").symlink_to(f"/opt/diloco/python/bin/{python}")
-    server = shutil.which("nats-server", path=sysconfig.get_path("scripts"))
-    assert server is not None
-    shutil.copy(server, folder / "bin" / "nats-server")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_units_do_their_work_in_a_container(tmp_path: Path) -> None:
-    make_rootfs()
-    make_programs(tmp_path / "opt")
-    units, out = tmp_path / "units", tmp_path / "out"
-    units.mkdir()
-    # The tool copies some; the driver writes the real ones itself.
-    (units / "none.service").write_text("[Service]\nExecStart=/bin/true\n")
-    binds = {
-        tmp_path / "opt": "/opt/diloco",
-        ROOT: "/opt/diloco/src",
-        Path(sysconfig.get_path("purelib")): "/opt/diloco/site",
-        Path(sys.base_prefix): "/opt/diloco/python",
-    }
-    done = subprocess.run(
-        ["bash", str(TOOL), str(ROOTFS), str(units), str(Path(__file__).with_name("driver.py")),
-         str(out), *(f"--bind-ro={source}:{target}" for source, target in binds.items())],
-        capture_output=True, text=True, check=False, env={**os.environ, "LIMIT_S": "840"},
-    )  # fmt: skip
-    print(done.stdout, done.stderr)
-    assert done.stdout.rstrip().endswith("all passed")
+    with pytest.raises(ConfigError, match=r"cannot (write|read)"):
+        install_units(Install(folder=blocked, programs=programs))

@@ -78,9 +78,12 @@ class Machine:
         self.commands.append(" ".join(command).replace(str(self.root), ""))
         if command[0] == "tar":
             with tarfile.open(command[2]) as archive:
-                file = archive.extractfile("diloco/requirements.lock")
-                assert file is not None
-                (Path(command[4]) / "requirements.lock").write_bytes(file.read())
+                for name in archive.getnames():
+                    file = archive.extractfile(name)
+                    assert file is not None
+                    path = Path(command[4]) / name.removeprefix("diloco/")
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(file.read())
         return self.disk if "blkid" in command[-1] else ""
 
     def boot(self) -> list[str]:
@@ -92,7 +95,10 @@ class Machine:
 def archive() -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        tar.add(ROOT / "requirements.lock", "diloco/requirements.lock")
+        for path in ("requirements.lock", "locks/tpu.lock"):
+            tar.add(ROOT / path, f"diloco/{path}")
+        # What the user's own task needs.
+        tar.add(ROOT / "locks/cuda.lock", "diloco/locks/task.lock")
     return buffer.getvalue()
 
 
@@ -150,7 +156,8 @@ def test_from_an_empty_disk_to_a_started_unit(machine: Machine, cloud: Cloud) ->
     assert (machine.root / "opt/diloco").resolve() == machine.root / home[1:]
     pip = f"{home}/bin/python -m pip install --quiet"
     assert f"{pip} --require-hashes -r {home}/source/requirements.lock" in commands
-    assert any(command.startswith(f"{pip} jax[tpu]==0.") for command in commands)
+    for lock in ("tpu", "task"):
+        assert f"{pip} --require-hashes -r {home}/source/locks/{lock}.lock" in commands
     assert commands[-5:] == [
         "/opt/diloco/bin/diloco install-units --programs /opt/diloco/bin",
         "systemd-sysusers",

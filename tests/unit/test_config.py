@@ -1,5 +1,6 @@
 """The configuration: defaults, checks that name key and value, and who may differ in what."""
 
+import msgpack
 import pytest
 
 from diloco.common.config import (
@@ -368,3 +369,13 @@ def test_an_emulator_stands_in_for_google_only_where_both_sides_say_so(monkeypat
     with pytest.raises(ConfigError, match=r"store\.emulator is false") as caught:
         storage_emulator(asked_for=False)
     assert "unset it" in caught.value.hint
+
+
+def test_lists_among_a_tasks_options_are_the_same_after_the_wire() -> None:
+    options = {"shares": ["a", "b"], "sizes": {"each": [[1, 2], [3]]}}
+    ours = RunSettings.model_validate(
+        {"run": {"name": "r", "steps": 1}, "task": {"options": options}}
+    )
+    sent = msgpack.unpackb(msgpack.packb(ours.model_dump()), use_list=False)
+    assert parse_settings(sent).task.options == options
+    check_same_run(ours, parse_settings(sent), "a" * 32, "a" * 32)

@@ -10,8 +10,8 @@ import pytest
 
 from diloco.common.config import MetricsSection, ServiceManager, service_manager
 from diloco.common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
-from diloco.common.health import Health, View, step_limit_s
-from diloco.common.manager import report, tell, tell_stopping
+from diloco.common.health import PHASE_S, Health, View, step_limit_s
+from diloco.common.manager import Starting, report, tell, tell_error, tell_stopping
 from diloco.common.probes import make_probes, serving
 from diloco.common.service import Retries, Runtime
 
@@ -78,6 +78,52 @@ def test_systemd_hears_what_a_daemon_says(manager) -> None:
     tell(systemd, READY="1", STATUS="trains")
     tell_stopping(systemd)
     assert heard() == ["READY=1\nSTATUS=trains", "STOPPING=1\nWATCHDOG_USEC=600000000"]
+
+
+def test_systemd_hears_why_a_daemon_ends_in_one_line(manager) -> None:
+    systemd, heard = manager
+    tell_error(systemd, "no key 'stepz'\n in run.toml", "see docs/configuration.md")
+    tell_error(systemd, "no such run", None)
+    assert heard() == [
+        "STATUS=error: no key 'stepz' in run.toml; hint: see docs/configuration.md",
+        "STATUS=error: no such run",
+    ]
+
+
+def test_a_start_tells_its_phase_and_asks_for_time_until_it_is_over(manager) -> None:
+    systemd, heard = manager
+    health = Health()
+    health.begin_phase("compiling")
+    start = Starting(health, systemd)
+    start.begin()
+    start.over()
+    said = "".join(heard())
+    assert "STATUS=compiling; it has not started yet" in said
+    assert "EXTEND_TIMEOUT_USEC=60000000" in said
+    assert heard() == []
+
+
+def test_a_phase_may_not_take_for_ever_unless_it_waits_for_others() -> None:
+    clock = Clock()
+    waiting: list[str] = []
+    health = Health(clock=clock, waiting=lambda: tuple(waiting))
+    health.begin_phase("compiling")
+    clock.now_s += PHASE_S + 1
+    assert not health.progresses()
+    waiting.append("connecting")
+    assert health.progresses()
+    waiting.clear()
+    health.begin_phase("joining the run")
+    assert health.progresses()
+
+
+def test_troubles_are_told_and_leave_a_daemon_ready() -> None:
+    health = Health(view=working)
+    health.troubles["checkpoint"] = "checkpoints fail: disk full"
+    answer = health.answer()
+    assert answer.ready
+    assert answer.sentence() == "trains; checkpoints fail: disk full"
+    assert health.line() == "checkpoints fail: disk full"
 
 
 def test_without_systemd_nothing_is_said() -> None:
@@ -160,7 +206,7 @@ def test_pages_over_http() -> None:
             assert status == 200
             assert json.loads(body) == {
                 "live": True, "ready": True, "why": [], "waiting": ["reading shards"],
-                "state": "trains",
+                "state": "trains", "troubles": [],
             }  # fmt: skip
         status, body = get(port, "/metrics")
         assert status == 200

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 
 import msgpack
@@ -11,7 +12,7 @@ import structlog
 from diloco.common import wire
 from diloco.common.bus import MemoryBus
 from diloco.common.config import RunSettings
-from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.errors import HostLostError, IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.service import Runtime, cancel
 from diloco.common.store import MemoryStore
@@ -138,7 +139,7 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
         tasks.add(asyncio.ensure_future(coroutine))
 
     listener = await listen("127.0.0.1")
-    link = await connect(1, listener.address, "secret")
+    link = await connect(1, listener.address, "secret", lambda: None)
     coordinator = Coordinator(loop, await listener.meet(2, "secret"), lambda error: None)
     go = messages.Go(incarnation=1, checkpoint=None, position=0, global_step=0)
     worker = Worker(make_context(), link, hands, None, spawn, lambda: False, go)
@@ -150,6 +151,24 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
         link._ended = True
         await coordinator.close()
         await link.close()
+
+
+def test_a_lost_host_is_reported_and_ends_no_process_by_itself(run_async):
+    """Who owns the process decides that: a training loop of somebody else's may go on."""
+
+    async def scenario():
+        reported = []
+        listener = await listen("127.0.0.1")
+        link = await connect(1, listener.address, "secret", lambda: reported.append("link"))
+        (connection,) = (await listener.meet(2, "secret")).values()
+        connection.writer.close()
+        with pytest.raises(HostLostError, match="host 0 of this learner is gone"):
+            await asyncio.to_thread(link.receive, messages.Turn)
+        await link.close()
+        return reported
+
+    assert run_async(scenario()) == ["link"]
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
 def test_what_failed_once_is_no_answer_to_the_next_attempt(run_async):
@@ -231,8 +250,8 @@ def test_host_0_drops_what_it_cannot_read_itself(run_async):
 def test_a_stranger_does_not_get_in(run_async):
     async def scenario():
         listener = await listen("127.0.0.1")
-        strangers = [await connect(1, listener.address, "guess") for _ in range(2)]
-        friend = await connect(1, listener.address, "secret")
+        strangers = [await connect(1, listener.address, "guess", lambda: None) for _ in range(2)]
+        friend = await connect(1, listener.address, "secret", lambda: None)
         found = await listener.meet(2, "secret")
         assert list(found) == [1]
         for link in (*strangers, friend):

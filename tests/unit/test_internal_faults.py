@@ -7,6 +7,8 @@ from runlab import Lab
 
 from diloco.aggregator import fetcher, tenure
 from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.common.errors import ObjectUnreadableError
+from diloco.common.reasons import is_offence
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +59,30 @@ def test_an_object_that_nobody_can_read_is_its_senders_verdict():
         for one in item.record.rejected
     ]
     assert rejected == [("liar", "internal")]
+
+
+def test_a_link_in_place_of_a_shard_is_its_senders_fault():
+    def link(lab: Lab) -> None:
+        get = lab.store.get
+
+        def refusing(name, *args, **kwargs):
+            if "/learner/liar/" in name:
+                raise ObjectUnreadableError(f"object {name!r} cannot be read: it is a link")
+            return get(name, *args, **kwargs)
+
+        lab.store.get = refusing  # type: ignore[method-assign]
+
+    async def script(lab):
+        async with lab.aggregating():
+            await lab.join("liar")
+            sent = lab.upload("liar")
+            await lab.announce(sent)
+            await lab.answered(sent)
+
+    lab = play(script, link)
+    rejected = [one for item in asyncio.run(lab.records()) for one in item.record.rejected]
+    assert [(one.learner, one.reason) for one in rejected] == [("liar", "unreadable")]
+    assert is_offence(rejected[0].reason)
 
 
 def test_a_fault_that_meets_everybody_rejects_nobody():

@@ -60,9 +60,7 @@ def alone():
     return updates(island_of((1, 1, 1), 1))
 
 
-# Emulated devices on few busy cores may meet so slowly in a collective that XLA ends the process.
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 4, 2)])
+@pytest.mark.parametrize("sizes", [pytest.param((1, 2, 1), marks=pytest.mark.slow), (1, 4, 2)])
 def test_muon_on_a_mesh_trains_as_on_one_device(sizes):
     expected, alone_loss = updates(island_of((1, 1, 1), 1, "muon"))
     found, loss = updates(island_of(sizes, int(np.prod(sizes)), "muon"))

@@ -11,7 +11,7 @@ from nats.js import JetStreamContext
 from diloco.common.bus.jetstream.address import Address, Pause
 from diloco.common.bus.jetstream.faults import ours
 from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S, Link
-from diloco.common.errors import BusError, BusUnavailableError, ConfigError
+from diloco.common.errors import AccessDeniedError, BusError, BusUnavailableError, ConfigError
 
 _DIAL_TIMEOUT_S = 10.0
 
@@ -132,7 +132,8 @@ class Connection:
                     self._outage = (
                         error
                         if isinstance(error, BusError)
-                        else BusError(error.message, hint=error.hint)
+                        # Its credentials are gone, or of another kind than before.
+                        else AccessDeniedError(error.message, hint=error.hint)
                     )
                 continue
             self._outage = BusUnavailableError(f"the connection to {self.address.shown()} is lost")

@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 from diloco.common.bus.jetstream.address import Address
-from diloco.common.errors import BusError, BusUnavailableError, ConfigError
+from diloco.common.errors import AccessDeniedError, BusError, BusUnavailableError, ConfigError
 
 CALL_TIMEOUT_S = 5.0
 
@@ -116,7 +116,7 @@ class Link:
         inbox = f'subscription to "{self._address.inbox_prefix.lower()}.'
         for time, text in self._denied:
             if (time >= since and f'"{subject.lower()}"' in text) or inbox in text:
-                return BusError(
+                return AccessDeniedError(
                     f"not permitted on {subject!r} as {self._address.name!r}: {text}",
                     hint="grant it in the NATS server's permissions, or use other credentials: "
                     "runbooks/permissions.md",
@@ -127,7 +127,7 @@ class Link:
         reason = self._problem or error
         text = str(reason) or type(reason).__name__
         if "authorization" in text.lower() or "authentication" in text.lower():
-            return BusError(
+            return AccessDeniedError(
                 f"NATS at {self._address.shown()} refused {self._address.name!r}: {text}",
                 hint="check the credentials, and that the server knows them: "
                 "runbooks/credentials.md",

@@ -13,6 +13,7 @@ from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
 from diloco.common.store.gcs.faults import is_passing, our_errors
+from diloco.common.store.protocol import object_unreadable
 
 ENDPOINT = "https://storage.googleapis.com"
 RETRY_S = 10.0
@@ -20,6 +21,10 @@ TIMEOUT_S = (10.0, 30.0)  # to connect, or to send a piece; between two bytes of
 PART_BYTES = 8 << 20  # of a download; what is larger goes up in a session
 # Callers run on many threads of their own; each needs a connection beside those of the ranges.
 _CONNECTIONS = 64
+
+
+# Of an answer as it is sent, and of the object where the service decodes it.
+_ENCODINGS = ("Content-Encoding", "x-goog-stored-content-encoding")
 
 
 class Bucket(NamedTuple):
@@ -49,7 +54,11 @@ class Bucket(NamedTuple):
     def read(
         self, name: str, start: int, count: int | None, generation: str | None = None
     ) -> requests.Response:
-        """The answer for `count` bytes from `start`, of which only the head has been read."""
+        """The answer for `count` bytes from `start`, of which only the head has been read.
+
+        Raises:
+            ObjectUnreadableError: the object is encoded.
+        """
         headers = {"Accept-Encoding": "identity"}
         if count is not None:
             headers["Range"] = f"bytes={start}-{start + count - 1}"
@@ -62,9 +71,19 @@ class Bucket(NamedTuple):
             timeout=self.timeout_s,
             stream=True,
         )
+        encoding = next(filter(_is_coding, map(response.headers.get, _ENCODINGS)), None)
+        if encoding is not None:
+            # Decoded, here or by the service, it gives other bytes than its checksum is of, and as
+            # many as whoever stored it likes.
+            response.close()
+            raise object_unreadable(name, f"it is stored with the encoding {encoding!r}")
         if response.status_code != (200 if count is None else 206):
             raise api.from_http_response(response)
         return response
+
+
+def _is_coding(encoding: str | None) -> bool:
+    return encoding not in (None, "", "identity")
 
 
 def open_bucket(

@@ -1,0 +1,159 @@
+"""What the doctor says of how daemons keep running: lives, checkpoints, disks, the store's owner.
+
+Functions from what was read to findings; `look` does the reading.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from diloco.aggregator import checkpoint
+from diloco.check.symptoms import DISK_FULL, LAGGING_LEARNER, PERMISSIONS, Finding
+from diloco.common.errors import ConfigError, WireError
+from diloco.common.store import DirectoryStore, ObjectStore
+from diloco.common.tape import RunContext
+from diloco.projections.history import History
+from diloco.projections.live import LastHeartbeat
+
+CHECKPOINTS = "runbooks/checkpoints-fail.md"
+HOUR_S = 3600.0
+# So many lives of a learner that ended without a word, in an hour, are a loop and no accident.
+SUDDEN_ENDS = 3
+# Checkpoints are hourly; a machine may be down for a while.
+CHECKPOINT_S = 3 * HOUR_S
+# From the mark on the tape to the file in the store.
+MAKING_S = 600.0
+LISTED = 3
+
+
+async def look(
+    context: RunContext, history: History, views: dict[str, LastHeartbeat], now_s: float
+) -> list[Finding]:
+    """All findings on daemons that were asked of tape, heartbeats and store."""
+    made = await context.runtime.call(newest_checkpoint, context.store, context.run)
+    return [
+        *lives(history, now_s),
+        *troubles(views),
+        *checkpoints(history, made, now_s),
+    ]
+
+
+def lives(history: History, now_s: float) -> Iterator[Finding]:
+    """Learners that are started again and again: counted from the joins on the tape."""
+    if history.end is not None:
+        return
+    for name in sorted({join.learner for _, join in history.joins}):
+        ends = sudden_ends(history, name, now_s - HOUR_S)
+        if ends >= SUDDEN_ENDS:
+            yield Finding(
+                severity="error",
+                about=f"learner {name}",
+                sentence=f"started again {ends} times within the hour, each time without having "
+                "left the run",
+                advice=f"see what ends it: systemctl status diloco-learner@{name}, and the journal",
+                runbook=LAGGING_LEARNER,
+            )
+
+
+def sudden_ends(history: History, learner: str, since_s: float) -> int:
+    """Lives that another one followed, since that time, although they had not left."""
+    left = {leave.incarnation for _, leave in history.full_leaves(learner)}
+    all_lives = history.lives(learner)
+    followed = itertools.pairwise(all_lives)
+    return sum(
+        history.times_s[after] >= since_s and before not in left for before, after in followed
+    )
+
+
+def troubles(views: dict[str, LastHeartbeat]) -> Iterator[Finding]:
+    """What learners themselves say that somebody should look at."""
+    for name, view in sorted(views.items()):
+        if view.heartbeat.trouble:
+            yield Finding(
+                severity="warning",
+                about=f"learner {name}",
+                sentence=view.heartbeat.trouble,
+                advice="it trains on; after a crash it would resume with a fresh inner optimizer",
+                runbook=DISK_FULL,
+            )
+
+
+def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
+    """Name and time of the newest checkpoint that is whole; None without one.
+
+    Raises:
+        StoreError: the store cannot be read.
+    """
+    try:
+        file = checkpoint.load_file(store, run, None)
+    except (ConfigError, WireError):
+        return None
+    return file.name, file.created_at_s
+
+
+def checkpoints(
+    history: History, made: tuple[str, float] | None, now_s: float
+) -> Iterator[Finding]:
+    """Whether the run's checkpoints are made, which a lost NATS server is restored from."""
+    marks = {mark.name: mark.created_at_s for _, mark in history.checkpoints}
+    since = f"the newest that is whole is {made[0]}" if made else "there is none that is whole"
+    begun = [name for name, at_s in sorted(marks.items())
+             if at_s < now_s - MAKING_S and (made is None or name > made[0])]  # fmt: skip
+    if begun:
+        yield Finding(
+            severity="error",
+            about="checkpoints",
+            sentence=f"{begun[-1]} was begun and is not in the store: {since}",
+            advice="see why: systemctl status diloco-checkpoint",
+            runbook=CHECKPOINTS,
+        )
+    elif made is not None and history.end is None and now_s - made[1] > CHECKPOINT_S:
+        yield Finding(
+            severity="warning",
+            about="checkpoints",
+            sentence=f"the newest, {made[0]}, is {(now_s - made[1]) / HOUR_S:,.1f} hours old",
+            advice="see whether the timer runs: systemctl status diloco-checkpoint.timer",
+            runbook=CHECKPOINTS,
+        )
+    elif made is not None:
+        yield Finding(severity="ok", about="checkpoints", sentence=f"the newest is {made[0]}")
+
+
+def store_owner(store: ObjectStore) -> Iterator[Finding]:
+    """Of a store that is a folder: folders below it that are somebody else's."""
+    if not isinstance(store, DirectoryStore):
+        return
+    root = store.root
+    foreign = [*_foreign(root)]
+    if foreign:
+        listed = ", ".join(str(path) for path in foreign[:LISTED])
+        more = f" and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
+        yield Finding(
+            severity="error",
+            about="store",
+            sentence=f"{listed}{more}: not of user {root.stat().st_uid}, whose the store is: its "
+            "daemons cannot write there",
+            advice=f"chown -R --reference={root} {root}",
+            runbook=PERMISSIONS,
+        )
+
+
+def _foreign(root: Path) -> Iterator[Path]:
+    """Folders below the store's that belong to somebody else."""
+    owner = root.stat().st_uid
+    for folder, names, _ in os.walk(root):
+        for name in names:
+            path = Path(folder) / name
+            if path.stat().st_uid != owner:
+                yield path
+
+
+def probed_as(store: ObjectStore) -> str:
+    """As whom this process writes to a store, where that decides; a daemon may be somebody else."""
+    if not isinstance(store, DirectoryStore):
+        return ""
+    uid, owner = os.geteuid(), store.root.stat().st_uid
+    if uid == owner:
+        return f", as their owner, user {uid}"
+    return f", as user {uid}; the folder is user {owner}'s, as whom its daemons should run"

@@ -1,0 +1,28 @@
+"""How a command or daemon that fails says so: on standard error, in the journal, and to systemd."""
+
+import sys
+import traceback
+
+from rich.console import Console
+
+from diloco.common import log
+from diloco.common.config import service_manager
+from diloco.common.errors import DilocoError
+from diloco.common.manager import tell_error
+
+
+def tell_failure(error: DilocoError) -> None:
+    """One of our errors, as sentences."""
+    tell_error(service_manager(), error.message, error.hint)
+    # Not wrapped: a path cut in two cannot be found again.
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console.print(log.errors(f"error: {error.message}"), style="red")
+    if error.hint:
+        console.print(log.errors(f"hint: {error.hint}"))
+
+
+def tell_bug(error: Exception) -> None:
+    """What nobody foresaw, with its trace."""
+    tell_error(service_manager(), f"{type(error).__name__}: {error}", "its trace is in the journal")
+    text = "".join(traceback.format_exception(error)).rstrip()
+    print(log.errors(text), file=sys.stderr, flush=True)  # noqa: T201 - the last words

@@ -1,0 +1,47 @@
+"""Write EXTRA.lock beside this file: what `diloco[EXTRA]` needs besides requirements.lock, pinned.
+
+    python locks/resolve.py UV [OPTION ...]
+
+`make lock` does it. Each file is installed together with requirements.lock, whose versions hold.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+BASE = ROOT / "requirements.lock"
+EXTRAS = ("cuda", "tpu")
+OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
+           "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header",
+           "--no-annotate")  # fmt: skip
+
+
+def entries(text: str) -> dict[str, str]:
+    """Requirements with their hashes, by package."""
+    found = re.split(r"^(?=[a-zA-Z0-9])", text, flags=re.MULTILINE)
+    return {re.split(r"[=\[ ;]", entry)[0]: entry for entry in found if entry.strip()}
+
+
+def resolve(uv: str, extra: str, *options: str) -> str:
+    """The entries that an extra adds."""
+    done = subprocess.run(
+        [uv, "pip", "compile", "pyproject.toml", "--quiet", "--extra", extra,
+         "--constraint", BASE, *OPTIONS, *options],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    base = entries(BASE.read_text())
+    return "".join(text for name, text in entries(done.stdout).items() if name not in base)
+
+
+def main() -> None:
+    """Resolve all."""
+    uv, *options = sys.argv[1:]
+    for extra in EXTRAS:
+        (HERE / f"{extra}.lock").write_text(resolve(uv, extra, *options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The operator of a simulated run, whose commands meet the same faults as everybody."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from simactor import Actor
+from simcheck import Violation
+
+from diloco.aggregator import checkpoint, rollback
+from diloco.aggregator import settings as run_settings
+from diloco.aggregator.collector import delete, trim_tape
+from diloco.aggregator.context import Context
+from diloco.aggregator.quarantine import quarantine, quarantined_learners
+from diloco.common.config import parse_settings
+from diloco.common.errors import DilocoError, IntegrityError
+from diloco.operate.collect import find
+
+if TYPE_CHECKING:
+    from simworld import World
+
+Command = Callable[[Context, random.Random], Awaitable[None]]
+# A command that takes longer is interrupted.
+PATIENCE_S = 30.0
+
+
+class Operator:
+    """Somebody with a terminal.
+
+    Args:
+        world: of the run.
+        learners: their names.
+        begin: changes the actor of each command.
+    """
+
+    def __init__(self, world: "World", learners: list[str], begin: Callable[[Actor], None]) -> None:
+        self._world = world
+        self._learners = learners
+        self._begin = begin
+
+    async def command(self, command: Command, rng: random.Random) -> bool:
+        """Run a command; whether it succeeded."""
+        context = self._world.operator()
+        actor: Actor = context.bus.actor  # type: ignore[attr-defined]
+        self._begin(actor)
+        self._world.note(actor, "begins", command.__name__)
+        task: asyncio.Task[Any] = actor.spawn(command(context, rng))  # type: ignore[arg-type]
+        await asyncio.wait([task], timeout=PATIENCE_S)
+        error = task.exception() if task.done() and not task.cancelled() else None
+        unexpected = not isinstance(error, DilocoError)
+        # An object that is gone may be one that the store does not show yet: the word says so.
+        unexpected |= isinstance(error, IntegrityError) and not error.retry
+        if error is not None and unexpected and not (actor.dead or self._world.damaged):
+            self._world.fail(Violation("breaks", actor.name, repr(error)))
+        succeeded = task.done() and not actor.dead and error is None
+        actor.kill()
+        return succeeded
+
+    async def change(self, context: Context, rng: random.Random) -> None:
+        """`diloco run set`."""
+        now, _ = await run_settings.effective_settings(context)
+        sections = {
+            "sync": {"min_steps": rng.choice([1, 2, 4])},
+            "quorum": {"min_learners": rng.choice([1, 2, 3])},
+            "outer": {"learning_rate": rng.choice([0.5, 1.0])},
+        }
+        document = now.model_dump()
+        for section, values in sections.items():
+            document[section] |= values
+        await run_settings.change_settings(context, parse_settings(document))
+
+    async def roll_back(self, context: Context, rng: random.Random) -> None:
+        """`diloco run rollback`."""
+        back = rng.randint(0, 4)
+        newest = [chain.record.version for chain in self._world.checkers.chains if chain.record]
+        wanted = {fragment: max(0, version - back) for fragment, version in enumerate(newest)}
+        targets = await rollback.find_versions(context, wanted)
+        await rollback.roll_back(context, targets)
+
+    async def mark(self, context: Context, _chance: random.Random) -> None:
+        """`diloco run checkpoint`."""
+        await checkpoint.mark(context)
+
+    async def resume(self, context: Context, _chance: random.Random) -> None:
+        """`diloco resume`."""
+        await self._world.resume(context.bus.actor)  # type: ignore[attr-defined]
+
+    async def shut_out(self, context: Context, rng: random.Random) -> None:
+        """`diloco run quarantine`."""
+        await quarantine(context, rng.choice(self._learners), active=True, reason="simulated")
+
+    async def release(self, context: Context, _chance: random.Random) -> None:
+        """`diloco run release`, of everybody."""
+        for learner in sorted(await quarantined_learners(context)):
+            await quarantine(context, learner, active=False, reason="simulated")
+
+    async def collect(self, context: Context, _chance: random.Random) -> None:
+        """`diloco gc`, beside the aggregators' own."""
+        found = await find(context, context.gc)
+        await trim_tape(context, found.trims)
+        await delete(context, [item.name for item in found.objects])

@@ -1,0 +1,43 @@
+"""Each extra has a lock, which adds to requirements.lock and contradicts nothing in it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = ("cuda", "tpu")
+PIN = re.compile(r"^([a-zA-Z0-9._-]+)(?:\[[a-z0-9,-]+\])?==(\S+)", re.MULTILINE)
+
+
+def pins(path: Path) -> dict[str, str]:
+    return dict(PIN.findall(path.read_text()))
+
+
+def direct(extra: str) -> set[str]:
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = document["project"]["optional-dependencies"][extra]
+    return {re.split(r"[\[>=]", requirement)[0] for requirement in needed}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_lock_adds_what_its_extra_needs(extra: str) -> None:
+    base, own = pins(ROOT / "requirements.lock"), pins(ROOT / f"locks/{extra}.lock")
+    assert own
+    assert not set(own) & set(base)
+    assert direct(extra) <= set(own) | set(base)
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_lock_has_hashes_and_no_address(extra: str) -> None:
+    text = (ROOT / f"locks/{extra}.lock").read_text()
+    assert "://" not in text
+    entries = re.split(r"^(?=[a-zA-Z0-9])", text, flags=re.MULTILINE)[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)
+
+
+def test_plugins_of_jax_are_of_the_version_that_is_pinned() -> None:
+    jax = pins(ROOT / "requirements.lock")["jax"]
+    own = pins(ROOT / "locks/cuda.lock")
+    assert {own["jax-cuda12-plugin"], own["jax-cuda12-pjrt"]} == {jax}

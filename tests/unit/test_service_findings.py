@@ -1,0 +1,103 @@
+"""What the doctor says of lives, checkpoints and the store's owner."""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runlab import RUN, Lab
+
+from diloco.check import service
+from diloco.common import names, wire
+from diloco.common.store import DirectoryStore, MemoryStore
+from diloco.projections.history import History, read_history
+from diloco.projections.live import LastHeartbeat
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def ask(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60.0))
+
+
+async def joined(lab: Lab, lives: int, *, leaving: bool) -> History:
+    """The history of a run that a learner has joined so often."""
+    await lab.create()
+    for _ in range(lives):
+        life = await lab.join("fast")
+        if leaving:
+            leave = wire.Leave(run=RUN, learner="fast", incarnation=life, position=0, fragments=())
+            await lab.bus.publish(names.leave(RUN, "fast"), wire.encode(leave))
+    return await read_history(lab.context)
+
+
+@pytest.mark.parametrize(
+    ("lives", "leaving", "found"), [(3, False, 0), (4, False, 1), (4, True, 0)]
+)
+def test_a_learner_that_restarts_again_and_again(lives: int, *, leaving: bool, found: int) -> None:
+    history = ask(joined(Lab(), lives, leaving=leaving))
+    now_s = max(history.times_s.values())
+    told = [*service.lives(history, now_s)]
+    assert len(told) == found
+    assert all(one.severity == "error" and "started again 3 times" in one.sentence for one in told)
+    assert not [*service.lives(history, now_s + service.HOUR_S + 1)]
+
+
+def marked(name: str, at_s: float) -> History:
+    async def run() -> History:
+        lab = Lab()
+        await lab.create()
+        mark = wire.Checkpoint(
+            run=RUN, name=name, versions=(0,), record_seqs=(2,), created_at_s=at_s
+        )
+        await lab.bus.publish(names.checkpoint(RUN), wire.encode(mark))
+        return await read_history(lab.context)
+
+    return ask(run())
+
+
+def test_checkpoints_that_fail_or_are_old() -> None:
+    history = marked("0000-000000000007", at_s=1000.0)
+    name = "0000-000000000007"
+
+    def told(made: tuple[str, float] | None, now_s: float) -> list[str]:
+        return [one.severity for one in service.checkpoints(history, made, now_s)]
+
+    assert told(None, 1000.0 + service.MAKING_S) == []
+    assert told(None, 1001.0 + service.MAKING_S) == ["error"]
+    assert told(("0000-000000000003", 500.0), 1001.0 + service.MAKING_S) == ["error"]
+    assert told((name, 1000.0), 1001.0 + service.MAKING_S) == ["ok"]
+    assert told((name, 1000.0), 1001.0 + service.CHECKPOINT_S) == ["warning"]
+
+
+def test_what_a_learner_says_of_itself() -> None:
+    heartbeat = wire.Heartbeat(
+        learner="a", incarnation=3, local_step=8, global_step=8, tokens=80, loss=1.0,
+        tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0, bytes_down=0,
+        updates_sent=1, state="training", trouble="checkpoints fail: disk full",
+    )  # fmt: skip
+    (found,) = service.troubles({"a": LastHeartbeat(heartbeat, 0.0)})
+    assert found.severity == "warning"
+    assert found.sentence == "checkpoints fail: disk full"
+
+
+@as_root
+def test_roots_objects_belong_to_the_folders_owner(tmp_path: Path) -> None:
+    os.chown(tmp_path, NOBODY, NOBODY)
+    store = DirectoryStore(tmp_path)
+    store.put("demo/checkpoint/one", b"bytes")
+    assert {path.stat().st_uid for path in tmp_path.rglob("*")} == {NOBODY}
+    assert not [*service.store_owner(store)]
+    assert f"the folder is user {NOBODY}'s" in service.probed_as(store)
+    os.chown(tmp_path / "demo" / "checkpoint", 0, 0)
+    (found,) = service.store_owner(store)
+    assert str(tmp_path / "demo" / "checkpoint") in found.sentence
+    assert "chown -R --reference" in found.advice
+
+
+def test_of_other_stores_nothing_is_said() -> None:
+    assert service.probed_as(MemoryStore()) == ""
+    assert not [*service.store_owner(MemoryStore())]
