@@ -32,17 +32,18 @@ from diloco.common.tape import last_record, messages_of, write_tape_file
 from diloco.common.views import load_view
 from diloco.learner import tree
 from diloco.learner.delta import vector_of
-from diloco.learner.replica import Replica
-from diloco.learner.task import Task, params_shapes
+from diloco.learner.task import Task
+from diloco.model.view import GlobalModel
 from diloco.operate.create import create_run
 
 FEATURES, HIDDEN, BATCH, STEPS = 12, 48, 16, 8
 FRAGMENTS = 2
 LEARNERS = ("island-a", "island-b", "island-c", "island-d")
 CULPRIT = "island-c"
-SPOILED_FROM = 5
-VERSIONS = 9
-RATE = 0.05
+# Noise does nothing to a model that is trained already.
+SPOILED_FROM = {"": 0, "labels": 5, "rate": 5, "noise": 1}
+VERSIONS = 10
+RATE = 0.3
 PATIENCE_S = 60.0
 
 
@@ -90,15 +91,17 @@ class Run:
     store: Path
 
 
-def make_run(folder: Path, spoiled: str = "", *, versions: int = VERSIONS) -> Run:
+def make_run(
+    folder: Path, spoiled: str = "", *, store: Path | None = None, versions: int = VERSIONS
+) -> Run:
     """Train a run of four learners, and keep its tape and objects in a folder."""
-    return asyncio.run(_Fleet(folder, spoiled).train(versions))
+    return asyncio.run(_Fleet(folder, spoiled, store or folder / "store").train(versions))
 
 
 class _Fleet:
-    def __init__(self, folder: Path, spoiled: str) -> None:
+    def __init__(self, folder: Path, spoiled: str, store: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.spoiled = folder, spoiled
+        self.folder, self.spoiled, self.store = folder, spoiled, store
         self.name = f"spoiled-{spoiled}" if spoiled else "honest"
         settings = RunSettings.model_validate(
             {
@@ -122,7 +125,7 @@ class _Fleet:
             layout=tree.task_layout(self.task, settings.sync),
             epoch=0,
             bus=self.bus,
-            store=open_store(str(folder / "store")),
+            store=open_store(str(store)),
             runtime=Runtime(),
             logger=log.get(),
         )
@@ -137,6 +140,7 @@ class _Fleet:
             context.settings, BusSection(), context.layout, params, self.bus, context.store,
             context.runtime,
         )  # fmt: skip
+        self.model = await GlobalModel.of_run(context, self.task)
         work = asyncio.ensure_future(aggregate(context))
         try:
             for learner in LEARNERS:
@@ -156,20 +160,19 @@ class _Fleet:
         tape = self.folder / "run.tape"
         subjects = names.tape_subjects(self.name)
         await write_tape_file(tape, self.name, messages_of(self.bus, context.tape, subjects))
-        return Run(self.name, tape, self.folder / "store")
+        return Run(self.name, tape, self.store)
 
     async def _round(self, version: int, fragment: int) -> None:
         loaded = [await load_view(self.context, index) for index in range(FRAGMENTS)]
-        shapes, _ = tree.split(params_shapes(self.task))
-        sync, layout = self.context.settings.sync, self.context.layout
+        layout = self.context.layout
         views = [item.view for item in loaded]
         base = loaded[fragment].record
+        params = self.model.params(views)
         for learner in LEARNERS:
-            params = Replica(sync, layout, shapes, views).trained
             loss, trained = self._work(learner, version, params)
             vector = vector_of(layout, fragment, tree.by_name(trained))
             update = views[fragment] - np.asarray(vector)
-            if learner == CULPRIT and self.spoiled == "noise" and version >= SPOILED_FROM:
+            if self.spoiled == "noise" and self._spoils(learner, version):
                 noise = self.rng.normal(size=update.shape).astype(np.float32)
                 update = noise * np.linalg.norm(update) / np.linalg.norm(noise)
             await self._send(learner, fragment, base, update, loss)
@@ -179,9 +182,12 @@ class _Fleet:
                 await asyncio.sleep(0.002)
                 newest, _ = await last_record(self.context, fragment)
 
+    def _spoils(self, learner: str, version: int) -> bool:
+        return learner == CULPRIT and version >= SPOILED_FROM[self.spoiled]
+
     def _work(self, learner: str, version: int, params: Any) -> tuple[float, Any]:
         """Some inner steps."""
-        bad = learner == CULPRIT and version >= SPOILED_FROM
+        bad = self._spoils(learner, version)
         rate = RATE * (50 if bad and self.spoiled == "rate" else 1)
         total = 0.0
         batches = self.task.batches(learner, version * STEPS)
@@ -190,6 +196,8 @@ class _Fleet:
             if bad and self.spoiled == "labels":
                 targets = -np.roll(targets, 1, axis=-1)
             loss, gradient = self.gradient(params, (inputs, targets))
+            norm = float(optax.tree.norm(gradient))
+            gradient = jax.tree.map(lambda leaf: leaf / max(1.0, norm), gradient)  # noqa: B023
             params = jax.tree.map(lambda leaf, by: leaf - rate * by, params, gradient)
             total += float(loss) / STEPS
         return total, params

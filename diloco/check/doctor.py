@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from diloco.check import remake, service, symptoms
+from diloco.check import directions, fleet, remake, service, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
 from diloco.check.rules import Judged, judge
 from diloco.check.symptoms import Finding
@@ -304,6 +304,8 @@ async def _examine_run(
     report.findings += [
         *symptoms.aggregator_clocks(history),
         *symptoms.learners(history, views, now_s),
+        *fleet.strangers(_in_time(history)),
+        *await context.runtime.call(lambda: [*directions.strangers(history)]),
         *await service.look(context, history, views, now_s),
         *symptoms.fragments(history, found, read_at_s),
         *symptoms.owners(history, await read_leases(context)),
@@ -312,6 +314,11 @@ async def _examine_run(
         *symptoms.objects(objects, deep=deep),
         *(symptoms.rules(judged) if judged is not None else ()),
     ]
+
+
+def _in_time(history: History) -> list[wire.Record]:
+    chained = [at for chain in history.records.values() for at in chain]
+    return [record for _, record in sorted(chained, key=lambda at: at[0])]
 
 
 class _Look(NamedTuple):

@@ -68,7 +68,18 @@ def table(learners: Iterable[Learner]) -> Table:
     """For people; what has no place in 80 columns is in the JSON."""
     shown = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     left = ("learner", "state", "rejected for")
-    for title in ("learner", "state", "heard", "lives", "merged", "rej.", "offences", "tokens"):
+    for title in (
+        "learner",
+        "state",
+        "heard",
+        "lives",
+        "merged",
+        "rej.",
+        "offences",
+        "tokens",
+        "loss",
+        "norm",
+    ):
         shown.add_column(title, justify="left" if title in left else "right", no_wrap=True)
     shown.add_column("rejected for")
     for one in learners:
@@ -82,6 +93,8 @@ def table(learners: Iterable[Learner]) -> Table:
             f"{one.rejected:,}",
             f"{one.offences:,}",
             f"{one.tokens:,}",
+            "-" if one.loss is None else f"{one.loss:.4g}",
+            "-" if one.norms is None else f"{one.norms:.2f}",
             ", ".join(f"{reason} x {count}" for reason, count in reasons),
         )
     return shown

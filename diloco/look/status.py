@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from diloco.check import symptoms
+from diloco.check import fleet, symptoms
 from diloco.check.symptoms import Finding
 from diloco.common import wire
 from diloco.common.bus import Filled
@@ -180,6 +180,7 @@ class Watch:
                 view = symptoms.of_life(view, life)
                 yield from symptoms.silence(name, view, now_s, settings.quorum.liveness_timeout_s)
                 yield from symptoms.usefulness(name, symptoms.answers(observed.recent, name))
+        yield from fleet.strangers(observed.recent)
         longest_s = symptoms.patience_s(settings)
         for fragment, waiting in sorted(observed.waiting.items()):
             since_s = [*waiting.values(), now_s]

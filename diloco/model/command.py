@@ -14,7 +14,15 @@ app = group()
 
 @command(app)
 def evaluate(
-    run: shared.Run,
+    run: shared.RunOrTape,
+    version: Annotated[
+        str | None,
+        typer.Option(
+            help="a version, one version per fragment, a checkpoint, a time or an age "
+            "[default: the newest]",
+            metavar="VERSIONS|TIME",
+        ),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="score every new version until the run ends")
     ] = False,
@@ -31,7 +39,9 @@ def evaluate(
     log.configure("error")
     from diloco.model.evaluate import run_evaluate
 
-    asyncio.run(run_evaluate(run, follow=follow, every_s=every_s, keep=keep, json=json))
+    asyncio.run(
+        run_evaluate(run, version=version, follow=follow, every_s=every_s, keep=keep, json=json)
+    )
 
 
 @command(app)

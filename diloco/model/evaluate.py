@@ -6,21 +6,25 @@ from rich.console import Console
 
 from diloco.cli.opening import open_run
 from diloco.cli.units import human_count
+from diloco.cli.versions import find_targets
 from diloco.common import wire
+from diloco.common.errors import ConfigError
 from diloco.model.scores import Scorer
 from diloco.model.scores import keep as keep_score
 
 
 async def run_evaluate(
-    target: str, *, follow: bool, every_s: float, keep: bool, json: bool
+    target: str, *, version: str | None = None, follow: bool, every_s: float, keep: bool, json: bool
 ) -> None:
-    """Score RUN's newest view and print it; arguments as the command's options.
+    """Score RUN's view and print it; arguments as the command's options.
 
     Raises:
         DilocoError: no such run; bus or store are away; the task cannot be built.
     """
+    if follow and version is not None:
+        raise ConfigError("--follow scores what is new, --version what was: give one of them")
     console = Console(soft_wrap=True, highlight=False)
-    async with open_run(target, name="evaluate") as run:
+    async with open_run(target, name="evaluate", reads=True) as run:
 
         async def tell(score: wire.Score) -> None:
             if keep:
@@ -31,7 +35,12 @@ async def run_evaluate(
                 console.print(sentence(score))
 
         scorer = await Scorer.of_run(run.context)
-        if follow:
+        if version is not None:
+            at = await find_targets(run.context, version, option="--version")
+            found = [at[fragment] for fragment in sorted(at)]
+            records, seqs = [one.record for one in found], [one.record_seq for one in found]
+            await tell(await scorer.of(records, seqs))
+        elif follow:
             await scorer.follow(tell, every_s)
         else:
             await tell(await scorer.newest())

@@ -156,9 +156,18 @@ async def kept(context: RunContext) -> list[wire.Score]:
     Raises:
         StoreError: the store is away.
     """
+    return await all_kept(context, thinned=True)
+
+
+async def all_kept(context: RunContext, *, thinned: bool = False) -> list[wire.Score]:
+    """Scores that were kept, of this epoch, in order of time.
+
+    Raises:
+        StoreError: the store is away.
+    """
     listed = await context.runtime.call(context.store.list, names.scores_prefix(context.run))
     found = {}
-    for info in listed[:: 1 + len(listed) // KEPT]:
+    for info in listed[:: 1 + len(listed) // KEPT if thinned else 1]:
         with contextlib.suppress(ObjectMissingError, WireError):
             data = await context.runtime.call(context.store.get, info.name)
             score = wire.decode(wire.Score, data)

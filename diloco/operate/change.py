@@ -1,15 +1,14 @@
 """`diloco run set`, `rollback`, `checkpoint` and `resume`: an operator's hand on a run."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
 from diloco.aggregator.context import Context
 from diloco.cli.opening import find_config, open_run, operator_context
 from diloco.cli.settings import assign, parse_assigned
+from diloco.cli.versions import find_targets
 from diloco.common import log, names, wire
 from diloco.common.bus import jetstream
 from diloco.common.config import (
@@ -18,15 +17,11 @@ from diloco.common.config import (
     parse_settings,
     warnings,
 )
-from diloco.common.errors import ConfigError
 from diloco.common.layout import parse_layout
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
-from diloco.common.tape import Recorded, RunContext, last_record
+from diloco.common.tape import Recorded, last_record
 from diloco.operate.streams import make_streams
-
-AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -87,58 +82,6 @@ async def roll_back(target: str, moves: Sequence[Move]) -> list[wire.Record]:
         targets = {move.fragment: move.target for move in moves}
         made = await rollback.roll_back(operator_context(opened), targets)
         return list(made.values())
-
-
-async def find_targets(
-    context: RunContext, to: str, *, option: str = "--to"
-) -> dict[int, Recorded]:
-    """The record of each fragment that versions, a checkpoint's name or a time stand for.
-
-    Raises:
-        ConfigError: `to` cannot be understood, or is beyond what the tape has.
-    """
-    count = len(context.layout.fragments)
-    if re.fullmatch(r"\d{4}-\d{12}", to):
-        file = checkpoint.load_file(context.store, context.run, to)
-        if file.specification.epoch != context.epoch:
-            raise ConfigError(
-                f"checkpoint {to} is of epoch {file.specification.epoch}, the run is in epoch "
-                f"{context.epoch}",
-                hint="only a new server can resume from it: diloco resume",
-            )
-        return await rollback.find_versions(
-            context, {record.fragment: record.version for record in file.records}
-        )
-    if re.fullmatch(r"\d+(,\d+)*", to):
-        versions = [int(part) for part in to.split(",")]
-        if len(versions) == 1:
-            versions *= count
-        if len(versions) != count:
-            raise ConfigError(
-                f"{option} {to}: {len(versions)} versions for {count} fragments",
-                hint="give one version for all, or one for each, joined by commas",
-            )
-        return await rollback.find_versions(context, dict(enumerate(versions)))
-    at_s = _time(to, context.runtime.clock(), option)
-    return await rollback.find_time(context, at_s)
-
-
-def _time(text: str, now_s: float, option: str) -> float:
-    """Seconds since the epoch of a time, or of so long ago.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if ago := AGO.fullmatch(text):
-        return now_s - float(ago[1]) * UNITS_S[ago[2]]
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{option} {text!r} is not a version, a checkpoint or a time",
-            hint="for example 120, 12,12,11,11, 0000-000000001234, 2h or 2026-01-31T12:00:00Z",
-        ) from error
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 # Checkpoint and resume

@@ -1,11 +1,15 @@
 """Everybody who has joined a run, as its tape has it."""
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from diloco.common import wire
 from diloco.common.tape import Entry, Item, RunContext, read_tape
+
+# Of a learner's updates, so many are looked back on.
+RECENT = 16
 
 
 @dataclass
@@ -19,6 +23,8 @@ class Learner:
         offences: the most that any fragment counts; see `bounds.quarantine_offences`.
         tokens: of what was merged, on the mean over the fragments.
         reasons: how many updates were rejected, by reason.
+        loss: median of its last updates that were merged; `norms`: of their norms, each relative to
+            the median of its round; None before any was.
         heard_at_s: when its last join or update was stored, in seconds since the epoch.
     """
 
@@ -33,6 +39,8 @@ class Learner:
     offences: int = 0
     tokens: int = 0
     step_time_s: float = 0.0
+    loss: float | None = None
+    norms: float | None = None
     heard_at_s: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
 
@@ -50,6 +58,9 @@ class Roster:
         self._left: set[tuple[str, int]] = set()
         self._words: dict[str, wire.Quarantine] = {}
         self._newest: dict[int, wire.PolicyState] = {}
+        self._recent: dict[str, deque[tuple[float, float]]] = defaultdict(
+            lambda: deque(maxlen=RECENT)
+        )
 
     def take(self, item: Item) -> None:
         """Note what comes next on the tape."""
@@ -69,6 +80,9 @@ class Roster:
         found = {name: replace(one) for name, one in self._known.items()}
         for one in found.values():
             one.tokens //= max(1, self._fragments)
+            if recent := self._recent.get(one.name):
+                one.loss = median(loss for loss, _ in recent)
+                one.norms = median(norm for _, norm in recent)
         self._remember(found)
         for name, word in self._words.items():
             if name in found:
@@ -83,7 +97,9 @@ class Roster:
         return self._known.setdefault(name, Learner(name))
 
     def _note(self, record: wire.Record) -> None:
+        usual = median([taken.norm for taken in record.inputs] or [1.0]) or 1.0
         for taken in record.inputs:
+            self._recent[taken.learner].append((taken.loss, taken.norm / usual))
             one = self._learner(taken.learner)
             one.merged += 1
             one.tokens += taken.tokens

@@ -57,6 +57,41 @@ def export(
     run_export(run, to, form, version)
 
 
+@command(app)
+def show(
+    run: shared.RunOrTape,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT",
+            help="a sequence of the tape, FRAGMENT@VERSION, LEARNER:INCARNATION-SEQ, the name of "
+            "an object, or a line of a log",
+        ),
+    ],
+) -> None:
+    """Show a version's round as a story, or an update from its announcement to its answer.
+
+    A round: when it opened, had its quorum and closed, which updates it merged, refused or left to
+    the next, with their numbers, norms and cosines by tensor, and the objects it made.
+    """
+    log.configure("error")
+    from diloco.replay.looking import run_show
+
+    run_show(run, what)
+
+
+@command(app)
+def diff(
+    one: shared.RunOrTape,
+    other: Annotated[str, typer.Argument(metavar="OTHER", help="another RUN")],
+) -> None:
+    """Compare two runs: settings, releases, learners, and the first version that differs."""
+    log.configure("error")
+    from diloco.replay.looking import run_diff
+
+    run_diff(one, other)
+
+
 @command(tape_app, "export")
 def tape_export(
     run: shared.RunOrTape,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from diloco.check import evidence
 from diloco.check.audit import Breach, audit
 from diloco.check.evidence import Hole
+from diloco.common.errors import IntegrityError
 from diloco.common.release import release
 from diloco.projections.history import Chain, History
 
@@ -76,6 +77,28 @@ class Versions:
     unreached: int = 0
     earlier: int = 0
     wanting: list[str] = field(default_factory=list)
+
+
+def check_readable(history: History) -> None:
+    """Refuse a tape of which nothing of a fragment can be read.
+
+    Raises:
+        IntegrityError: it was written by another release, or is damaged.
+    """
+    for fragment in range(len(history.layout.fragments)):
+        if history.records.get(fragment):
+            continue
+        bad = [one for one in history.unreadable if one.fragment == fragment]
+        why = (
+            f"the first of {len(bad)}, message {bad[0].seq}: {bad[0].why}"
+            if bad
+            else "none is there"
+        )
+        raise IntegrityError(
+            f"run {history.run!r}: no record of fragment {fragment} can be read by release "
+            f"{release()}; {why}",
+            hint="replay it with the release that wrote it: docs/operations.md, Upgrading",
+        )
 
 
 def tape_of(history: History, listed: Iterable[str], *, window_s: float, now_s: float) -> Tape:

@@ -7,12 +7,12 @@ from rich.console import Console
 
 from diloco.aggregator.arrays.merge import Vector
 from diloco.cli.opening import open_run
+from diloco.cli.versions import find_targets
 from diloco.common import wire
 from diloco.common.errors import ConfigError, ObjectMissingError
 from diloco.common.tape import Recorded, RunContext
 from diloco.common.views import load_version, load_view
 from diloco.model import files as model_file
-from diloco.operate.change import find_targets
 
 
 def run_export(target: str, folder: Path, form: str, version: str | None) -> None:

@@ -25,6 +25,30 @@ class Options:
             metavar="KEY=VALUE",
         ),
     ] = field(default_factory=list)
+    blame: Annotated[
+        bool,
+        typer.Option(
+            "--blame",
+            help="score every round without each of its updates: who did harm, when and where",
+        ),
+    ] = False
+    without: Annotated[
+        list[str],
+        typer.Option(
+            "--without",
+            help="merge without a learner's updates, of some versions or all; repeatable",
+            metavar="NAME[@FROM-TO]",
+        ),
+    ] = field(default_factory=list)
+    score: Annotated[bool, typer.Option("--score", help="score every version on held-out data")] = (
+        False
+    )
+    bisect: Annotated[
+        bool,
+        typer.Option(
+            "--bisect", help="score stored versions, then halve the largest rise down to its round"
+        ),
+    ] = False
     fragments: Annotated[
         str | None,
         typer.Option(
@@ -59,7 +83,7 @@ class Options:
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(help="with --set: figure to write [default: what-if-RUN.png]", metavar="FILE"),
+        typer.Option(help="with --set, --blame or --score: figure to write", metavar="FILE"),
     ] = None
     json: shared.Json = False
     points: Annotated[

@@ -3,29 +3,36 @@
 import asyncio
 import contextlib
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.core.decisions import Decision
-from diloco.check import remake
 from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
+from diloco.cli.versions import find_targets
 from diloco.common import names, wire
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, is_tape_file
+from diloco.learner.task import run_task
 from diloco.model import files as model_file
-from diloco.operate.change import find_targets
+from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History, read_history
-from diloco.replay import verify, verify_screen, whatif
-from diloco.replay.coverage import STATUSES, Tape, before_the_tape, tape_of, verdict
+from diloco.replay import blame, blame_screen, score, verify, verify_screen, whatif
+from diloco.replay.bar import progress_bar
+from diloco.replay.coverage import (
+    STATUSES,
+    Tape,
+    before_the_tape,
+    check_readable,
+    tape_of,
+    verdict,
+)
 from diloco.replay.decide import decide
 from diloco.replay.options import Options
 from diloco.replay.verify import Lost
@@ -54,8 +61,14 @@ def _check(options: Options) -> None:
     """
     if options.decide and (options.settings or options.export or options.resume):
         raise ConfigError("--decide can be combined with --fragments, --from and --until only")
-    if options.settings and (options.resume or options.fragments):
+    if (options.settings or options.without) and (options.resume or options.fragments):
         raise ConfigError("--set needs all fragments and excludes --resume and --fragments")
+    modes = (options.decide, bool(options.settings or options.without), options.blame,
+             options.score or options.bisect)  # fmt: skip
+    if sum(modes) > 1:
+        raise ConfigError("--decide, --set, --blame and --score are asked one at a time")
+    if (options.blame or options.score or options.bisect) and options.fragments:
+        raise ConfigError("a model is scored whole: --fragments cannot be given with that")
     if options.export and options.fragments:
         raise ConfigError("--export needs all fragments and excludes --fragments")
     if options.export:
@@ -71,10 +84,15 @@ async def _replay(target: str, options: Options, console: Console) -> int:
             there = await context.runtime.call(context.store.list, f"{context.run}/")
             listed = [info.name for info in there]
             history = await read_history(context)
+        check_readable(history)
         chosen = verify.chains(history, _fragments(history, options), options.first, until)
         if options.decide:
             return await asyncio.to_thread(_decide, history, chosen, console)
-        if options.settings:
+        if options.score or options.bisect:
+            return await score.run_score(context, history, chosen, options, console)
+        if options.blame:
+            return await _blame(context, history, chosen, listed, options, console)
+        if options.settings or options.without:
             return await _what_if(context, history, chosen, options, console)
         window_s = opened.config.gc.replay_window_s if is_tape_file(Path(target)) else math.inf
         tape = tape_of(history, listed, window_s=window_s, now_s=context.runtime.clock())
@@ -92,7 +110,7 @@ async def _verify(
 ) -> int:
     memory = verify.Memory(options.resume, history)
     keep = options.export is not None
-    with _progress(console, "verifying") as hear:
+    with progress_bar(console, "verifying") as hear:
         found = await asyncio.to_thread(
             verify.verify, history, chosen, memory, hear, keep_views=keep
         )
@@ -140,29 +158,6 @@ def _fragments(history: History, options: Options) -> Sequence[int]:
     if beyond := [fragment for fragment in asked if fragment not in known]:
         raise ConfigError(f"--fragments: run {history.run!r} has no fragment {beyond[0]}")
     return asked
-
-
-@contextlib.contextmanager
-def _progress(console: Console, what: str) -> Iterator[remake.Progress]:
-    """A bar, where the output is a terminal; work in a thread ends when its block is left."""
-    left = threading.Event()
-
-    def hear(done: int, total: int) -> None:
-        if left.is_set():
-            raise KeyboardInterrupt
-        bar.update(task, completed=done, total=total)
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    bar = Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True,
-        disable=not console.is_terminal,
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task(what, total=None)
-        try:
-            yield hear
-        finally:
-            left.set()
 
 
 # The model
@@ -242,6 +237,40 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
+# Blame
+
+
+async def _blame(
+    context: RunContext,
+    history: History,
+    chosen: dict[int, Chain],
+    listed: list[str],
+    options: Options,
+    console: Console,
+) -> int:
+    there = {*listed}
+    chains = {fragment: whatif.mergeable(chain, there) for fragment, chain in chosen.items()}
+    late = [f"{f} at {c[0][1].version}" for f, c in chains.items() if c[0][1].version > 0]
+    if late and not options.json:
+        console.print(f"[yellow]note:[/] fragments begin at later versions: {', '.join(late)}")
+    task = await asyncio.to_thread(run_task, context.settings)
+    model = await GlobalModel.of_run(context, task)
+
+    def evaluate(views: Sequence[Vector]) -> float:
+        return float(task.evaluate(model.params(views)))
+
+    with progress_bar(console, "merging without each update") as hear:
+        found = await asyncio.to_thread(blame.blame, history, chains, evaluate, hear)
+    if options.json:
+        blame_screen.tell_json(history.run, found)
+        return 0
+    blame_screen.tell(found, console)
+    path = options.plot or Path(f"blame-{history.run}.png")
+    await asyncio.to_thread(blame_screen.draw, history.run, found, path)
+    console.print(f"the figure is {path}", soft_wrap=True)
+    return 0
+
+
 # What if
 
 
@@ -252,10 +281,11 @@ async def _what_if(
     options: Options,
     console: Console,
 ) -> int:
-    plan = await asyncio.to_thread(whatif.make_plan, history, chosen, options.settings)
+    without = [whatif.parse_without(text) for text in options.without]
+    plan = await asyncio.to_thread(whatif.make_plan, history, chosen, options.settings, without)
     for sentence in plan.sentences:
         console.print(f"[yellow]note:[/] {sentence}", soft_wrap=True)
-    with _progress(console, "merging with other settings") as hear:
+    with progress_bar(console, "merging with other settings") as hear:
         result = await whatif.play(context, history, plan, options.points, hear)
     console.print(whatif.table(plan, result))
     path = options.plot or Path(f"what-if-{history.run}.png")

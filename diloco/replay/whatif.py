@@ -7,6 +7,7 @@ are not asked: their updates are those that they sent.
 """
 
 import asyncio
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,20 +28,25 @@ from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
-from diloco.common import cores, wire
+from diloco.common import wire
 from diloco.common.config import RunSettings, changes
 from diloco.common.errors import ConfigError
-from diloco.common.tape import RunContext, get_object
+from diloco.common.tape import RunContext
 from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History
 from diloco.replay.decide import heard, inputs_again, rules_of, whole_from
 from diloco.replay.redecide import redecide
+from diloco.replay.rounds import admitted_again, copy_arrays, load_arrays, settings_at
 from diloco.replay.verify import is_stored
 
 SECTIONS = ("outer", "staleness", "quorum", "bounds")
 # Settings that change which updates a round takes.
 DECIDING = ("quorum.", "bounds.", "staleness.max_versions", "outer.participation")
 UNCHANGED = "the run's own settings"
+WITHOUT = (
+    "without some updates the others still are what they were on the views that were: leaving out "
+    "good ones can make the model explode; --blame says exactly what each update did"
+)
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
@@ -92,8 +98,40 @@ class Result:
     views: dict[int, Vector] = field(default_factory=dict)
 
 
+class Without(NamedTuple):
+    """A learner whose updates are left out, of these versions; `last` None: to the end."""
+
+    learner: str
+    first: int = 0
+    last: int | None = None
+
+    def leaves_out(self, record: wire.Record, taken: wire.Input) -> bool:
+        """Whether an input of a round is one of them."""
+        within = self.last is None or record.version <= self.last
+        return taken.learner == self.learner and record.version >= self.first and within
+
+
+def parse_without(text: str) -> Without:
+    """`NAME`, `NAME@VERSION` or `NAME@FROM-TO`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    found = re.fullmatch(r"([^@]+)(?:@(\d+)(-)?(\d+)?)?", text)
+    if found is None:
+        raise ConfigError(f"--without {text}: expected NAME, NAME@VERSION or NAME@FROM-TO")
+    name, first, dash, last = found.groups()
+    if first is None:
+        return Without(name)
+    end = int(last) if last else (None if dash else int(first))
+    return Without(name, int(first), end)
+
+
 def make_plan(
-    history: History, chosen: Mapping[int, Chain], assignments: Sequence[str]
+    history: History,
+    chosen: Mapping[int, Chain],
+    assignments: Sequence[str],
+    without: Sequence[Without] = (),
 ) -> MergePlan:
     """What would have been merged.
 
@@ -110,20 +148,46 @@ def make_plan(
     changed = changes(history.settings, change(history.settings))
     _check_sections(changed)
     there = {info.name for info in history.store.list(f"{history.run}/")}
-    chains = {fragment: _whole(chain, there) for fragment, chain in chosen.items()}
+    chains = {fragment: mergeable(chain, there) for fragment, chain in chosen.items()}
     deciding = any(sentence.startswith(DECIDING) for sentence in changed)
+    _check_without(chains, without, deciding=deciding)
     rounds = []
     for fragment, chain in chains.items():
-        make = _redecided if deciding else _recorded
-        rounds += make(history, fragment, chain, change)
+        if deciding:
+            rounds += _redecided(history, fragment, chain, change)
+        else:
+            rounds += _recorded(history, fragment, chain, change, without)
     last = max((chain[-1] for chain in chains.values()), key=lambda at: at[0])[1]
     return MergePlan(
-        changed=changed,
-        settings=change(_settings_at(history, last.policy.settings_seq)),
+        changed=changed + [f"without {_span(one)}" for one in without],
+        settings=change(settings_at(history, last.policy.settings_seq)),
         chains=chains,
         rounds=sorted(rounds, key=lambda made: made.at_s),
-        sentences=_sentences(chosen, chains, deciding=deciding),
+        sentences=_sentences(chosen, chains, deciding=deciding) + [WITHOUT] * bool(without),
         decided=deciding,
+    )
+
+
+def _check_without(
+    chains: Mapping[int, Chain], without: Sequence[Without], *, deciding: bool
+) -> None:
+    if without and deciding:
+        raise ConfigError("--without cannot be combined with settings that decide rounds again")
+    inputs = ((r, taken) for chain in chains.values() for _, r in chain[1:] for taken in r.inputs)
+    unmet = {*without}
+    for record, taken in inputs:
+        unmet -= {one for one in unmet if one.leaves_out(record, taken)}
+    for one in unmet:
+        raise ConfigError(
+            f"--without {_span(one)}: no such update was merged",
+            hint="diloco learners RUN has the names",
+        )
+
+
+def _span(one: Without) -> str:
+    last = "" if one.last is None else one.last
+    return (
+        one.learner if (one.first, one.last) == (0, None) else f"{one.learner}@{one.first}-{last}"
     )
 
 
@@ -162,7 +226,7 @@ def _sentences(
     return found
 
 
-def _whole(chain: Chain, there: set[str]) -> Chain:
+def mergeable(chain: Chain, there: set[str]) -> Chain:
     """The longest end of a chain that begins with a stored state and lacks no input.
 
     Raises:
@@ -184,72 +248,34 @@ def _whole(chain: Chain, there: set[str]) -> Chain:
     return chain[begin:]
 
 
-def _settings_at(history: History, seq: int) -> RunSettings:
-    return history.changes[seq] if seq else history.settings
-
-
 Change = Callable[[RunSettings], RunSettings]
 
 
-def _recorded(history: History, fragment: int, chain: Chain, change: Change) -> list[Round]:
-    """The rounds as they were, under other settings of the outer step."""
+def _recorded(
+    history: History,
+    fragment: int,
+    chain: Chain,
+    change: Change,
+    without: Sequence[Without] = (),
+) -> list[Round]:
+    """The rounds as they were, under other settings of the outer step, less some inputs."""
     found = []
     for _, record in chain[1:]:
-        before = _settings_at(history, record.policy.settings_seq)
+        before = settings_at(history, record.policy.settings_seq)
         settings = change(before)
         if record.what == "restore":
             restored = record.restored_version
             found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
         if record.what != "version":
             continue
-        admitted = tuple(_admitted(record, taken, settings) for taken in record.inputs)
+        admitted = tuple(
+            admitted_again(record, taken, settings)
+            for taken in record.inputs
+            if not any(one.leaves_out(record, taken) for one in without)
+        )
         part = record.learning_rate / before.outer.learning_rate
         found.append(Round(record.closed_at_s, fragment, admitted, part, settings))
     return found
-
-
-def _admitted(record: wire.Record, taken: wire.Input, settings: RunSettings) -> Admitted:
-    """A recorded input as the machine admitted it, with the discount of other settings."""
-    discount = policy.discount(settings.staleness, taken.staleness)
-    return Admitted(
-        _manifest(record, taken),
-        taken.stream_seq,
-        taken.weight,
-        taken.staleness,
-        discount,
-        taken.clip,
-        taken.norm,
-    )
-
-
-def _manifest(record: wire.Record, taken: wire.Input) -> wire.Manifest:
-    """The manifest of a recorded input; the tape may have it no more.
-
-    What no record keeps of it, and no merge reads, is 0.
-    """
-    return wire.Manifest(
-        run=record.run,
-        learner=taken.learner,
-        epoch=record.epoch,
-        incarnation=taken.incarnation,
-        seq=taken.seq,
-        fragment=record.fragment,
-        base_version=max(0, record.version - 1 - taken.staleness),
-        base_digest="0" * 32,
-        layout=record.layout,
-        codec=taken.codec,  # type: ignore[arg-type]
-        shards=taken.shards,
-        tokens=taken.tokens,
-        steps=taken.steps,
-        position=0,
-        local_step=0,
-        loss=taken.loss,
-        step_time_s=0.0,
-        encode_s=0.0,
-        upload_s=0.0,
-        attempt=0,
-        final=taken.final,
-    )
 
 
 def _decides_as_it_was(
@@ -281,7 +307,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
     """The rounds that there would have been under other rules."""
 
     def rules_at(seq: int) -> policy.FragmentRules:
-        return rules_of(history, change(_settings_at(history, seq)), fragment)
+        return rules_of(history, change(settings_at(history, seq)), fragment)
 
     if _decides_as_it_was(history, fragment, chain, rules_at):
         return _recorded(history, fragment, chain, change)
@@ -290,13 +316,13 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
     for made in redecide(chain, heard(history, fragment), rules_at):
         if cut and made.at_s > chain[-1][1].closed_at_s:
             break  # Beyond --until.
-        settings = change(_settings_at(history, made.settings_seq))
+        settings = change(settings_at(history, made.settings_seq))
         state = made.commit.state
         part = rounds.share(state) if settings.outer.participation else 1.0
         found.append(Round(made.at_s, fragment, state.admitted, part, settings))
     for _, record in chain[1:]:
         if record.what == "restore":
-            settings = change(_settings_at(history, record.policy.settings_seq))
+            settings = change(settings_at(history, record.policy.settings_seq))
             restored = record.restored_version
             found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
     return found
@@ -322,25 +348,14 @@ class _Models:
         first = {made.fragment: made.settings for made in reversed(plan.rounds)}
         for fragment, chain in plan.chains.items():
             record = chain[0][1]
-            self.was[fragment] = self._load(record)
+            self.was[fragment] = load_arrays(history, record)
             settings = first.get(fragment, plan.settings)
-            self.would[fragment] = _under(self._load(record), history, fragment, settings)
+            self.would[fragment] = _under(load_arrays(history, record), history, fragment, settings)
             self._keep(fragment, record)
-
-    def _load(self, record: wire.Record) -> FragmentArrays:
-        history = self._history
-        return FragmentArrays.from_objects(
-            history.settings,
-            history.layout,
-            record.fragment,
-            view=get_object(history.store, record.snapshot),
-            outer_state=get_object(history.store, record.outer),
-            threads=cores.available(),
-        )
 
     def _keep(self, fragment: int, record: wire.Record) -> None:
         if (fragment, record.version) in self._kept and record.what != "verdict":
-            self._kept[fragment, record.version] = _copy(self.would[fragment])
+            self._kept[fragment, record.version] = copy_arrays(self.would[fragment])
 
     def follow(self, record: wire.Record) -> None:
         """What was: the next record of its fragment."""
@@ -348,7 +363,7 @@ class _Models:
             arrays = self.was[record.fragment]
             arrays.merge_again(record, partial(read_input, self._history.store, arrays.grid))
         elif record.what == "restore":
-            self.was[record.fragment] = self._load(record)
+            self.was[record.fragment] = load_arrays(self._history, record)
         self._keep(record.fragment, record)
 
     def make(self, made: Round) -> None:
@@ -356,7 +371,7 @@ class _Models:
         arrays = self.would[made.fragment]
         if made.restored_version is not None:
             kept = self._kept[made.fragment, made.restored_version]
-            arrays = _copy(kept) if kept is not None else arrays
+            arrays = copy_arrays(kept) if kept is not None else arrays
             self.would[made.fragment] = arrays
         arrays.settings = made.settings
         if not made.admitted:
@@ -383,11 +398,6 @@ def _under(
     if settings.outer.optimizer != history.settings.outer.optimizer:
         state = make_outer(settings.outer.optimizer).init(grid.size)
     return replace(arrays, settings=settings, grid=grid, state=state)
-
-
-def _copy(arrays: FragmentArrays) -> FragmentArrays:
-    state = {name: slot.copy() for name, slot in arrays.state.items()}
-    return replace(arrays, view=arrays.view.copy(), theta=arrays.theta.copy(), state=state)
 
 
 async def play(

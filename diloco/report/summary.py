@@ -10,6 +10,9 @@ from diloco.projections.timeseries import TimeSeries
 from diloco.report.figures_run import Shown, goodput, spent
 from diloco.report.page import Fact, Table
 
+# Of a learner's updates, so many are looked back on; losses so many times apart are told apart.
+RECENT = 16
+FAR = 2.0
 # Rows of a table that can grow with the run.
 ROWS = 100
 
@@ -92,12 +95,30 @@ def _losses(shown: Shown) -> list[Fact]:
     if losses.size:
         width = max(1, losses.size // 50)
         first, last = float(np.median(losses[:width])), float(np.median(losses[-width:]))
-        found.append(Fact("training loss", f"{last:.3f}", f"from {first:.3f}"))
+        found.append(Fact("training loss", f"{last:.3f}", _spread(shown) or f"from {first:.3f}"))
     if shown.scores:
         first, last = shown.scores[0].loss, shown.scores[-1].loss
         note = f"from {first:.3f}" if len(shown.scores) > 1 else ""
         found.append(Fact("held-out loss", f"{last:.3f}", note))
     return found
+
+
+def recent_of(series: TimeSeries, learner: str, column: str) -> float | None:
+    """Median of a learner's last updates that were merged."""
+    own = series.inputs["learner"] == series.learners.index(learner)
+    values = series.inputs[column][own]
+    return float(np.median(values[-RECENT:])) if values.size else None
+
+
+def _spread(shown: Shown) -> str:
+    """The lowest and the highest learner's loss, where they are far apart."""
+    series = shown.series
+    found = [(recent_of(series, name, "loss"), name) for name in series.learners]
+    losses = sorted((loss, name) for loss, name in found if loss is not None)
+    if len(losses) < 2 or not 0 < FAR * losses[0][0] < losses[-1][0]:
+        return ""
+    (low, best), (high, worst) = losses[0], losses[-1]
+    return f"{worst} {high:.3g}, {best} {low:.3g}"
 
 
 def _lives(shown: Shown) -> str:
@@ -137,6 +158,8 @@ def learners(shown: Shown) -> Table:
                 f"{int(merged.sum()):,}",
                 f"{int((refused_by == index).sum()):,}",
                 f"{stale[merged].mean():.2f}" if merged.any() else "-",
+                _number(recent_of(series, lane.learner, "loss")),
+                _number(recent_of(series, lane.learner, "norm")),
                 f"{sizes[sent].sum() / unit.scale:.3g} {unit.name}",
                 f"{time.merged / time.total:.0%}" if time.total else "-",
                 human_time(time.down) if time.down else "-",
@@ -146,10 +169,14 @@ def learners(shown: Shown) -> Table:
         )
     columns = (
         "learner", "host", "lives", "tokens", "step time", "sent", "merged", "rejected",
-        "staleness", "up", "goodput", "down", "sync stall",
+        "staleness", "loss", "norm", "up", "goodput", "down", "sync stall",
         "data wait",
     )  # fmt: skip
     return Table(columns, tuple(rows), frozenset({"learner", "host"}))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _host(series: TimeSeries, learner: str) -> str:

@@ -1,0 +1,85 @@
+"""Learners whose loss or updates are far from the fleet's: the doctor's and the status' sentences.
+
+A learner is compared with those that were merged in the same rounds, so that neither the fragment
+nor the time of the run matters. From records alone; `directions.py` looks into shards.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from statistics import median, median_low
+from typing import NamedTuple
+
+from diloco.check.symptoms import RECENT, Finding
+from diloco.common import wire
+
+LOSS_SPIKE = "runbooks/loss-spike.md"
+# Times the median of the others, over a learner's last updates.
+FAR_LOSS = 2.0
+FAR_NORM = 4.0
+# Fewer updates than this say nothing.
+FEWEST = 4
+
+
+class Beside(NamedTuple):
+    """A learner's recent updates beside those of the others in their rounds, by medians.
+
+    `norm_ratio` is of norms, the learner's to the median of the round.
+    """
+
+    loss: float
+    others_loss: float
+    norm_ratio: float
+    updates: int
+
+
+def beside_others(records: Iterable[wire.Record]) -> dict[str, Beside]:
+    """Each learner's last updates that were merged together with somebody else's.
+
+    Args:
+        records: in order of time.
+    """
+    found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for record in records:
+        # Of two the shorter: a long one must not make strangers of those beside it.
+        norm = median_low([one.norm for one in record.inputs] or [1.0])
+        for taken in record.inputs:
+            others = [one for one in record.inputs if one.learner != taken.learner]
+            if others:
+                loss = median(one.loss for one in others)
+                ratio = taken.norm / norm if norm > 0 else 1.0
+                recent = found[taken.learner]
+                recent.append((taken.loss, loss, ratio))
+                del recent[:-RECENT]
+    return {learner: _medians(recent) for learner, recent in found.items()}
+
+
+def _medians(recent: list[tuple[float, float, float]]) -> Beside:
+    losses, others, ratios = zip(*recent, strict=True)
+    return Beside(median(losses), median(others), median(ratios), len(recent))
+
+
+def strangers(records: Iterable[wire.Record]) -> Iterator[Finding]:
+    """Learners whose loss or norms are far from those of the others."""
+    for name, one in sorted(beside_others(records).items()):
+        if one.updates < FEWEST:
+            continue
+        if one.others_loss > 0 and one.loss > FAR_LOSS * one.others_loss:
+            yield _warning(
+                name,
+                f"its loss is {one.loss:.4g}, the others' in the same rounds {one.others_loss:.4g}",
+            )
+        if not 1 / FAR_NORM <= one.norm_ratio <= FAR_NORM:
+            yield _warning(
+                name, f"its updates are {one.norm_ratio:.2g} times as long as the others'"
+            )
+
+
+def _warning(name: str, sentence: str) -> Finding:
+    return Finding(
+        severity="warning",
+        about=f"learner {name}",
+        sentence=sentence,
+        advice="look at its data, its learning rate and its machine; `diloco replay RUN --blame` "
+        "says what its updates did",
+        runbook=LOSS_SPIKE,
+    )

@@ -1,0 +1,150 @@
+"""Blame as tables, a figure and JSON."""
+
+import json as json_module
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from diloco.common.errors import ConfigError
+from diloco.replay.blame import Blame, Effect, Sentence, judge
+
+WORST = 10
+_COLOURS = {"harmful": "bold red", "useless": "yellow", "helpful": "green"}
+
+
+def tell(found: Blame, console: Console) -> None:
+    """Who did harm, which updates, in which tensors."""
+    sentences = judge(found.effects)
+    console.print(_learners(sentences))
+    worst = sorted(found.effects, key=lambda one: -one.did)[:WORST]
+    console.print(_updates([one for one in worst if one.did > 0] or worst[:1]))
+    if found.tensors:
+        console.print(_tensors(found))
+    for one in sentences:
+        if one.word != "helpful":
+            console.print(f"[{_COLOURS[one.word]}]{escape(in_words(one))}[/]", soft_wrap=True)
+    if all(one.word == "helpful" for one in sentences):
+        console.print("no learner did harm: each made the held-out loss better, on the whole")
+
+
+def in_words(one: Sentence) -> str:
+    """What is held against a learner."""
+    since = ""
+    if one.since is not None:
+        at = one.since
+        since = (
+            f", from version {at.version} of fragment {at.fragment} on (step {at.global_step}, "
+            f"update {name_of(at)})"
+        )
+    beside = f"alone {one.alone:+.5f} on the held-out loss each, the others' {one.others:+.5f}"
+    if one.word == "harmful":
+        return f"{one.learner} is harmful{since}: {beside}"
+    return f"{one.learner} is useless, not harmful{since}: {beside}"
+
+
+def name_of(effect: Effect) -> str:
+    """An update as `diloco show` takes it."""
+    return f"{effect.update.learner}:{effect.update.incarnation}-{effect.update.seq}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    shown = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        named = column in ("learner", "verdict", "where", "update", "tensor")
+        shown.add_column(column, no_wrap=True, justify="left" if named else "right")
+    return shown
+
+
+def _learners(sentences: Sequence[Sentence]) -> Table:
+    rows = _table(
+        "What each learner's updates did to the held-out loss (above 0: harm)",
+        "learner", "verdict", "updates", "harmed", "sum", "alone", "others alone",
+    )  # fmt: skip
+    for one in sentences:
+        rows.add_row(
+            one.learner, f"[{_COLOURS[one.word]}]{one.word}[/]", f"{one.updates}", f"{one.worse}",
+            f"{one.total:+.4f}", f"{one.alone:+.5f}", f"{one.others:+.5f}",
+        )  # fmt: skip
+    return rows
+
+
+def _updates(worst: Sequence[Effect]) -> Table:
+    rows = _table(
+        "The worst updates", "where", "update", "effect", "alone", "before", "after", "without",
+        "norm",
+    )  # fmt: skip
+    for one in worst:
+        rows.add_row(
+            f"{one.fragment}@{one.version}", name_of(one), f"{one.did:+.5f}", f"{one.alone:+.5f}",
+            f"{one.loss_before:.4f}", f"{one.loss:.4f}", f"{one.loss_without:.4f}",
+            f"{one.update.norm:.3g}",
+        )  # fmt: skip
+    return rows
+
+
+def _tensors(found: Blame) -> Table:
+    rows = _table("The worst updates by tensor", "where", "update", "tensor", "effect")
+    for one in sorted(found.tensors, key=lambda part: (-part.effect.did, -part.did)):
+        at = one.effect
+        rows.add_row(f"{at.fragment}@{at.version}", name_of(at), one.tensor, f"{one.did:+.5f}")
+    return rows
+
+
+def tell_json(run: str, found: Blame) -> None:
+    """All of it, for scripts."""
+    sentences = [
+        one._asdict() | {"since": None if one.since is None else _plain(one.since)}
+        for one in judge(found.effects)
+    ]
+    document = {
+        "run": run,
+        "learners": sentences,
+        "updates": [_plain(one) for one in found.effects],
+        "tensors": [
+            {"update": name_of(one.effect), "fragment": one.effect.fragment,
+             "version": one.effect.version, "tensor": one.tensor, "did": one.did}
+            for one in found.tensors
+        ],
+    }  # fmt: skip
+    print(json_module.dumps(document), flush=True)  # noqa: T201 - the result itself
+
+
+def _plain(one: Effect) -> dict[str, Any]:
+    taken = one.update
+    return {
+        **{name: value for name, value in one._asdict().items() if name != "update"},
+        "update": name_of(one), "learner": taken.learner, "norm": taken.norm,
+        "staleness": taken.staleness, "clip": taken.clip, "weight": taken.weight,
+        "training_loss": taken.loss,
+    }  # fmt: skip
+
+
+def draw(run: str, found: Blame, path: Path) -> None:
+    """Each learner's effects, summed over the run's clock, as a picture.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for learner in sorted({one.update.learner for one in found.effects}):
+        own = [one for one in found.effects if one.update.learner == learner]
+        steps = [one.global_step for one in own]
+        axes.step(steps, np.cumsum([one.did for one in own]), where="post", label=learner)
+    axes.axhline(0, color="black", lw=0.6)
+    axes.set_xlabel("global step")
+    axes.set_ylabel("sum of effects on the held-out loss")
+    axes.set_title(f"{run}: what each learner's updates did (upwards: harm)", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error

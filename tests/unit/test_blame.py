@@ -1,0 +1,146 @@
+"""Who did harm, when and where: found by the commands on runs that were spoiled in known ways."""
+
+import io
+import json
+
+import pytest
+import spoiled
+from rich.console import Console
+
+from diloco.cli.opening import Place, use_place
+from diloco.common.errors import ConfigError
+from diloco.replay import looking
+from diloco.replay.options import Options
+from diloco.replay.run import run_replay
+
+KINDS = ("labels", "rate", "noise")
+
+
+class Runs(dict):
+    """A run of each kind in one store, made when it is asked for; "" is honest."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __missing__(self, kind):
+        store = self.folder / "store"
+        self[kind] = spoiled.make_run(self.folder / f"of{kind}", kind, store=store)
+        return self[kind]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("spoiled"))
+
+
+@pytest.fixture
+def asked(runs, capsys):
+    def ask(kind, **options):
+        use_place(Place(None, str(runs[kind].store)))
+        console = Console(file=io.StringIO(), width=200)
+        assert run_replay(str(runs[kind].tape), Options(**options), console) == 0
+        return capsys.readouterr().out if options.get("json") else console.file.getvalue()
+
+    yield ask
+    use_place(Place())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bad_learner_is_named_with_its_first_bad_update(asked, kind):
+    found = json.loads(asked(kind, blame=True, json=True))
+    first, *others = found["learners"]
+    assert (first["learner"], [one["word"] for one in others]) == (spoiled.CULPRIT, ["helpful"] * 3)
+    assert first["word"] == ("useless" if kind == "noise" else "harmful")
+    # Version 0 is the first parameters: the first spoiled round makes this one.
+    assert first["since"]["version"] == spoiled.SPOILED_FROM[kind] + 1
+    if kind != "noise":
+        worst = max(found["updates"], key=lambda one: one["did"])
+        assert (worst["learner"], worst["did"] > 0) == (spoiled.CULPRIT, True)
+        assert {one["tensor"] for one in found["tensors"]} <= {"first", "bias", "second"}
+
+
+def test_nobody_is_blamed_for_an_honest_run(asked, tmp_path):
+    text = asked("", blame=True, plot=tmp_path / "blame.png")
+    assert "no learner did harm" in text
+    assert "harmful" not in text
+    assert "useless" not in text
+    assert (tmp_path / "blame.png").stat().st_size > 1000
+
+
+def test_effects_are_what_merging_without_an_update_gives(asked, tmp_path):
+    """The model after the round, with and without it: in the last round that is the whole run's."""
+    found = json.loads(asked("labels", blame=True, json=True))
+    last = found["updates"][-1]
+    assert last["did"] == pytest.approx(last["loss"] - last["loss_without"], abs=1e-12)
+    scores = json.loads(asked("labels", score=True, json=True))["scores"]
+    assert scores[-1]["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    text = asked(
+        "labels",
+        without=[f"{spoiled.CULPRIT}@{last['version']}"],
+        points=1,
+        plot=tmp_path / "figure.png",
+    )
+    assert f"without {spoiled.CULPRIT}@{last['version']}-{last['version']}" in text
+    assert "learners do not react" in text
+
+
+def test_a_whole_run_without_a_learner_says_that_the_others_do_not_react(asked, tmp_path):
+    text = asked(
+        "labels", without=[f"{spoiled.CULPRIT}@6-"], points=1, plot=tmp_path / "figure.png"
+    )
+    rows = [line.split("│") for line in text.splitlines() if line.startswith("│ 2")]
+    assert (float(rows[0][5]), float(rows[-1][5]) != 0) == (0.0, True), text
+    assert "leaving out good ones can make the model explode" in text
+    with pytest.raises(ConfigError, match="no such update was merged"):
+        asked("labels", without=["island-x"])
+    with pytest.raises(ConfigError, match="expected NAME"):
+        asked("labels", without=["island-c@x"])
+
+
+def test_every_version_is_scored_once_and_the_rise_is_found(asked):
+    every = json.loads(asked("rate", score=True, json=True))
+    assert len(every["scores"]) == 1 + spoiled.FRAGMENTS * spoiled.VERSIONS
+    rise = every["rises"][0]
+    assert (rise["version"], spoiled.CULPRIT in rise["learners"]) == (6, True)
+    bisected = json.loads(asked("rate", bisect=True, json=True))
+    assert len(bisected["scores"]) < len(every["scores"])
+    assert bisected["rises"][0]["record_seq"] == rise["record_seq"]
+
+
+def told(capsys, function, *arguments) -> str:
+    function(*map(str, arguments))
+    return capsys.readouterr().out
+
+
+def test_log_line_message_update_and_object_lead_to_each_other(asked, runs, capsys):
+    found = json.loads(asked("labels", blame=True, json=True))
+    worst = max(found["updates"], key=lambda one: one["did"])
+    tape, place = runs["labels"].tape, f"{worst['fragment']}@{worst['version']}"
+    story = told(capsys, looking.run_show, tape, place)
+    assert f"record {worst['record_seq']}: version {worst['version']}" in story
+    assert "merged 4, in this order:" in story
+    assert worst["update"] in story
+    assert "by tensor: norm, cosine to the sum of the others" in story
+    log = f"2026-01-01 committed fragment=0 record_seq={worst['record_seq']} rejected=[]"
+    for what in (worst["record_seq"], log, f'{{"record_seq": {worst["record_seq"]}}}'):
+        assert told(capsys, looking.run_show, tape, what) == story
+    update = told(capsys, looking.run_show, tape, worst["update"])
+    assert f"merged into version {worst['version']} of fragment {worst['fragment']}" in update
+    shard = next(line.split()[1] for line in update.splitlines() if "shard " in line)
+    assert told(capsys, looking.run_show, tape, shard) == update
+    delta = next(line.split()[1] for line in story.splitlines() if line.startswith("  delta "))
+    assert told(capsys, looking.run_show, tape, delta) == story
+    for wrong in ("9999", "0@99", "island-x:1-1", "nothing"):
+        with pytest.raises(ConfigError):
+            looking.run_show(str(tape), wrong)
+
+
+def test_two_runs_differ_from_the_first_spoiled_round_on(asked, runs, capsys, tmp_path):
+    asked("", score=True)
+    text = told(capsys, looking.run_diff, runs[""].tape, runs[""].tape)
+    assert "settings: the same" in text
+    assert "fragment 0: the same in all 11 versions" in text
+    # Layout, settings and learners are the same, so that only what was trained differs.
+    text = told(capsys, looking.run_diff, runs[""].tape, runs["labels"].tape)
+    assert "setting run.name: 'honest' -> 'spoiled-labels'" in text
+    assert f"version {spoiled.SPOILED_FROM['labels'] + 1} is the first that differs" in text
