@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from diloco.common.bus import MemoryBus
+from diloco.common.errors import status_of
 from diloco.common.views import assemble_view
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher
@@ -34,7 +35,7 @@ def follow(host: Host) -> Iterator[Life]:
     background = host.background
     with ExitStack() as stack:
         address, secret = exchange_secret("")
-        link = background.call(connect(jax.process_index(), address, secret, end_if_hanging))
+        link = background.call(connect(jax.process_index(), address, secret, _lost))
         stack.callback(lambda: background.call(link.close()))
         begin = link.receive(messages.Begin)
         check_same("layout of the parameters", host.island.layout.digest, begin.layout)
@@ -43,6 +44,10 @@ def follow(host: Host) -> Iterator[Life]:
         stack.callback(background.close)
         stack.enter_context(host.island.context())
         yield _following_life(host, context, link, begin.constants)
+
+
+def _lost(error: BaseException) -> None:
+    end_if_hanging(status_of(error))  # training may wait for host 0 in a collective
 
 
 def _following_life(host: Host, context: Context, link: Link, constants_object: str | None) -> Life:

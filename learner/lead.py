@@ -12,7 +12,7 @@ import numpy as np
 from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
-from diloco.common.errors import status_of
+from diloco.common.errors import DilocoError, status_of
 from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync
 from diloco.learner.adopt import Adopter, load
@@ -23,6 +23,7 @@ from diloco.learner.fetch import Fetcher, start_at, whole
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.channel import end_if_hanging, exchange_secret
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
+from diloco.learner.incarnation import Joined, end_when_superseded, join
 from diloco.learner.island import Island
 from diloco.learner.life import (
     Host,
@@ -41,7 +42,7 @@ from diloco.learner.life import (
 from diloco.learner.peers import Alone
 from diloco.learner.planner import Planner
 from diloco.learner.position import position_after_join
-from diloco.learner.publish import Joined, Publisher, Uploader, join
+from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import (
     CheckpointId,
     Checkpoints,
@@ -71,7 +72,11 @@ def lead(host: Host) -> Iterator[Life]:
         stack.callback(background.close)
         constants = _check_run(context, host.island, specification)
         stack.enter_context(host.island.context())
-        yield _leading_life(host, context, specification, constants, peers)
+        try:
+            yield _leading_life(host, context, specification, constants, peers)
+        except DilocoError as error:
+            peers.give_up(error)
+            raise
 
 
 async def _connect(host: Host) -> Bus:
@@ -201,6 +206,7 @@ def _publish_and_adopt(
     fetcher = Fetcher(context, tensors)
     adopter = Adopter(context, background.post, fetcher, peers, starts, life.incarnation)
     background.spawn(adopter.follow())
+    background.spawn(end_when_superseded(context, life))
     every_s = host.config.learner.heartbeat_interval_s
     meter, health = parts.meter, context.health
     background.spawn(
