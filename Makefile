@@ -62,9 +62,10 @@ demo: install ## train with four learners and an aggregator on this machine
 test: install ## run the tests, without the slow ones; WORKERS=3 at a time
 	@$(RUN) pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
-sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0
+sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0 FULL=1
 	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \
-		--learners $(LEARNERS) --fragments $(FRAGMENTS) --intensity $(INTENSITY) $(ARGS)
+		--learners $(LEARNERS) --fragments $(FRAGMENTS) --intensity $(INTENSITY) \
+		$(if $(FULL),--full) $(ARGS)
 
 wheel-test: install ## build wheel and sdist, and try them in an environment outside the tree
 	@$(RUN) pytest -m slow tests/wheel $(ARGS)

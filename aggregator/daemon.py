@@ -187,7 +187,9 @@ async def _serve(
         return
     try:
         probes.health.begin_phase("reading the run")
-        layout, epoch = await load_run(config, bus, store, runtime)
+        layout, epoch = await runtime.retry(
+            "reading the run", lambda: load_run(config, bus, store, runtime), logger=logger
+        )
         context = Context(
             name=config.aggregator.name,
             gc=config.gc,

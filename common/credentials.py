@@ -89,7 +89,9 @@ def load_credentials(path: Path) -> Credentials | None:
             hint="name a readable one, made by: diloco auth add-learner (or add-aggregator)",
         ) from error
     if text.startswith(NO_FILE):
-        missing = text.removeprefix(NO_FILE).strip()
+        # systemd does not expand %i there; the folder is named after the unit.
+        instance = path.parent.name.partition("@")[2].removesuffix(".service")
+        missing = text.removeprefix(NO_FILE).strip().replace("%i", instance)
         raise ConfigError(
             f"there is no credentials file {missing}, which the unit hands over",
             hint="make it with diloco auth, bring it there with mode 0600, and start the unit "

@@ -61,7 +61,7 @@ def lead(host: Host) -> Iterator[Life]:
     with ExitStack() as stack:
         bus = background.call(_connect(host))
         stack.callback(lambda: background.call(bus.close()))
-        specification = background.call(load_specification(bus, host.config.run.name))
+        specification = background.call(_specification(host, bus))
         # Of several hosts the others must hear of it, and do so as of every end.
         alone = jax.process_count() == 1
         if alone and background.call(has_ended(bus, host.config.run.name)):
@@ -79,6 +79,14 @@ async def _connect(host: Host) -> Bus:
     logger = log.get(run=config.run.name, learner=learner)
     return await jetstream.connect_or_wait(
         config.bus, learner, host.runtime, logger, host.asked_to_leave
+    )
+
+
+async def _specification(host: Host, bus: Bus) -> wire.Specification:
+    run = host.config.run.name
+    logger = log.get(run=run, learner=host.island.learner)
+    return await host.runtime.retry(
+        "reading the run", lambda: load_specification(bus, run), logger=logger
     )
 
 

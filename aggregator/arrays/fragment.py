@@ -147,11 +147,13 @@ class FragmentArrays:
         if not self._merged:
             self._begin_sum()
         assert self._sum is not None
+        before = self._merged[-1].contribution.unit if self._merged else None
+        unit = merge.unit_after(before, admitted.weight)
         contribution = Contribution(
-            payload.norms_S, admitted.weight, admitted.discount, admitted.clip
+            payload.norms_S, admitted.weight, admitted.discount, admitted.clip, unit
         )
         coefficients_S = self.arithmetic.coefficients(self.grid, contribution)
-        self._sum.add(self.settings.sync.codec, payload.parts, coefficients_S)
+        self._sum.add(self.settings.sync.codec, payload.parts, coefficients_S, unit)
         self._merged.append(_Merged(admitted, contribution, coefficients_S.tobytes()))
 
     def close_round(self, admitted: Sequence[Admitted], share: float) -> Made:
@@ -170,7 +172,10 @@ class FragmentArrays:
         delta = self._step(factors_S, learning_rate, momentum)
         merged, self._merged = self._merged, []
         return Made(
-            inputs=tuple(make_input(each.admitted, each.coefficients) for each in merged),
+            inputs=tuple(
+                make_input(each.admitted, each.coefficients, each.contribution.unit)
+                for each in merged
+            ),
             factors=factors_S.tobytes(),
             learning_rate=learning_rate,
             momentum=momentum,
@@ -199,7 +204,7 @@ class FragmentArrays:
             except (ObjectMissingError, WireError) as error:
                 raise _unmergeable(record, error.message) from error
             coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
-            self._sum.add(self.settings.sync.codec, parts, coefficients_S)
+            self._sum.add(self.settings.sync.codec, parts, coefficients_S, taken.weight_unit)
         factors_S = np.frombuffer(record.factors, np.float32)
         delta = self._step(factors_S, record.learning_rate, record.momentum)
         found = (shards.digest(self.view), self.outer_digest())
@@ -273,8 +278,8 @@ def step_size(settings: RunSettings, share: float) -> tuple[float, float]:
     return section.learning_rate, section.momentum
 
 
-def make_input(admitted: Admitted, coefficients: bytes) -> wire.Input:
-    """What a record says of an update that was merged with these coefficients."""
+def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input:
+    """What a record says of an update that was merged with these coefficients, in this unit."""
     manifest = admitted.manifest
     return wire.Input(
         learner=manifest.learner,
@@ -293,6 +298,7 @@ def make_input(admitted: Admitted, coefficients: bytes) -> wire.Input:
         loss=manifest.loss,
         final=manifest.final,
         coefficients=coefficients,
+        weight_unit=unit,
     )
 
 

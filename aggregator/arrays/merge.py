@@ -11,11 +11,16 @@ Why the bits are the same on every machine:
   - a coefficient is a bfloat16, so code x scale x coefficient is exact in float32, and it does
     not matter whether a compiler fuses the product with the sum (a float32 update, whose product
     is rounded, forms it in a kernel of its own);
+  - what is added is zero or at least 2^-100, so that no sum is a denormal number;
   - inputs are added in the order of the record.
+
+Weights are measured in a unit of 2^k, k recorded with each input: only their ratios count, and
+so they fit whatever learners claim (docs/adr/0029-units-of-weight.md).
 
 Source: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional averaging, RDA).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -33,8 +38,15 @@ from diloco.common.quantize import fold, lanes_of, reduce_to_lanes
 Vector = npt.NDArray[np.float32]
 Norms = npt.NDArray[np.float64]
 
-LEAST_COEFFICIENT: Final = 2.0**-60
-GREATEST_COEFFICIENT: Final = 2.0**60
+# The least bfloat16 that no machine takes for zero.
+LEAST_COEFFICIENT: Final = 2.0**-126
+# What is added to a sum is zero or not below this: then all that is added, and so the sum, is a
+# whole multiple of 2^-126, and no sum is a denormal number, which some machines flush.
+LEAST_PRODUCT: Final = 2.0**-100
+# Scale x coefficient of a block that has anything but zeros is far below this.
+GREATEST_PRODUCT: Final = 2.0**100
+# Powers of two that a weight may exceed the round's unit by before the unit is raised.
+HEADROOM: Final = 32
 # Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
 CANCELLING: Final = 1e-6
 # Squares of scales 2^-64 to 2^40 times this, and a block's sum of them, are normal float32s.
@@ -54,12 +66,24 @@ class Contribution(NamedTuple):
         weight: w > 0, tokens^2 / steps.
         discount: S in (0, 1], for staleness.
         clip: c in (0, 1], by which the update is shortened.
+        unit: k: its coefficients hold w / 2^k.
     """
 
     norms: Norms
     weight: float
     discount: float = 1.0
     clip: float = 1.0
+    unit: int = 0
+
+
+def unit_after(unit: int | None, weight: float) -> int:
+    """The unit k for the next input of a round, given that of the one before it, if any.
+
+    The first input's own power of two; later the same, unless an input is so much heavier that
+    its coefficients might leave their range.
+    """
+    own = math.frexp(weight)[1] - 1
+    return own if unit is None or own - unit >= HEADROOM else unit
 
 
 def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
@@ -80,36 +104,38 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
     """What each code x scale of an update is multiplied by; bfloat16 [S], to be recorded.
 
-    w S c for a plain average and w S / |v| for RDA, which adds directions: a clip changes none,
-    and enters by the magnitudes in `factors`. A zero segment has no direction: 0.
+    With u = w / 2^unit: u S c for a plain average and u S / |v| for RDA, which adds directions: a
+    clip changes none, and enters by the magnitudes in `factors`. A zero segment has no direction:
+    0. None is too large: u < 2^32 and |v| >= 2^-64. One that is too small for a bfloat16 is 0.
     """
-    share = update.weight * update.discount
+    share = math.ldexp(update.weight, -update.unit) * update.discount
     nonzero_S = np.where(update.norms > 0, update.norms, np.inf)
     wanted_S = np.where(grid.radial, share / nonzero_S, share * update.clip)
-    clamped_S = np.clip(wanted_S, LEAST_COEFFICIENT, GREATEST_COEFFICIENT)
-    return np.where(wanted_S > 0, clamped_S, 0.0).astype(ml_dtypes.bfloat16)
+    return np.where(wanted_S >= LEAST_COEFFICIENT, wanted_S, 0.0).astype(ml_dtypes.bfloat16)
 
 
 def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contribution]) -> Vector:
     """What the accumulated sum is multiplied by to give the merged outer gradient.
 
-    float32 [S], to be recorded. With A the accumulated sum of a segment:
+    float32 [S], to be recorded. With A the accumulated sum of a segment, in the last unit:
 
-        average   1 / sum w, each w rounded as in its coefficient: shares sum to one
+        average   2^unit / sum w, each w rounded as in its coefficient: shares sum to one
         RDA       (sum w S c |v| / sum w) / |A|,   0 if the directions cancel
 
     The denominators hold w without its discount, so that a stale update that is alone in its
     round is discounted all the same (docs/design/design.md, "A round and its merge").
     """
-    average = 1 / sum(float(ml_dtypes.bfloat16(update.weight)) for update in updates)
+    unit = updates[-1].unit
+    weights = [math.ldexp(update.weight, -unit) for update in updates]
+    average = 1 / sum(float(ml_dtypes.bfloat16(weight)) for weight in weights)
     if not grid.radial.any():
         return np.full(len(grid.radial), average, np.float32)
-    weight = sum(update.weight for update in updates)
+    total = sum(weights)
     magnitude_S = np.zeros(len(grid.radial))
     reach_S = np.zeros(len(grid.radial))
-    for update in updates:
-        share = update.weight * update.discount
-        magnitude_S += share * update.clip / weight * update.norms
+    for update, weight in zip(updates, weights, strict=True):
+        share = weight * update.discount
+        magnitude_S += share * update.clip / total * update.norms
         reach_S += share * (update.norms > 0)
     length_S = _vector_norms(grid, accumulator.spans())
     cancels_S = length_S <= CANCELLING * reach_S
@@ -188,9 +214,14 @@ class Accumulator:
             for start, stop in grid.ranges
         ]
         self.inputs = 0
+        self._unit = 0
 
     def add(
-        self, codec: Codec, shards: Sequence[Encoded], coefficients_S: npt.NDArray[Any]
+        self,
+        codec: Codec,
+        shards: Sequence[Encoded],
+        coefficients_S: npt.NDArray[Any],
+        unit: int = 0,
     ) -> None:
         """Add an update, all of whose shards have been verified.
 
@@ -198,7 +229,14 @@ class Accumulator:
             codec: of the update.
             shards: one for each of the grid's ranges, in order.
             coefficients_S: of `coefficients` or of the record, bfloat16 [S].
+            unit: that these are in; the sum is brought to it first.
         """
+        if self.inputs and unit > self._unit:
+            # In two steps, each of which is a power of two that a float32 has.
+            half = (unit - self._unit) // 2
+            steps = np.ldexp(np.float32(1), (-half, half + self._unit - unit))
+            self._sums = [_scaled_down(each, steps) for each in self._sums]
+        self._unit = unit
         block = self._grid.block
         whole_B = self._grid.per_block(coefficients_S)
         parts = zip(self._grid.ranges, shards, strict=True)
@@ -240,19 +278,33 @@ def _add(
     kept = jnp.where(keep, sum_Bx2xh, np.float32(0))
     if codec == "float32":
         return kept + codes.reshape(kept.shape)
+    if codec == "bfloat16":
+        values = codes.reshape(kept.shape).astype(jnp.float32)
+        return kept + _normal(values * coefficient_B[:, None, None])
     if codec == "int4":
         pairs_Bx1xh = codes.reshape(kept.shape[0], 1, -1).astype(jnp.int32)
         shifts = 4 * jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
         values = (((pairs_Bx1xh >> shifts) & 15) - 8).astype(jnp.float32)
     else:
         values = codes.reshape(kept.shape).astype(jnp.float32)
-    if codec in GREATEST_CODE:
-        coefficient_B = scales_B.astype(jnp.float32) * coefficient_B
-    return kept + values * coefficient_B[:, None, None]
+    # Only a block of zeros may reach the limit, and must not become a NaN.
+    step_B = _normal(scales_B.astype(jnp.float32) * coefficient_B)
+    step_B = jnp.minimum(step_B, np.float32(GREATEST_PRODUCT))
+    return kept + values * step_B[:, None, None]
 
 
 @jax.jit
 def _products(values_N: jax.Array, coefficient_B: jax.Array) -> jax.Array:
     """Rounded products, in a kernel without additions; float32 [N]."""
     rows = values_N.reshape(coefficient_B.shape[0], -1)
-    return (rows * coefficient_B[:, None]).reshape(-1)
+    return _normal(rows * coefficient_B[:, None]).reshape(-1)
+
+
+@partial(jax.jit, donate_argnames="sum_Bx2xh")
+def _scaled_down(sum_Bx2xh: jax.Array, steps: jax.Array) -> jax.Array:
+    return _normal(sum_Bx2xh * steps[0] * steps[1])
+
+
+def _normal(products: jax.Array) -> jax.Array:
+    """Products with zero for what is too small; traced into a kernel."""
+    return jnp.where(jnp.abs(products) < np.float32(LEAST_PRODUCT), np.float32(0), products)

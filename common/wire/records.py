@@ -12,6 +12,7 @@ from diloco.common.wire.fields import (
     ObjectName,
     Part,
     Positive,
+    PowerOfTwo,
     Seconds,
     Several,
     Text,
@@ -47,6 +48,12 @@ class Input(Part):
     final: bool = Field(description="the manifest's")
     coefficients: bytes = Field(
         description="bfloat16 per segment, little endian: what code × scale was multiplied by"
+    )
+    weight_unit: PowerOfTwo = Field(
+        default=0,
+        description="k: `coefficients` hold weight / 2^k. Not less than that of the input before:"
+        " if it is more, the sum so far is divided by 2 to the power of the difference. 0 in"
+        " records of earlier releases",
     )
 
 

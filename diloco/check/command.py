@@ -15,7 +15,10 @@ app = group()
 def doctor(
     run: shared.Run,
     deep: Annotated[
-        bool, typer.Option("--deep", help="also read every object and recompute every version")
+        bool,
+        typer.Option(
+            "--deep", help="also read every object, recompute every version, judge every record"
+        ),
     ] = False,
     json: shared.Json = False,
 ) -> int:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from diloco.check import remake, service, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
+from diloco.check.rules import Judged, judge
 from diloco.check.symptoms import Finding
 from diloco.check.wholeness import wholeness
 from diloco.cli.opening import OpenRun, open_run, run_config
@@ -98,7 +99,7 @@ async def examine(
 
     Args:
         target: RUN, as `diloco.cli.opening` has it.
-        deep: also read every object, and make every version again.
+        deep: also read every object, make every version again, and judge every record.
         progress: hears how far the deep part has come.
 
     Raises:
@@ -260,7 +261,7 @@ async def _examine_run(
     report: Report, context: RunContext, *, deep: bool, progress: remake.Progress | None
 ) -> None:
     """Tape, learners, fragments and objects."""
-    history, read_at_s, found, objects = await _look(context, deep=deep, progress=progress)
+    history, read_at_s, found, objects, judged = await _look(context, deep=deep, progress=progress)
     views = await read_heartbeats(context, {join.learner for _, join in history.joins})
     now_s = context.runtime.clock()
     report.account = found.account
@@ -273,6 +274,7 @@ async def _examine_run(
         *symptoms.tape(history, found),
         *wholeness(history, objects),
         *symptoms.objects(objects, deep=deep),
+        *(symptoms.rules(judged) if judged is not None else ()),
     ]
 
 
@@ -283,6 +285,7 @@ class _Look(NamedTuple):
     read_at_s: float
     audit: Audit
     objects: Objects
+    judged: Judged | None
 
 
 async def _look(context: RunContext, *, deep: bool, progress: remake.Progress | None) -> _Look:
@@ -296,12 +299,13 @@ async def _look(context: RunContext, *, deep: bool, progress: remake.Progress | 
         objects = await context.runtime.call(_check_objects, history, before)
         if deep:
             await context.runtime.call(remake.remake, history, objects, progress)
-        amiss = found.breaches or objects.breaches
+        judged = await judge(context) if deep else None
+        amiss = found.breaches or objects.breaches or (judged is not None and judged.breaches)
         if not amiss or look == LOOKS:
             break
         if await context.bus.last_sequence(context.tape) == history.last_seq:
             break
-    return _Look(history, read_at_s, found, objects)
+    return _Look(history, read_at_s, found, objects, judged)
 
 
 def _listed(context: RunContext) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from diloco.aggregator.tape_watch import NEARLY_FULL, share
 from diloco.check.audit import Audit, Breach, Objects
+from diloco.check.rules import Judged
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.config import RunSettings, warnings
@@ -349,6 +350,19 @@ def objects(found: Objects, *, deep: bool) -> Iterator[Finding]:
             "are not referenced by the tape: uploads in progress, or left by crashes",
             advice="" if found.newer else "garbage collection removes them later",
             runbook=ORPHANED_OBJECTS,
+        )
+
+
+def rules(judged: Judged) -> Iterator[Finding]:
+    """Whether every record follows from the tape by the rules."""
+    yield from _breaches(judged.breaches, "rules", BROKEN_INVARIANT)
+    if not judged.breaches:
+        unknown = f"; {judged.unknown:,} could not be followed" if judged.unknown else ""
+        yield Finding(
+            severity="ok",
+            about="rules",
+            sentence=f"{judged.followed:,} decisions follow from the tape by the rules{unknown}; "
+            f"{judged.remade:,} versions agree with plain arithmetic",
         )
 
 

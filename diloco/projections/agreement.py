@@ -5,6 +5,7 @@ sum, which the recorded factors give back, says how far they agree; no object is
 while they are in the store: whole updates, pair by pair, of a bounded sample of rounds.
 """
 
+import math
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -44,9 +45,12 @@ def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float |
     """
     if len(record.inputs) < 2:
         return None
-    share_I = np.asarray([taken.weight * taken.discount for taken in record.inputs])
+    # All in the unit that the sum had at the end.
+    unit = record.inputs[-1].weight_unit
+    weight_I = np.asarray([math.ldexp(taken.weight, -unit) for taken in record.inputs])
+    share_I = weight_I * [taken.discount for taken in record.inputs]
+    raised_I = np.exp2([taken.weight_unit - unit for taken in record.inputs])
     clip_I = np.asarray([taken.clip for taken in record.inputs])
-    weight = sum(taken.weight for taken in record.inputs)
     coefficient_IxS = np.stack(
         [np.frombuffer(taken.coefficients, ml_dtypes.bfloat16) for taken in record.inputs]
     ).astype(np.float64)
@@ -54,8 +58,8 @@ def mean_cosine(record: wire.Record, radial_S: npt.NDArray[np.bool_]) -> float |
     held_S = radial_S & (coefficient_IxS > 0).all(axis=0) & (factor_S > 0)
     if not held_S.any():
         return None
-    norm_IxS = share_I[:, None] / coefficient_IxS[:, held_S]
-    magnitude_S = (share_I * clip_I / weight) @ norm_IxS
+    norm_IxS = share_I[:, None] / (raised_I[:, None] * coefficient_IxS[:, held_S])
+    magnitude_S = (share_I * clip_I / weight_I.sum()) @ norm_IxS
     length_S = magnitude_S / factor_S[held_S]
     squares = float(np.square(share_I).sum())
     cosine_S = (np.square(length_S) - squares) / (share_I.sum() ** 2 - squares)

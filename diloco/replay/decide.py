@@ -1,12 +1,13 @@
 """Every decision of a run once more: `aggregator/core/decisions.py` over a run's history."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from diloco.aggregator.arrays.fragment import make_input, step_size
 from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decision, Heard, decide_again
 from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
+from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.tape_events import event_of
 from diloco.common import wire
 from diloco.common.config import RunSettings
@@ -75,11 +76,17 @@ def _beside(history: History, commit: Commit, record: wire.Record) -> dict[str, 
     if commit.what != "version":
         return {"inputs": ()}
     state = commit.state
-    given = {taken.stream_seq: taken.coefficients for taken in record.inputs}
-    inputs = tuple(
-        make_input(admitted, given.get(admitted.stream_seq, b"")) for admitted in state.admitted
-    )
     settings = _settings_at(history, state.settings_seq)
     part = rounds.share(state) if settings.outer.participation else 1.0
     learning_rate, momentum = step_size(settings, part)
+    inputs = inputs_again(state.admitted, record)
     return {"inputs": inputs, "learning_rate": learning_rate, "momentum": momentum}
+
+
+def inputs_again(admitted: Sequence[Admitted], record: wire.Record) -> tuple[wire.Input, ...]:
+    """What a record would say of these inputs.
+
+    Of their arrays it is what the record does say, which merging again verifies.
+    """
+    given = {taken.stream_seq: (taken.coefficients, taken.weight_unit) for taken in record.inputs}
+    return tuple(make_input(one, *given.get(one.stream_seq, (b"", 0))) for one in admitted)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid, make_input
+from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.arrays.outer import make_outer
 from diloco.aggregator.core import policy, rounds
@@ -33,7 +33,7 @@ from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, get_object
 from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History
-from diloco.replay.decide import heard, rules_of, whole_from
+from diloco.replay.decide import heard, inputs_again, rules_of, whole_from
 from diloco.replay.redecide import redecide
 from diloco.replay.verify import is_stored
 
@@ -264,9 +264,8 @@ def _decides_as_it_was(
     """
 
     def inputs_of(commit: Commit, record: wire.Record) -> dict[str, object]:
-        given = {taken.stream_seq: taken.coefficients for taken in record.inputs}
         merged = commit.state.admitted if commit.what == "version" else ()
-        return {"inputs": tuple(make_input(one, given.get(one.stream_seq, b"")) for one in merged)}
+        return {"inputs": inputs_again(merged, record)}
 
     decisions = decide_again(
         chain,

@@ -12,6 +12,7 @@ WORDS: list[tuple[object, str]] = [
     (wire.ObjectName, "object name"),
     (wire.Count, "count"),
     (wire.Positive, "positive"),
+    (wire.PowerOfTwo, "power of two"),
     (wire.Seconds, "seconds"),
     (wire.Text, "text"),
     (bool, "bool"),

@@ -78,6 +78,7 @@ def merged(packed: bytes, manifest: wire.Manifest, arrays: FragmentArrays) -> di
     delta = names.version_object(RUN, 0, 1, "delta", shards.digest(made.delta))
     figures = [
         f"weight        {weight!r}",
+        f"weight_unit   {made.inputs[0].weight_unit}",
         f"norm          {payload.norm!r}",
         f"coefficients  {made.inputs[0].coefficients.hex()}",
         f"factors       {made.factors.hex()}",

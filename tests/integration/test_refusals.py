@@ -1,22 +1,14 @@
 """What cannot work is refused at the start: a sentence with both sides, a status, no traceback."""
 
-import socket
-
 import jax
 import numpy as np
 import tiny_task
 from audit import read_tape
-from harness import Process, eventually
+from harness import ENDLESS, Process, eventually, make_world
 from safetensors.numpy import save_file
 
 from diloco.common.exits import Exit
-
-
-def free_port() -> int:
-    """A port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from diloco.common.nats_server import NatsServer, free_port
 
 
 def refused(process: Process, status: Exit, *expected: str) -> None:
@@ -41,7 +33,6 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     out_of_range = world.variant("range", {"sync": {"fragments": 9}})
     no_task = world.variant("no-task", {"task": {"build": "nowhere.task:build"}})
     bad_url = world.variant("url", {"bus": {"url": "http://localhost:1"}})
-    nowhere = world.variant("nowhere", {"bus": {"url": f"nats://127.0.0.1:{free_port()}"}})
     not_toml = world.folder / "not.toml"
     not_toml.write_text("[run\nname=")
 
@@ -86,11 +77,6 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
             Exit.CONFIG,
             "there is no configuration file",
         ),
-        aggregator("nowhere", nowhere): (
-            Exit.PASSING,
-            "no connection to NATS at 127.0.0.1:",
-            "check the address",
-        ),
         learner("url", bad_url): (
             Exit.CONFIG,
             "'localhost:1' is not a NATS URL",
@@ -106,6 +92,27 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     tape = read_tape(world)
     assert not tape.joins, "a refused learner announced itself"
     assert tape.versions() == [0, 0, 0]
+
+
+def test_daemons_wait_for_nats_until_they_are_asked_to_end(tmp_path):
+    """They say so in their logs; what starts first has not to be known."""
+    port = free_port()
+    world = make_world("early", tmp_path / "early", f"nats://127.0.0.1:{port}", run=ENDLESS)
+    try:
+        daemons = [world.aggregator(), world.learner("learner-0"), world.learner("leaves")]
+        for daemon in daemons:
+            (waits,) = eventually(lambda daemon=daemon: daemon.events("waiting"), "it waits")
+            assert waits["what"] == "connecting to NATS"
+            assert f"no connection to NATS at 127.0.0.1:{port}" in waits["error"]
+        early = daemons.pop()
+        early.terminate()
+        assert early.wait() == Exit.ENDED, early.log()
+        with NatsServer(world.folder / "nats", port=port):
+            # Until there is a run they end, as what a restart mends.
+            for daemon in daemons:
+                refused(daemon, Exit.NO_RUN, "there is no run 'early'")
+    finally:
+        world.end()
 
 
 def test_creating_again(new_world):

@@ -13,7 +13,7 @@ from diloco.aggregator.core.decisions import decide
 from diloco.aggregator.core.effects import AskCut, Commit, Effect
 from diloco.aggregator.core.state import State
 from diloco.common import names, shards, slices, wire
-from diloco.common.config import make_config
+from diloco.common.config import RunSettings, make_config
 from diloco.common.layout import Tensor, make_layout
 
 BLOCK = 16
@@ -26,14 +26,19 @@ BASIS = {
 }
 
 
-def lab_rules(**changes) -> policy.FragmentRules:
-    """Rules of the lab's fragment; `changes` are "section.key": value."""
+def lab_settings(**changes) -> RunSettings:
+    """Settings of the lab's run; `changes` are "section.key": value."""
     document = {"run": {"name": "lab", "steps": 1 << 30}, "store": {"url": "unused"}}
     document |= {section: dict(values) for section, values in BASIS.items()}
     for key, value in changes.items():
         section, name = key.split(".")
         document.setdefault(section, {})[name] = value
-    return policy.fragment_rules(make_config(document, source="lab").settings(), LAYOUT, 0)
+    return make_config(document, source="lab").settings()
+
+
+def lab_rules(**changes) -> policy.FragmentRules:
+    """Rules of the lab's fragment, of such settings."""
+    return policy.fragment_rules(lab_settings(**changes), LAYOUT, 0)
 
 
 def digest_of(version: int) -> str:
@@ -89,7 +94,7 @@ def record_of(rules, commit: Commit, base_digest: str) -> wire.Record:
         fragment=rules.fragment,
         base_digest=base_digest,
         layout=rules.layout,
-        inputs=tuple(merged_input(taken, b"") for taken in commit.state.admitted),
+        inputs=tuple(merged_input(taken, b"", 0) for taken in commit.state.admitted),
         view_digest=digest_of(decided.version),
         outer_digest=digest_of(decided.version),
     )

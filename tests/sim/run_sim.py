@@ -1,4 +1,4 @@
-"""Simulate many seeds: `python tests/sim/run_sim.py --seeds 1000 --minutes 2`; see `make sim`.
+"""Simulate many seeds: `python tests/sim/run_sim.py --seeds 1000`; see `make sim`.
 
 Ends with 1 after the first seed that breaks something, with its minimal trace.
 """
@@ -8,13 +8,16 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
-from simrun import KINDS, Outcome, Trial, simulate_alone
+from simpieces import NOTHING, Results, Sums, pieces, sums
+from simrun import FULL, KINDS, Outcome, Trial, simulate_alone
 from simshrink import commit, explain, shrink
 
 REPORT_S = 10.0
+Simulate = Callable[[Iterable[Trial]], Iterator[Outcome]]
 
 
 def main() -> int:
@@ -26,20 +29,41 @@ def main() -> int:
             minutes=arguments.minutes,
             learners=arguments.learners,
             fragments=arguments.fragments,
-            kinds=tuple(arguments.kinds),
+            kinds=tuple(arguments.kinds) or (FULL if arguments.full else KINDS),
             intensity=arguments.intensity,
         )
         for seed in range(arguments.first, arguments.first + arguments.seeds)
     ]
     print(f"{len(plans)} seeds of {arguments.minutes:g} simulated minutes, commit {commit()}")
-    outcomes, failed = _watch(_simulate_all(plans, arguments.jobs), len(plans))
-    print(summary(outcomes))
+    total, failed = _run(plans, arguments)
+    print(summary(total))
     if failed is None:
         return 0
     print(explain(failed))
     print("\nshrinking ...", flush=True)
     print(explain(shrink(failed)))
     return 1
+
+
+def _run(plans: Sequence[Trial], arguments: argparse.Namespace) -> tuple[Sums, Outcome | None]:
+    """The sums of what passed, and the first failure."""
+    results = Results(arguments.results, commit()) if arguments.results else None
+    total, begun_s = NOTHING, time.monotonic()
+    with ExitStack() as stack:
+        simulate = _simulator(stack, min(arguments.jobs, len(plans)))
+        for piece in pieces(plans):
+            found = results.find(piece) if results else None
+            if found is None:
+                if arguments.seconds and time.monotonic() - begun_s > arguments.seconds:
+                    break
+                done, failed = _watch(simulate(piece), total.seeds, len(plans))
+                found = sums(done)
+                if failed is not None:
+                    return total.plus(found), failed
+                if results:
+                    results.add(piece, found)
+            total = total.plus(found)
+    return total, None
 
 
 def _parse() -> argparse.Namespace:
@@ -49,21 +73,29 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=2.0, help="simulated, of each seed")
     parser.add_argument("--learners", type=int, default=4)
     parser.add_argument("--fragments", type=int, default=2)
-    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS, help="of faults")
+    parser.add_argument("--full", action="store_true", help="full worlds, not light ones")
+    parser.add_argument("--kinds", nargs="*", default=(), choices=FULL, help="of faults, only")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="add a line of JSON to this file; seeds that it has for this commit are left out",
+    )
+    parser.add_argument("--seconds", type=float, help="begin no seed after so long")
     parser.add_argument("--intensity", type=float, default=1.0, help="how often faults are")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     return parser.parse_args()
 
 
-def _simulate_all(plans: list[Trial], jobs: int) -> Iterator[Outcome]:
-    if jobs == 1 or len(plans) == 1:
-        yield from map(simulate_alone, plans)
-        return
-    with multiprocessing.get_context("spawn").Pool(min(jobs, len(plans))) as pool:
-        yield from pool.imap(simulate_alone, plans)
+def _simulator(stack: ExitStack, jobs: int) -> Simulate:
+    if jobs == 1:
+        return lambda plans: map(simulate_alone, plans)
+    pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs))
+    return lambda plans: pool.imap(simulate_alone, plans)
 
 
-def _watch(outcomes: Iterable[Outcome], count: int) -> tuple[list[Outcome], Outcome | None]:
+def _watch(
+    outcomes: Iterable[Outcome], before: int, count: int
+) -> tuple[list[Outcome], Outcome | None]:
     """The outcomes up to the first failure, which comes by itself."""
     done: list[Outcome] = []
     reported_s = time.monotonic()
@@ -73,25 +105,18 @@ def _watch(outcomes: Iterable[Outcome], count: int) -> tuple[list[Outcome], Outc
         done.append(outcome)
         if time.monotonic() - reported_s > REPORT_S:
             reported_s = time.monotonic()
-            print(f"  {len(done)} of {count}, up to seed {outcome.plan.seed}", flush=True)
+            print(f"  {before + len(done)} of {count}, up to seed {outcome.plan.seed}", flush=True)
     return done, None
 
 
-def summary(outcomes: list[Outcome]) -> str:
+def summary(total: Sums) -> str:
     """What was simulated and survived."""
-    fates: Counter[str] = Counter()
-    injected: Counter[str] = Counter()
-    for outcome in outcomes:
-        fates.update(outcome.fates)
-        injected.update(outcome.injected)
-    simulated_s = sum(outcome.simulated_s for outcome in outcomes)
-    cpu_s = sum(outcome.cpu_s for outcome in outcomes)
-    events = sum(outcome.events for outcome in outcomes)
-    kinds = "".join(f"\n  {kind:<18} {count:>10,}" for kind, count in injected.most_common())
+    fates, cpu_s, simulated_s = total.fates, max(total.cpu_s, 1e-9), total.simulated_s
+    kinds = "".join(f"\n  {kind:<18} {count:>10,}" for kind, count in total.injected.most_common())
     return (
-        f"{len(outcomes)} seeds passed: {events:,} events in {simulated_s / 3600:.2f} simulated "
-        f"hours, {cpu_s:.1f} s of CPU: {simulated_s / max(cpu_s, 1e-9):.0f} simulated seconds a "
-        f"second\n"
+        f"{total.seeds} seeds passed: {total.events:,} events in {simulated_s / 3600:.2f} "
+        f"simulated hours, {cpu_s:.1f} s of CPU: {simulated_s / cpu_s:.0f} simulated seconds a "
+        f"second, {cpu_s / max(total.seeds, 1):.3f} s a seed\n"
         f"learner steps {fates['learner_steps']:,}, versions {fates['versions']:,}\n"
         f"updates sent {fates['sent']:,} = merged {fates['merged']:,} + rejected "
         f"{fates['rejected']:,} + in flight {fates['in_flight']:,} + lost with a server "

@@ -243,6 +243,8 @@ class Actor:
         self.world.actors.pop(self, None)
         self.world.note(self, "killed", "")
         self.world.loop.thaw(self)
+        if self.world.power_fails:
+            self.world.store.cut_power(self)
         for task in self.tasks:
             task.cancel()
 

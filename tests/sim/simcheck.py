@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from simgarbage import GarbageChecker
+from simoracle import Beside
 from simstore import AsStored
-from simtensors import TOKENS, Covers
+from simtensors import TOKENS, Covers, Light
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.shard_reader import read_input
@@ -105,6 +106,7 @@ class Checkers:
         self.end_seq = 0
         self.epoch = 0
         self.past: Counter[str] = Counter()
+        self.oracle = Beside(world.layout, light=isinstance(world.tensors, Light))
         # Of hostile learners: updates by fragment, and whether each may be merged.
         self.hostile: dict[tuple[int, UpdateId], bool] = {}
         # Words about each learner that was ever shut out, oldest first: sequence, and whether it is.
@@ -154,6 +156,13 @@ class Checkers:
         handler = self._handlers.get(subject.kind) if subject else None
         if handler is not None:
             self._guard(handler, message)
+        self._guard(self._ask_oracle, message)
+
+    def _ask_oracle(self, message: Message) -> None:
+        for finding in self.oracle.take(message, self._stored, self._world.injected):
+            if finding.rule == "data" and LIAR in finding.about:
+                continue  # Of its own data everybody may lie.
+            raise Violation(f"oracle-{finding.rule}", finding.about, finding.sentence)
 
     def on_stored(self, name: str) -> None:
         """A new object is there."""

@@ -27,7 +27,7 @@ class Needs:
     Attributes:
         wholes: versions of which view and outer state are stored, ascending.
         deltas, states, shards: the version that each object belongs to.
-        pinned: versions that the checkpoints of the tape keep, oldest first.
+        pinned: names of the tape's checkpoints, and the version that each keeps.
     """
 
     made: list[Made] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Needs:
     deltas: dict[str, int] = field(default_factory=dict)
     states: dict[str, int] = field(default_factory=dict)
     shards: dict[str, int] = field(default_factory=dict)
-    pinned: list[int] = field(default_factory=list)
+    pinned: list[tuple[str, int]] = field(default_factory=list)
     newest_stored_s: float = 0.0
     position: int = 1
 
@@ -100,12 +100,12 @@ class GarbageChecker:
     def note_checkpoint(self, checkpoint: wire.Checkpoint) -> None:
         """From now on the versions of a checkpoint must stay."""
         for fragment, version in enumerate(checkpoint.versions):
-            self.needs[fragment].pinned.append(version)
+            self.needs[fragment].pinned.append((checkpoint.name, version))
 
     def begin_epoch(self, file: wire.CheckpointFile) -> None:
         """The tape begins anew with a checkpoint."""
-        pinned = [record.version for record in file.records]
-        self.needs = {f: Needs(pinned=[version]) for f, version in enumerate(pinned)}
+        pinned = [(file.name, record.version) for record in file.records]
+        self.needs = {f: Needs(pinned=[one]) for f, one in enumerate(pinned)}
 
     def on_deleted(self, name: str) -> None:
         """An object is about to go."""
@@ -139,7 +139,8 @@ class GarbageChecker:
         self._hold(free, "garbage", about, f"{name} is needed from {floor} on")
         free = delta is None or delta <= floor.version
         self._hold(free, "garbage", about, f"{name} is needed from {floor} on")
-        pinned = state is not None and state in needs.pinned[-self._keep :]
+        # The newest by their names: a mark may be stored long after others that followed it.
+        pinned = state is not None and state in dict(sorted(needs.pinned)[-self._keep :]).values()
         self._hold(not pinned, "garbage", about, f"{name} is kept by a checkpoint")
 
     def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:

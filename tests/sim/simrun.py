@@ -20,6 +20,7 @@ from typing import Any
 
 from simactor import CALM, Actor, Faults
 from simcheck import LIAR, Violation
+from simdisk import Disk
 from simhostile import Liar
 from simoperator import Command, Operator
 from simtensors import Ledger, Light, Numbers
@@ -71,6 +72,8 @@ WORLDS = (
     "bodies",
     "outlived",
     "numbers",
+    "checkpoints",
+    "power_cut",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
@@ -198,6 +201,7 @@ class Scenario:
             traced=plan.traced,
             record_bytes=self._record_bytes(),
         )
+        self.world.power_fails = plan.has("power_cut")
         self.calm = False
         self.closed = False
         self._clocks = plan.rng("skew")
@@ -228,7 +232,8 @@ class Scenario:
         hosts = (1,)
         if self.plan.has("meshes"):
             hosts = self.plan.rng(f"hosts-{index}").choice([(1,), (2,), (1, 2, 3)])
-        return SimLearner(self.world, index, step_s=step_s, hosts=hosts)
+        disk = Disk(self.plan.rng(f"disk-{index}")) if self.plan.has("checkpoints") else None
+        return SimLearner(self.world, index, step_s=step_s, hosts=hosts, disk=disk)
 
     def _begin(self, actor: Actor) -> None:
         """What is peculiar to one life."""
@@ -467,6 +472,10 @@ def simulate(plan: Trial) -> Outcome:
             world.checkers.check_resolved()
         except Violation as violation:
             outcome.violation = violation
+        finally:
+            for learner in scenario.learners:
+                if learner.disk is not None:
+                    learner.disk.close()
     outcome.fates = world.checkers.fates()
     outcome.fates["learner_steps"] = world.steps
     outcome.events = world.events

@@ -26,6 +26,8 @@ class SimStore(MemoryStore):
         self._folders: dict[str, dict[str, None]] = defaultdict(dict)
         # Objects that others than their writers do not see before a time.
         self.hidden: dict[str, tuple[Actor, float]] = {}
+        # Objects of which their writers do not know that they are stored: not synced yet.
+        self.unsynced: dict[str, Actor] = {}
         # What was stored under names whose objects are damaged now.
         self.rotten: dict[str, bytes] = {}
 
@@ -49,6 +51,14 @@ class SimStore(MemoryStore):
             data = bytearray(self._objects[name])
             data[len(data) // 2] ^= 4
             self.rotten[name], self._objects[name] = self._objects[name], bytes(data)
+
+    def cut_power(self, actor: "Actor") -> None:
+        """What an actor has stored last, and nobody relies on, is gone."""
+        for name in [name for name, writer in self.unsynced.items() if writer is actor]:
+            del self.unsynced[name]
+            if name in self._objects:
+                del self._objects[name], self._folders[_folder(name)][name]
+                actor.world.injected["power_cut"] += 1
 
     def sound(self, name: str) -> bytes:
         """An object as it was stored."""
@@ -102,6 +112,7 @@ class ActorStore:
     def put(self, name: str, data: bytes | memoryview) -> None:
         actor, faults = self._actor, self._actor.faults
         self._reach()
+        self._inner.unsynced.pop(name, None)
         if actor.world.is_full("store"):
             raise StoreUnavailableError(f"{actor.name}: the store's disk is full")
         actor.effect("put", name, lambda: self._inner.put(name, data))
@@ -110,7 +121,11 @@ class ActorStore:
         if actor.hit(faults.late_object, "late_object"):
             until_s = actor.world.loop.now_s + actor.lasting(faults.visible_s)
             self._inner.hidden[name] = (actor, until_s)
-        self._answer()
+        try:
+            self._answer()
+        except StoreUnavailableError:
+            self._inner.unsynced[name] = actor
+            raise
 
     def get(self, name: str, limit_bytes: int | None = None) -> bytes:
         self._reach()

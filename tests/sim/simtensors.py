@@ -13,6 +13,7 @@ once, twice or never. There are three kinds:
   position) counts how often the progress of that batch was sent.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -124,9 +125,12 @@ class _LightSum:
         self.inputs = 0
         self.digest = b""
 
-    def add(self, _codec: str, parts: Sequence[Encoded], coefficients_S: np.ndarray) -> None:
+    def add(
+        self, _codec: str, parts: Sequence[Encoded], coefficients_S: np.ndarray, unit: int
+    ) -> None:
         codes = b"".join(part.codes.data for part in parts)
-        self.digest = xxhash.xxh3_128_digest(self.digest + codes + coefficients_S.tobytes())
+        given = coefficients_S.tobytes() + struct.pack("<h", unit)
+        self.digest = xxhash.xxh3_128_digest(self.digest + codes + given)
         self.inputs += 1
 
 
@@ -140,12 +144,14 @@ def _light_norms(grid: Grid, _codec: str, parts: Sequence[Encoded]) -> np.ndarra
 
 
 def _light_coefficients(_grid: Grid, update: Contribution) -> np.ndarray:
-    share = update.weight * update.discount * update.clip
+    share = math.ldexp(update.weight, -update.unit) * update.discount * update.clip
     return np.asarray([share], ml_dtypes.bfloat16)
 
 
 def _light_factors(_grid: Grid, _sum: _LightSum, updates: Sequence[Contribution]) -> np.ndarray:
-    return np.asarray([1 / sum(update.weight for update in updates)], np.float32)
+    unit = updates[-1].unit
+    total = sum(math.ldexp(update.weight, -unit) for update in updates)
+    return np.asarray([1 / total], np.float32)
 
 
 def _light_close_round(

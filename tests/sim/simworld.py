@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import structlog
 from simactor import CALM, Actor, Faults, Killed
 from simbus import SimBroker
 from simcheck import Checkers, Violation
+from simdisk import Disk
 from simloop import StuckError, VirtualLoop
 from simmesh import MeshUploader
 from simstore import SimStore
@@ -101,6 +103,8 @@ class World:
         self.injected: Counter[str] = Counter()
         self.damaged = False
         self.without_server = False
+        # Processes that die do so because their machine's power fails.
+        self.power_fails = False
         self.full_until_s = {"bus": 0.0, "store": 0.0}
         self.delivered = 0
         self.steps = 0
@@ -382,6 +386,7 @@ class SimLearner:
         step_s: of an inner step.
         heartbeat_interval_s: between heartbeats.
         hosts: numbers of hosts, one of which each life has.
+        disk: keeps its checkpoints.
         life: of `Actor`, for all its lives.
     """
 
@@ -393,8 +398,10 @@ class SimLearner:
         step_s: float = 1.0,
         heartbeat_interval_s: float = 1.0,
         hosts: Sequence[int] = (1,),
+        disk: Disk | None = None,
         **life: Any,
     ) -> None:
+        self.disk = disk
         self.world = world
         self.index = index
         self.name = f"learner-{index}"
@@ -418,6 +425,8 @@ class SimLearner:
         actor.spawn(self._live(actor, SimBackground(actor), context))
         await ended(actor)
         self.actor = None
+        if self.disk is not None and actor.dead and world.power_fails and self.disk.lose_power():
+            world.injected["power_cut"] += 1
         return not actor.dead
 
     async def _live(self, actor: Actor, background: SimBackground, context: LearnerContext) -> None:
@@ -434,7 +443,9 @@ class SimLearner:
         views = [item.view for item in loaded]
         starts = tuple(start_at(item) for item in loaded)
         replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
-        meter = Meter(self.name, context.traffic)
+        found = self.disk.restore(actor, context) if self.disk is not None else None
+        local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
+        meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)
         life = await join(context, "sim")
         uploader = self._uploader(actor, context, replica)
         publisher = Publisher(context, background.post, uploader, peers, life)
@@ -459,7 +470,10 @@ class SimLearner:
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
             saver=NoCheckpoints(), clock=actor.clock,
         )  # fmt: skip
-        await self._train(actor, trainer)
+        save = None
+        if self.disk is not None:
+            save = partial(self.disk.save, actor, context, trainer, life.incarnation)
+        await self._train(actor, trainer, save)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(publisher.leave(trainer.position), LEAVE_S)
 
@@ -471,7 +485,9 @@ class SimLearner:
         self.world.injected["meshes"] += 1
         return MeshUploader(context, replica, actor.rng, hosts)
 
-    async def _train(self, actor: Actor, trainer: SimTrainer) -> None:
+    async def _train(
+        self, actor: Actor, trainer: SimTrainer, save: Callable[[], None] | None
+    ) -> None:
         world, meter, loop = self.world, trainer.meter, self.world.loop
         meter.step_time_s = self.step_s
         then = "step"
@@ -490,5 +506,7 @@ class SimLearner:
             world.steps += 1
             meter.local_step += 1
             meter.tokens += TOKENS
+            if save is not None:
+                save()
             then = trainer.turn().then
             world.checkers.on_stepped(self.name, loop.now_s - began_s)

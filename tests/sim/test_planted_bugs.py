@@ -15,6 +15,7 @@ from diloco.common import names, shards, slices, wire
 from diloco.common.errors import StoreUnavailableError
 from diloco.common.service import Runtime
 from diloco.common.tape import data_position
+from diloco.learner.checkpoint import PartFolder
 
 SEEDS = 500
 
@@ -211,6 +212,28 @@ def deltas_in_the_codec_of_updates():
     return mock.patch("diloco.common.shards.unpack_delta", wrong)
 
 
+def checkpoints_in_string_order():
+    """A learner takes checkpoint 9 for newer than checkpoint 12."""
+    numbers = PartFolder.numbers
+    return mock.patch.object(
+        PartFolder, "numbers", lambda self: sorted(numbers(self), key=str, reverse=True)
+    )
+
+
+def no_answer_taken_for_one():
+    """A learner whose shard was not acknowledged announces it all the same."""
+    call = Runtime.call
+
+    async def once(self, function, *arguments, **options):
+        try:
+            return await call(self, function, *arguments, **options)
+        except StoreUnavailableError as error:
+            if "answer is lost" not in error.message:
+                raise
+
+    return mock.patch("diloco.common.service.Runtime.call", once)
+
+
 # Of each: the kinds of faults that find it, if not those of light seeds; and the rules it breaks.
 BUGS = {
     position_from_any_replica: ((), {"data"}),
@@ -236,6 +259,11 @@ BUGS = {
     epoch_of_manifests_unchecked: (("hostile",), {"fooled", "resolved"}),
     epoch_not_asked_for: (("resume",), {"breaks", "chain", "ends"}),
     deltas_in_the_codec_of_updates: (("numbers",), {"view", "breaks"}),
+    checkpoints_in_string_order: (("checkpoints", "crash"), {"checkpoint"}),
+    no_answer_taken_for_one: (
+        ("power_cut", "store_lost_answer", "crash"),
+        {"objects", "rejected", "stopped", "breaks", "garbage"},
+    ),
 }
 
 
@@ -255,17 +283,22 @@ def test_a_planted_bug_is_found(plant, record_property):
             pytest.fail(f"not found within {SEEDS} seeds")
     record_property("seeds", seed + 1)
     print(f"{plant.__name__} is found after {seed + 1} seeds: {violation}")
-    assert violation.rule in rules
+    # The oracle sees some of them sooner.
+    assert violation.rule in rules or violation.rule.startswith("oracle-")
 
 
 @pytest.mark.parametrize("kind", WORLDS)
 def test_each_world_does_no_harm_alone(kind):
     """And what it does is done."""
-    needs = {"outlived": ("resume",), "false_answer": ("lost_answer", "rivals")}.get(kind, ())
+    needs = {
+        "outlived": ("resume",),
+        "false_answer": ("lost_answer", "rivals"),
+        "power_cut": ("crash", "checkpoints"),
+    }.get(kind, ())
     done = 0
     for seed in range(SEEDS):
         trial = Trial(seed=seed, kinds=(kind, *needs))
-        if not trial.has(kind) or (kind == "numbers" and not trial.numbers):
+        if not all(map(trial.has, trial.kinds)) or (kind == "numbers" and not trial.numbers):
             continue
         outcome = simulate(trial)
         assert outcome.violation is None, f"seed {seed}"

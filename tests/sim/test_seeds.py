@@ -3,10 +3,12 @@
 from collections import Counter
 
 import pytest
-from simrun import KINDS, Trial, simulate
+from simrun import FULL, KINDS, WORLDS, Trial, simulate
 from simshrink import explain, shrink
 
-SEEDS = 60
+SEEDS = 45
+# Of full worlds; `make sim FULL=1` has the rest.
+FULL_SEEDS = 12
 
 
 @pytest.mark.timeout(600)
@@ -24,6 +26,17 @@ def test_no_seed_breaks_an_invariant():
     assert fates["merged"] > 50 * SEEDS
     assert fates["rejected"] > 0
     assert min(injected[kind] for kind in KINDS) > 0
+
+
+@pytest.mark.timeout(600)
+def test_nor_does_one_of_a_full_world():
+    injected: Counter[str] = Counter()
+    for seed in range(FULL_SEEDS):
+        outcome = simulate(Trial(seed=seed, kinds=FULL))
+        if outcome.violation is not None:
+            pytest.fail(explain(shrink(outcome)))
+        injected.update(outcome.injected)
+    assert sum(injected[kind] > 0 for kind in WORLDS) > len(WORLDS) / 2
 
 
 def test_nor_with_the_production_arithmetic():

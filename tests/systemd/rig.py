@@ -146,6 +146,16 @@ def findings():
     return [(one["severity"], one["about"], one["sentence"]) for one in told["findings"]]
 
 
+def begin(unit):
+    run("systemctl", "start", "--no-block", unit)
+
+
+def error_of(unit):
+    """What has ended a unit; '' while it says something else."""
+    text = status_text(unit)
+    return text if text.startswith("error: ") else ""
+
+
 def drop_in(unit, text, name="90-test.conf"):
     folder = UNITS / f"{unit}.d"
     folder.mkdir(exist_ok=True)

@@ -32,9 +32,17 @@ PATIENCE_S = 30.0
 
 
 class Lab:
-    """One run: its context, and what learners' hands need."""
+    """One run: its context, and what learners' hands need.
 
-    def __init__(self, *, fragments: int = 1, **gc: Any) -> None:
+    Args:
+        fragments: how many.
+        sections: of the settings, over those that a lab has anyway.
+        gc: of the collection of garbage.
+    """
+
+    def __init__(
+        self, *, fragments: int = 1, sections: dict[str, Any] | None = None, **gc: Any
+    ) -> None:
         tensors = [
             Tensor(name=f"w{index}", shape=(ROWS, BLOCK), dtype="float32")
             for index in range(fragments)
@@ -42,7 +50,7 @@ class Lab:
         self.params = {tensor.name: jnp.ones(tensor.shape) for tensor in tensors}
         self.bus: Bus = MemoryBus()
         self.store = MemoryStore()
-        document = {
+        document: dict[str, dict[str, Any]] = {
             "run": {"name": RUN, "steps": 1 << 30},
             "sync": {
                 "fragments": fragments,
@@ -54,6 +62,8 @@ class Lab:
             },
             "quorum": {"pace": 0.0, "grace_fraction": 0.0, "deadline_s": 1.0},
         }
+        for name, section in (sections or {}).items():
+            document[name] = {**document.get(name, {}), **section}
         self.context = Context(
             name="aggregator",
             gc=GcSection(**gc),
@@ -110,7 +120,7 @@ class Lab:
         return wire.Manifest(
             run=RUN, learner=learner, epoch=0, incarnation=life[1], seq=seq, fragment=fragment,
             base_version=0, base_digest="0" * 32, layout=self.context.layout.digest,
-            codec="float32", shards=entries, tokens=80, steps=8, position=8 * seq,
+            codec=self.context.settings.sync.codec, shards=entries, tokens=80, steps=8, position=8 * seq,
             local_step=8 * seq, loss=1.0, step_time_s=0.001, encode_s=0.0, upload_s=0.0, attempt=0,
             final=False,
         )  # fmt: skip
@@ -123,8 +133,9 @@ class Lab:
         return [np.sort(order[: count // 2]), np.sort(order[count // 2 :])]
 
     def _shard(self, name: str, rows: np.ndarray, blocks: np.ndarray) -> wire.Shard:
-        encoded = encode("float32", jnp.asarray(rows[blocks].reshape(-1)), BLOCK)
-        data = shards.pack("float32", encoded, BLOCK)
+        codec = self.context.settings.sync.codec
+        encoded = encode(codec, jnp.asarray(rows[blocks].reshape(-1)), BLOCK)
+        data = shards.pack(codec, encoded, BLOCK)
         self.store.put(name, data)
         return wire.Shard(
             name=name,

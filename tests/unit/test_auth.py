@@ -1,6 +1,7 @@
 """`diloco auth`: what it writes, and that nats-server takes it."""
 
 import json
+import os
 import stat
 import subprocess
 from pathlib import Path
@@ -162,3 +163,34 @@ def test_no_learner_may_write_what_another_may() -> None:
     assert written
     assert not written & other
     assert all(".a" in subject for subject in written), json.dumps(sorted(written))
+
+
+@pytest.mark.parametrize(
+    ("unit", "named", "missing"),
+    [
+        ("diloco-aggregator.service", "aggregator", "aggregator"),
+        ("diloco-learner@island-a.service", "%i", "island-a"),
+    ],
+)
+def test_what_a_unit_hands_over_for_a_missing_file_names_it(
+    tmp_path: Path, unit: str, named: str, missing: str
+) -> None:
+    path = tmp_path / unit / "bus.toml"
+    path.parent.mkdir()
+    path.write_text(f"# no file: /etc/diloco/credentials/{named}.toml")
+    with pytest.raises(ConfigError, match=f"file /etc/diloco/credentials/{missing}.toml,"):
+        load_credentials(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_root_may_let_a_group_read_credentials(tmp_path: Path) -> None:
+    path = tmp_path / "operator.toml"
+    path.write_text(
+        render_credentials(Credentials(run="demo", identity="me", role="operator", seed="SU"))
+    )
+    os.chown(path, 0, 1000)
+    path.chmod(0o640)
+    assert load_credentials(path) is not None
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others can read"):
+        load_credentials(path)

@@ -149,9 +149,16 @@ def test_coefficients_are_bfloat16_of_the_rule():
     assert got.tolist() == np.array(expected).astype(ml_dtypes.bfloat16).tolist()
 
 
-@pytest.mark.parametrize(("norm", "expected"), [(1e-30, 2.0**60), (1e30, 2.0**-60)])
-def test_coefficients_stay_where_products_are_exact(norm, expected):
-    got = coefficients(GRID, Contribution(np.full(6, norm), weight=1.0))
+@pytest.mark.parametrize(
+    ("norm", "weight", "unit", "expected"),
+    [
+        (2.0**-64, 2.0**131, 100, 2.0**95),
+        (2.0**63, 2.0**-63, 0, 2.0**-126),
+        (2.0**63, 2.0**-64, 0, 0.0),
+    ],
+)
+def test_coefficients_hold_the_extremes_of_weights_and_norms(norm, weight, unit, expected):
+    got = coefficients(GRID, Contribution(np.full(6, norm), weight, unit=unit))
     assert set(got[RADIAL].astype(float)) == {expected}
 
 

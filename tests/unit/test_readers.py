@@ -451,3 +451,19 @@ def test_an_aggregator_begins_although_a_body_is_gone_that_nobody_needs(run_asyn
             await lab.send_many("a", 2, 1)
 
     run_async(scenario())
+
+
+def test_a_rollback_that_is_jumped_over_is_adopted_all_the_same(run_async):
+    """What leads on is a later version: that a rollback lies between says the floor."""
+
+    async def scenario() -> None:
+        lab = await made(3)
+        followed = Followed(lab)
+        await followed.load()
+        await roll_back(lab.context, await find_versions(lab.context, {0: 1}))
+        await more(lab, 2)
+        assert await followed.follow_to(lab, 6) == [(6, View)]
+        ((ready, _),) = followed.readies
+        assert ready.rolled_back
+
+    run_async(scenario())

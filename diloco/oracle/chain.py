@@ -1,0 +1,243 @@
+"""One fragment's records, each judged against the one before it and the tape between them."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from diloco.common import wire
+from diloco.common.config import RunSettings
+from diloco.common.layout import Layout
+from diloco.common.tape import Entry
+from diloco.oracle import records
+from diloco.oracle.finding import Finding
+from diloco.oracle.hearing import concerns, hear
+from diloco.oracle.life import Breach, Close, Life, begin
+from diloco.oracle.rounds import recorded, time_up_s
+from diloco.oracle.watching import watch
+
+# By these rules an owner decides that says so as its life begins.
+RULES = 1.0
+# So many observations get a record of their own.
+OBSERVATIONS = 1 << 13
+
+
+class Chain:
+    """A fragment as the oracle has followed it.
+
+    Args:
+        layout: the run's.
+        created: settings of the specification; `settings` those of later messages.
+        fragment: its index.
+
+    Attributes:
+        late_s: how long after its time a timer may be told, None for however long: an owner that
+            is paused decides nothing, and nothing says for how long it was.
+        base: the newest record; `base_seq` its sequence.
+        followed: records whose decision was made again; `unknown`: others, with the reason.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        created: RunSettings,
+        settings: dict[int, RunSettings],
+        fragment: int,
+    ) -> None:
+        self.fragment = fragment
+        self.late_s: float | None = None
+        self.base: wire.Record | None = None
+        self.base_seq = 0
+        self.followed = 0
+        self.unknown: list[tuple[int, str]] = []
+        self._layout = layout
+        self._created = created
+        self._settings = settings
+        self._life: Life | None = None
+        self._heard: list[Entry] = []
+        self._next_seq = 1
+        self._whole_from = 1
+        self._versions: dict[int, wire.Record] = {}
+        # Messages that nobody can decode count as the last of a subject as well.
+        self._garbled: set[int] = set()
+
+    def hear(self, entry: Entry) -> None:
+        """A message of the tape, in order."""
+        if concerns(entry, self.fragment):
+            self._heard.append(entry)
+
+    def pass_over(self, seq: int) -> None:
+        """A message of the tape that is none of the protocol."""
+        self._garbled.add(seq)
+
+    def missing_before(self, seq: int) -> None:
+        """The tape lacks messages before a sequence; none of those that follow a record matters.
+
+        Garbage collection takes a fragment's messages only from before its oldest record.
+        """
+        if self.base is None:
+            self._whole_from = seq
+
+    def lose(self, seq: int) -> None:
+        """A record cannot be read: what follows is judged from the next one on."""
+        self.base, self._life, self._whole_from = None, None, max(2, seq)
+
+    def judge(self, record: wire.Record, seq: int) -> list[Finding]:
+        """The fragment's next record."""
+        breaches = list(self._judge(record, seq))
+        about = f"fragment {self.fragment} version {record.version}"
+        if breaches:
+            self._life = None
+        self.base, self.base_seq = record, seq
+        if record.what != "verdict":
+            self._versions[record.version] = record
+        self._heard = self._heard[self._index(record.position) :]
+        return [Finding(b.rule, seq, about, b.field, b.expected, b.found) for b in breaches]
+
+    def _judge(self, record: wire.Record, seq: int) -> Iterator[Breach]:
+        base = self.base
+        if base is None:
+            yield from self._first(record, seq)
+            return
+        yield from records.link(base, self.base_seq, record)
+        if record.what == "restore":
+            self._life = None
+            source = self._versions.get(record.restored_version or 0)
+            yield from records.restore(base, self.base_seq, source, record)
+            return
+        yield from records.sums(base, record)
+        settings = self._settings_at(record.policy.settings_seq)
+        if settings is not None:
+            yield from records.objects(settings, base, self.base_seq, record)
+        yield from self._decision(base, record)
+
+    def _first(self, record: wire.Record, seq: int) -> Iterator[Breach]:
+        """What a tape that was not trimmed begins with."""
+        if self._whole_from > 1:
+            self._whole_from = seq
+            return
+        expected = ("restored", 1) if record.epoch else ("version", 1)
+        found = (record.what, record.position)
+        if found != expected or record.base_seq or (not record.epoch and record.version):
+            yield Breach("chain", "what", expected, (*found, record.version, record.base_seq))
+        if not record.epoch and record.global_step:
+            yield Breach("clock", "global_step", 0, record.global_step)
+
+    def _settings_at(self, seq: int) -> RunSettings | None:
+        return self._settings.get(seq) if seq else self._created
+
+    # A decision
+
+    def _decision(self, base: wire.Record, record: wire.Record) -> Iterator[Breach]:
+        why = self._follow(base, record)
+        if why or self._life is None:
+            self.unknown.append((record.base_seq, why))
+            self._life = None
+            return
+        life, close = self._life, self._life.due
+        yield from life.breaches
+        life.breaches = []
+        if close is None:
+            state = (life.phase, sorted(life.announcers()), sorted(life.memory.waited_for()))
+            yield Breach("round", "what", f"nothing yet: {state}", (record.what, record.reason))
+            return
+        yield from records.decision(life, close, record)
+        recorded(life, close)
+        life.view_digest = record.view_digest
+        yield from records.remembered(life, record)
+        self.followed += 1
+
+    def _follow(self, base: wire.Record, record: wire.Record) -> str:
+        """Bring the life to where its maker was; why that cannot be done, or ''."""
+        for count, seen in enumerate(record.observations, 1):
+            if seen.what == "resumed":
+                why = self._begin(base, seen)
+                if why:
+                    return why
+                continue
+            if self._life is None:
+                why = self._go_on(base, seen)
+                if why:
+                    return why
+            if not self._observe(seen, record, count):
+                return ""
+        if self._life is None:
+            return "the record does not say how its maker began"
+        self._hear_until(self._life, record.policy.seen_seq)
+        return ""
+
+    def _observe(self, seen: wire.Observation, record: wire.Record, count: int) -> bool:
+        """Take one observation; False if the record was due before it."""
+        life = self._life
+        assert life is not None
+        self._hear_until(life, seen.after_seq)
+        if life.due is not None:
+            life.breach("round", "closed_at_s", life.due, f"went on: {seen.what} {seen.at_s}")
+            return False
+        if seen.after_seq != life.read_seq:
+            life.breach("observation", "after_seq", life.read_seq, seen.after_seq)
+        self._check_time(life, seen)
+        watch(life, seen, record)
+        self._check_cut(life, seen)
+        if count >= OBSERVATIONS and not life.storing and life.due is None:
+            life.due = Close("verdict", "observations", life.final, seen.at_s)
+        return True
+
+    def _begin(self, base: wire.Record, seen: wire.Observation) -> str:
+        """A life begins from the record before."""
+        if seen.value != RULES:
+            return "an earlier release decided it, by other rules"
+        settings = self._settings_at(base.policy.settings_seq)
+        if base.position < self._whole_from or settings is None:
+            return "the tape is trimmed before it"
+        self._life = begin(self._layout, settings, base, seen.at_s)
+        self._next_seq = base.position
+        return ""
+
+    def _go_on(self, base: wire.Record, seen: wire.Observation) -> str:
+        """A life goes on whose beginning was not followed: if nothing waited, that is known."""
+        if base.position <= base.policy.seen_seq:
+            return "updates were waiting when the record before was made"
+        settings = self._settings_at(base.policy.settings_seq)
+        if base.policy.stopping_at_s or base.position < self._whole_from or settings is None:
+            return "the tape is trimmed before it, or the run had stopped"
+        if base.what == "verdict" and base.policy.closed_at_s >= base.opened_at_s:
+            return "the record does not say how its maker began"
+        life = begin(self._layout, settings, base, max(seen.at_s, base.policy.closed_at_s))
+        life.began_at_s, life.now_s = 0.0, seen.at_s
+        life.opened_at_s, life.quorum_at_s = base.opened_at_s, base.quorum_at_s
+        life.storing = "version" if seen.what == "made" else "verdict"
+        self._life, self._next_seq = life, base.position
+        return ""
+
+    def _index(self, seq: int) -> int:
+        return bisect_left(self._heard, seq, key=lambda entry: entry.seq)
+
+    def _hear_until(self, life: Life, seq: int) -> None:
+        """The tape up to a sequence, or until a record is due."""
+        at = self._index(self._next_seq)
+        while at < len(self._heard) and self._heard[at].seq <= seq and life.due is None:
+            entry = self._heard[at]
+            hear(life, self._created, entry)
+            self._next_seq, at = entry.seq + 1, at + 1
+
+    # Times and cuts
+
+    def _check_time(self, life: Life, seen: wire.Observation) -> None:
+        due_s = time_up_s(life)
+        if due_s is None or self.late_s is None:
+            return
+        # What brought the time forward was heard no sooner than the last time told.
+        due_s = max(due_s, life.now_s)
+        if seen.at_s > due_s + self.late_s:
+            life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
+
+    def _check_cut(self, life: Life, seen: wire.Observation) -> None:
+        """The leader's answer is an update of the fragment, and no older than what was read."""
+        if seen.what != "cut" or seen.seq < self._whole_from:
+            return
+        manifests = [e.seq for e in self._heard if isinstance(e.body, wire.Manifest)]
+        read = [seq for seq in manifests if seq <= seen.after_seq]
+        if read and seen.seq < read[-1]:
+            life.breach("cut", "seq", f"at least {read[-1]}", seen.seq)
+        known = seen.seq in manifests or seen.seq in self._garbled
+        if manifests and manifests[0] <= seen.seq and not known:
+            life.breach("cut", "seq", "an update of the fragment", seen.seq)

@@ -1,0 +1,64 @@
+"""What the oracle says: one rule, one message of the tape, what was expected and what was found."""
+
+from typing import Any, NamedTuple
+
+
+class Finding(NamedTuple):
+    """One rule that the tape does not keep.
+
+    Attributes:
+        rule: a short word for it; `RULES` has the sentence.
+        seq: stream sequence of the message that breaks it.
+        about: fragment and version, or learner.
+        field: what of the message, as its class names it; may be empty.
+        expected: what follows from the tape; `found` is what the message says.
+    """
+
+    rule: str
+    seq: int
+    about: str
+    field: str
+    expected: Any
+    found: Any
+
+    @property
+    def sentence(self) -> str:
+        """The finding in words."""
+        of = f"{self.field}: " if self.field else ""
+        return (
+            f"{self.about}, message {self.seq}: {RULES[self.rule]}; "
+            f"{of}expected {_short(self.expected)}, found {_short(self.found)}"
+        )
+
+
+RULES = {
+    "chain": "versions are 0, 1, 2 ..., each built on the record before it",
+    "clock": "the run's clock follows from the version's place in its interval",
+    "admission": "who is merged or rejected follows from manifest, tape and objects",
+    "weight": "weight, staleness, discount and clip follow from manifest and base version",
+    "round": "when a round opens and closes follows from announcements, pace, grace and deadline",
+    "overdue": "no round waits beyond the time that its rules give it",
+    "cut": "the leader's last update is one of the fragment, and not older than what was read",
+    "observation": "an observation is of something that can happen",
+    "memory": "the machine's memory follows from the record before and what came since",
+    "position": "the position is the lowest sequence that is not resolved",
+    "totals": "sums grow by what the record resolves",
+    "settings": "learning rate and momentum are those in force, for the round's share of the fleet",
+    "objects": "snapshots, deltas and outer states are those that the settings ask for",
+    "input": "what is merged is what its manifest announced, byte for byte",
+    "coefficients": "an input's coefficient is its weight's share, rounded to bfloat16",
+    "factors": "the factor gives the merged outer gradient its length",
+    "arrays": "the recorded inputs give view and outer state of the record, bit for bit",
+    "delta": "the delta is the quantized difference of master parameters and old view",
+    "restore": "a rollback repeats an earlier version, and takes nothing of what came since",
+    "once": "every update ends in exactly one record",
+    "data": "a learner's updates follow each other without gap or repeat, over all its lives",
+    "stop": "the stop comes once every fragment has all its versions, or enough tokens",
+    "end": "the end comes once every fragment has its last version",
+    "quarantine": "an aggregator quarantines after `bounds.quarantine_offences` offences",
+}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

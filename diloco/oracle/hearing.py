@@ -1,0 +1,162 @@
+"""What the owner of a fragment hears from the tape: joins, leaves, manifests, settings, words."""
+
+from diloco.common import wire
+from diloco.common.config import RunSettings
+from diloco.common.errors import WireError
+from diloco.common.reasons import Reason
+from diloco.common.tape import Entry, changed_settings
+from diloco.oracle import numbers
+from diloco.oracle.claims import wrong_claim
+from diloco.oracle.life import Life, Waiting, update_id
+from diloco.oracle.memory import Member
+from diloco.oracle.rounds import settle
+
+
+def concerns(entry: Entry, fragment: int) -> bool:
+    """Whether the owner of a fragment acts on a message."""
+    match entry.body:
+        case wire.Manifest() as manifest:
+            return manifest.fragment == fragment
+        case wire.Leave() as leave:
+            return not leave.fragments or fragment in leave.fragments
+    return isinstance(entry.body, wire.Join | wire.Stop | wire.Settings | wire.Quarantine)
+
+
+def hear(life: Life, created: RunSettings, entry: Entry) -> None:
+    """The owner reads the next message of the tape that concerns it."""
+    body, seq = entry.body, entry.seq
+    if isinstance(body, wire.Settings):
+        _settings(life, created, body, seq)
+        return
+    life.read_seq = max(life.read_seq, seq)
+    match body:
+        case wire.Join():
+            _join(life, body.learner, seq, entry.time_s)
+        case wire.Leave():
+            _leave(life, body)
+        case wire.Quarantine():
+            _quarantine(life, body)
+        case wire.Stop():
+            if not life.memory.stopping_at_s and not life.final:
+                life.memory.stopping_at_s = life.now_s
+                settle(life)
+        case wire.Manifest():
+            _announcement(life, body, seq, entry.time_s)
+
+
+def _settings(life: Life, created: RunSettings, body: wire.Settings, seq: int) -> None:
+    try:
+        changed = changed_settings(created, body)
+    except WireError:
+        return  # Nobody can follow it; it is dropped unread.
+    life.read_seq = max(life.read_seq, seq)
+    if seq > life.memory.settings_seq:
+        life.memory.settings_seq, life.settings = seq, changed
+        settle(life)
+
+
+def _join(life: Life, learner: str, seq: int, stored_at_s: float) -> None:
+    known = life.memory.members.get(learner)
+    if known is None:
+        life.memory.members[learner] = Member(seq, heard_at_s=stored_at_s)
+    elif known.incarnation < seq:
+        life.memory.members[learner] = known._replace(
+            incarnation=seq, live=True, left=False, final=False, heard_at_s=stored_at_s
+        )
+
+
+def _leave(life: Life, leave: wire.Leave) -> None:
+    member = life.memory.members.get(leave.learner)
+    if member is None or member.incarnation != leave.incarnation:
+        return
+    if leave.fragments:
+        life.memory.change(leave.learner, final=True)
+    else:
+        life.memory.change(leave.learner, live=False, left=True)
+    settle(life)
+
+
+def _quarantine(life: Life, word: wire.Quarantine) -> None:
+    if word.active:
+        life.memory.quarantined.add(word.learner)
+        if word.learner in life.merged_learners():
+            life.discard_sum()
+    else:
+        life.memory.quarantined.discard(word.learner)
+        if word.learner in life.memory.members:
+            life.memory.change(word.learner, offences=0)
+    settle(life)
+
+
+def _announcement(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> None:
+    if _is_dropped(life, manifest, seq, stored_at_s):
+        return
+    reason = _reason(life, manifest, seq, stored_at_s)
+    if reason is not None:
+        life.charge(manifest, seq)
+        life.refuse(manifest, seq, reason)
+        settle(life)
+        return
+    learner = manifest.learner
+    member = life.memory.members[learner]
+    if manifest.incarnation == member.incarnation:
+        member = member._replace(final=member.final or manifest.final)
+        if seq > life.known_seq:
+            worth = numbers.weight(manifest.tokens, manifest.steps)
+            member = member._replace(
+                step_time_s=numbers.moved(member.step_time_s, manifest.step_time_s),
+                weight=numbers.moved(member.weight, worth),
+                heard_at_s=stored_at_s,
+            )
+        life.memory.members[learner] = member
+    life.waiting[update_id(manifest)] = Waiting(manifest, seq, life.now_s)
+    settle(life)
+
+
+def _is_dropped(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> bool:
+    """Whether a manifest gets no answer: of another tape, met before, in the way, or too many."""
+    update = update_id(manifest)
+    if manifest.epoch != life.epoch or life.is_under_way(update) or life.memory.answered(update):
+        return True
+    if life.has_unresolved(manifest.learner, manifest.incarnation):
+        return True
+    if seq <= life.known_seq:
+        return False
+    left, at_s = life.memory.allowances.get(manifest.learner, (float("inf"), stored_at_s))
+    left = numbers.refilled(life.settings.bounds, left, stored_at_s - at_s)
+    life.memory.allowances[manifest.learner] = (left - (left >= 1), stored_at_s)
+    return left < 1
+
+
+def _reason(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> str | None:
+    """Why a manifest is rejected as it is read, or None."""
+    member = life.memory.members.get(manifest.learner)
+    if member is None or manifest.incarnation > member.incarnation:
+        return Reason.UNKNOWN_INCARNATION
+    if manifest.incarnation < member.incarnation and seq > member.incarnation:
+        return Reason.SUPERSEDED
+    if life.final:
+        return Reason.ENDED
+    if manifest.learner in life.memory.quarantined:
+        return Reason.QUARANTINED
+    claim = wrong_claim(life.settings, life.layout, life.epoch, manifest)
+    if claim is not None:
+        return claim
+    if seq > life.known_seq:
+        bounds, since_s = life.settings.bounds, max(0.0, stored_at_s - member.heard_at_s)
+        if manifest.steps > bounds.max_steps_per_s * (since_s + numbers.ROOM_S):
+            return Reason.STEPS
+    return wrong_base(life, manifest)
+
+
+def wrong_base(life: Life, manifest: wire.Manifest) -> str | None:
+    """Why a manifest's base does not fit the version that is built on, or None."""
+    staleness = life.version - manifest.base_version
+    if manifest.base_version < life.memory.floor:
+        return Reason.ROLLED_BACK
+    if staleness < 0:
+        return Reason.FUTURE
+    if staleness == 0 and manifest.base_digest != life.view_digest:
+        return Reason.BASE_DIGEST
+    most = life.settings.staleness.max_versions
+    return Reason.STALE if most and staleness > most else None

@@ -1,0 +1,122 @@
+"""The numbers of the rules, as docs/design/design.md states them, "A round and its merge".
+
+Nothing here is shared with the aggregator: what both compute, they compute apart.
+"""
+
+import math
+from collections.abc import Sequence
+
+from diloco.common.config import BoundsSection, RunSettings, StalenessSection
+
+# Moving averages of times and weights move half of the way to each new value.
+MOVE = 0.5
+# The running median looks at so many norms, and judges nobody by fewer than eight.
+NORMS = 32
+FEWEST_NORMS = 8
+# Claims of steps have a minute's room; nobody is believed to be ten times as fast as the median.
+ROOM_S = 60.0
+BELIEVED = 10.0
+# An allowance is of ten seconds; a rejection costs ten announcements.
+ALLOWANCE_S = 10.0
+REJECTION = 10.0
+# Times and sums that a message can hold.
+LONGEST_S = 1e12
+
+
+def weight(tokens: int, steps: int) -> float:
+    """Quantity times quality: tokens squared by steps."""
+    return tokens * tokens / steps
+
+
+def discount(rule: StalenessSection, staleness: int) -> float:
+    """S(s), by the rule in force."""
+    if rule.rule == "polynomial":
+        return math.pow(1 + staleness, -rule.power)
+    if rule.rule == "exponential":
+        return math.exp(-(rule.rate * staleness))
+    if rule.rule == "inverse":
+        return 1.0 / (1.0 + rule.rate * staleness)
+    if rule.rule == "hinge" and staleness > rule.threshold:
+        return 1.0 / (1.0 + rule.rate * (staleness - rule.threshold))
+    return 1.0
+
+
+def moved(average: float, value: float) -> float:
+    """A moving average after one more value; 0 has seen none."""
+    return average * (1 - MOVE) + value * MOVE if average else value
+
+
+def commit_s(average_s: float, took_s: float) -> float:
+    """The moving average of commits: an outlier counts as twice the average."""
+    return moved(average_s, min(took_s, 2 * average_s) if average_s else took_s)
+
+
+def between_s(earlier_s: float, later_s: float) -> float:
+    """Seconds that have passed, never negative, never longer than a message can hold."""
+    return max(0.0, min(later_s - earlier_s, LONGEST_S))
+
+
+def offset(fragment: int, fragments: int, interval: int) -> int:
+    """Where in its interval a fragment is first due: P fragments spread evenly over H steps."""
+    return max(1, (fragment + 1) * interval // fragments)
+
+
+def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
+    """The run's clock at a fragment's next version, without the run's end."""
+    sync = settings.sync
+    if step >= sync.warmup_steps:
+        interval = sync.interval_steps
+        return step + interval if step else offset(fragment, sync.fragments, interval)
+    short = sync.warmup_interval_steps
+    following = step + short if step else offset(fragment, sync.fragments, short)
+    if following < sync.warmup_steps:
+        return following
+    return sync.warmup_steps + offset(fragment, sync.fragments, sync.interval_steps)
+
+
+def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> float:
+    """Pace x so many steps of the fastest live learner; no wait in lockstep or before the first."""
+    told = sorted(time for time in step_times_s if time > 0)
+    if settings.sync.mode == "lockstep" or not told:
+        return 0.0
+    fastest = max(told[0], told[len(told) // 2] / BELIEVED)
+    return settings.quorum.pace * steps * fastest
+
+
+def grace_s(
+    settings: RunSettings, step_times_s: Sequence[float], quorum_s: float, sync_s: float
+) -> float:
+    """Grace: gamma (tau x step time - time to quorum - sync time) within [0, cap]."""
+    told = [time for time in step_times_s if time > 0]
+    if not told:
+        return 0.0
+    room_s = settings.sync.overlap_steps * min(told) - (quorum_s + sync_s)
+    quorum = settings.quorum
+    return max(0.0, min(quorum.grace_cap_s, quorum.grace_fraction * room_s))
+
+
+def clip(bounds: BoundsSection, norms: Sequence[float], norm: float, steps: int) -> float | None:
+    """By what an update is shortened, 1 for nothing; None: it is rejected."""
+    if norm == 0 or len(norms) < FEWEST_NORMS:
+        return 1.0
+    median = sorted(norms)[len(norms) // 2]
+    if median == 0:
+        return 1.0
+    times = norm / steps / median
+    if times > bounds.norm_reject:
+        return None
+    return min(1.0, bounds.norm_clip / times)
+
+
+def refilled(bounds: BoundsSection, left: float, since_s: float) -> float:
+    """An allowance after some seconds."""
+    most = max(1.0, ALLOWANCE_S * bounds.max_updates_per_s)
+    return min(most, left + max(0.0, since_s) * bounds.max_updates_per_s)
+
+
+def near(expected: float, found: float) -> bool:
+    """Whether two floats are the same number, in whatever order it was computed.
+
+    Of times since the epoch that is a tenth of a millisecond.
+    """
+    return math.isclose(expected, found, rel_tol=1e-13, abs_tol=1e-9)

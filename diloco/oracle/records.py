@@ -1,0 +1,199 @@
+"""A record field by field against what follows from the one before it and from its maker's life."""
+
+from collections.abc import Iterator
+
+from diloco.common import wire
+from diloco.common.config import RunSettings
+from diloco.common.tape import record_digest
+from diloco.oracle.life import Breach, Close, Life, update_id
+from diloco.oracle.memory import Memory
+from diloco.oracle.numbers import near
+
+# Sums and counts stop at the greatest that a message can hold.
+GREATEST = (1 << 63) - 1
+
+
+def link(base: wire.Record, base_seq: int, record: wire.Record) -> Iterator[Breach]:
+    """Versions follow each other, each record names the one before it, nothing follows the last."""
+    moves = record.what in ("version", "restore")
+    yield from _equal(
+        "chain",
+        ("epoch", base.epoch, record.epoch),
+        ("layout", base.layout, record.layout),
+        ("version", base.version + moves, record.version),
+        ("base_seq", base_seq, record.base_seq),
+        ("base_digest", base.view_digest, record.base_digest),
+    )
+    # Records of earlier releases name none.
+    if record.previous:
+        yield from _equal("chain", ("previous", record_digest(base), record.previous))
+    if moves and base.final:
+        yield Breach("chain", "what", "nothing after the last version", record.what)
+    if record.what == "restored":
+        yield Breach("chain", "what", "only the first record of a tape", record.what)
+
+
+def sums(base: wire.Record, record: wire.Record) -> Iterator[Breach]:
+    """The totals, with what this record resolves."""
+    before, now = base.totals, record.totals
+    taken, not_taken = record.inputs, record.rejected
+    expected = {
+        "updates_merged": before.updates_merged + len(taken),
+        "updates_rejected": before.updates_rejected + len(not_taken),
+        "tokens_merged": before.tokens_merged + sum(one.tokens for one in taken),
+        "tokens_rejected": before.tokens_rejected + sum(one.tokens for one in not_taken),
+        "steps_merged": before.steps_merged + sum(one.steps for one in taken),
+    }
+    yield from _equal(
+        "totals",
+        *((name, min(sum_, GREATEST), getattr(now, name)) for name, sum_ in expected.items()),
+    )
+
+
+def decision(life: Life, close: Close, record: wire.Record) -> Iterator[Breach]:
+    """What the maker decided: before the life goes on from it."""
+    made = close.what == "version"
+    clock = min(life.settings.run.steps, life.next_clock()) if made else life.clock
+    yield from _equal("clock", ("global_step", clock, record.global_step))
+    yield from _equal(
+        "round",
+        ("what", close.what, record.what),
+        ("reason", close.reason, record.reason),
+        ("final", close.final, record.final),
+    )
+    for name, expected, found in (
+        ("opened_at_s", life.opened_at_s, record.opened_at_s),
+        ("quorum_at_s", life.quorum_at_s, record.quorum_at_s),
+        ("closed_at_s", close.at_s, record.closed_at_s),
+    ):
+        if not near(expected, found):
+            yield Breach("round", name, expected, found)
+    position = life.position(without_sum=not made)
+    yield from _equal("position", ("position", position, record.position))
+    yield from _inputs(life if made else None, record)
+    yield from _rejected(life, record)
+    if made:
+        yield from _step_size(life, record)
+
+
+def remembered(life: Life, record: wire.Record) -> Iterator[Breach]:
+    """The memory after the record; `life` has gone on from it."""
+    expected = life.memory.copy()
+    expected.seen_seq = max(life.read_seq, life.known_seq)
+    for name, wanted, found in expected.differences(Memory.of(record.policy)):
+        yield Breach("memory", name, wanted, found)
+
+
+def _inputs(life: Life | None, record: wire.Record) -> Iterator[Breach]:
+    """Who is merged, in which order, with which weight."""
+    merged = life.merged if life is not None else []
+    names = [(*update_id(one.manifest), one.stream_seq) for one in merged]
+    found = [(i.learner, i.incarnation, i.seq, i.stream_seq) for i in record.inputs]
+    if names != found:
+        yield Breach("admission", "inputs", names, found)
+        return
+    for one, taken in zip(merged, record.inputs, strict=True):
+        for name in ("codec", "shards", "tokens", "steps", "loss", "final"):
+            if getattr(one.manifest, name) != getattr(taken, name):
+                expected = getattr(one.manifest, name)
+                yield Breach("input", name, expected, getattr(taken, name))
+        for name in ("weight", "staleness", "discount", "clip", "norm"):
+            if not near(getattr(one, name), getattr(taken, name)):
+                yield Breach("weight", name, getattr(one, name), getattr(taken, name))
+
+
+def _rejected(life: Life, record: wire.Record) -> Iterator[Breach]:
+    expected = [
+        (*update_id(one.manifest), one.stream_seq, one.manifest.tokens, one.manifest.steps,
+         str(one.reason))
+        for one in life.refused
+    ]  # fmt: skip
+    found = [
+        (r.learner, r.incarnation, r.seq, r.stream_seq, r.tokens, r.steps, r.reason)
+        for r in record.rejected
+    ]
+    if expected != found:
+        yield Breach("admission", "rejected", expected, found)
+
+
+def _step_size(life: Life, record: wire.Record) -> Iterator[Breach]:
+    """The outer step's size: a round that holds a share of the fleet takes that share of it."""
+    outer = life.settings.outer
+    share = life.share() if outer.participation else 1.0
+    rate = outer.learning_rate * share
+    momentum = outer.momentum**share
+    if not near(rate, record.learning_rate):
+        yield Breach("settings", "learning_rate", rate, record.learning_rate)
+    if not near(momentum, record.momentum):
+        yield Breach("settings", "momentum", momentum, record.momentum)
+
+
+def objects(settings: RunSettings, base: wire.Record, base_seq: int, record: wire.Record
+) -> Iterator[Breach]:  # fmt: skip
+    """Which snapshot, deltas and outer state the record names."""
+    outer_seq = base.outer_seq or base_seq
+    if record.what == "verdict":
+        expected = (
+            base.snapshot, base.snapshot_version, base.deltas, base.outer, base.outer_version,
+            outer_seq, None, base.view_digest, base.outer_digest,
+        )  # fmt: skip
+        found = (
+            record.snapshot, record.snapshot_version, record.deltas, record.outer,
+            record.outer_version, record.outer_seq, record.delta, record.view_digest,
+            record.outer_digest,
+        )  # fmt: skip
+        yield from _equal("objects", ("contents of the version before", expected, found))
+        return
+    if record.version % settings.sync.snapshot_interval_versions == 0:
+        yield from _equal(
+            "objects",
+            ("snapshot_version", record.version, record.snapshot_version),
+            ("outer_version", record.version, record.outer_version),
+            ("deltas", (), record.deltas),
+            ("outer_seq", 0, record.outer_seq),
+        )
+        return
+    yield from _equal(
+        "objects",
+        ("snapshot", base.snapshot, record.snapshot),
+        ("snapshot_version", base.snapshot_version, record.snapshot_version),
+        ("deltas", (*base.deltas, record.delta), record.deltas),
+        ("outer", base.outer, record.outer),
+        ("outer_version", base.outer_version, record.outer_version),
+        ("outer_seq", outer_seq, record.outer_seq),
+    )
+
+
+def restore(
+    base: wire.Record, base_seq: int, source: wire.Record | None, record: wire.Record
+) -> Iterator[Breach]:
+    """A rollback: an earlier version's contents, and only the floor is remembered anew."""
+    del base_seq
+    expected = Memory.of(base.policy)
+    expected.floor = record.version
+    for name, wanted, found in expected.differences(Memory.of(record.policy)):
+        yield Breach("restore", f"policy.{name}", wanted, found)
+    yield from _equal(
+        "restore",
+        ("inputs", (), record.inputs),
+        ("rejected", (), record.rejected),
+        ("position", base.position, record.position),
+        ("totals", base.totals, record.totals),
+        ("snapshot_version", record.version, record.snapshot_version),
+        ("outer_version", record.version, record.outer_version),
+        ("deltas", (), record.deltas),
+    )
+    if source is None:
+        return
+    yield from _equal(
+        "restore",
+        ("view_digest", source.view_digest, record.view_digest),
+        ("outer_digest", source.outer_digest, record.outer_digest),
+        ("global_step", source.global_step, record.global_step),
+    )
+
+
+def _equal(rule: str, *fields: tuple[str, object, object]) -> Iterator[Breach]:
+    for name, expected, found in fields:
+        if expected != found:
+            yield Breach(rule, name, expected, found)

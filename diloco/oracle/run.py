@@ -1,0 +1,148 @@
+"""A whole tape, message by message: what it says against what its rules make of it."""
+
+from collections.abc import Iterator
+
+from diloco.common import wire
+from diloco.common.config import RunSettings, parse_settings
+from diloco.common.errors import WireError
+from diloco.common.layout import Layout
+from diloco.common.tape import Entry, Garbage, Item, Unreadable, changed_settings
+from diloco.oracle import numbers
+from diloco.oracle.arrays import Remaker
+from diloco.oracle.chain import Chain
+from diloco.oracle.data import Data
+from diloco.oracle.finding import Finding
+
+
+class Oracle:
+    """Judges every record of a tape, from the tape alone.
+
+    Args:
+        specification: the tape's first message.
+        layout: the run's.
+        remaker: makes versions again from their objects; None: records alone are judged.
+
+    Attributes:
+        findings: all so far.
+        chains: of each fragment.
+    """
+
+    def __init__(
+        self,
+        specification: wire.Specification,
+        layout: Layout,
+        *,
+        remaker: Remaker | None = None,
+    ) -> None:
+        created = parse_settings(specification.settings)
+        self.findings: list[Finding] = []
+        self._created = created
+        self._changed: dict[int, RunSettings] = {}
+        self.chains = [
+            Chain(layout, created, self._changed, index) for index in range(len(layout.fragments))
+        ]
+        self._data = Data(specification)
+        self._remaker = remaker
+        self._last_seq = 0
+        self._stopped = False
+
+    def take(self, item: Item) -> list[Finding]:
+        """The tape's next message; what it breaks."""
+        if item.seq != self._last_seq + 1:
+            for chain in self.chains:
+                chain.missing_before(item.seq)
+            self._data.missing()
+        self._last_seq = item.seq
+        found: list[Finding] = []
+        if isinstance(item, Entry):
+            found = list(self._take(item))
+        elif isinstance(item, Garbage):
+            for chain in self.chains:
+                chain.pass_over(item.seq)
+        elif isinstance(item, Unreadable):
+            self.chains[item.fragment].lose(item.seq)
+        self.findings += found
+        return found
+
+    def _take(self, entry: Entry) -> Iterator[Finding]:
+        body, seq = entry.body, entry.seq
+        if isinstance(body, wire.Settings):
+            self._change(body, seq)
+        if isinstance(body, wire.Quarantine):
+            yield from self._quarantine(body, seq)
+        for chain in self.chains:
+            chain.hear(entry)
+        match body:
+            case wire.Join() | wire.Leave() | wire.Manifest():
+                yield from self._data.take(body, seq)
+            case wire.Record():
+                yield from self._record(body, seq)
+            case wire.Stop():
+                yield from self._stop(body, seq)
+            case wire.End():
+                yield from self._end(body, seq)
+
+    def _change(self, body: wire.Settings, seq: int) -> None:
+        try:
+            self._changed[seq] = changed_settings(self._created, body)
+        except WireError:
+            return  # Nobody can follow it.
+
+    def _record(self, record: wire.Record, seq: int) -> Iterator[Finding]:
+        chain = self.chains[record.fragment]
+        base = chain.base
+        yield from chain.judge(record, seq)
+        yield from self._data.resolve(record, seq)
+        if self._remaker is not None:
+            settings = self._changed.get(record.policy.settings_seq, self._created)
+            yield from self._remaker.judge(settings, base, record, seq)
+
+    def _quarantine(self, word: wire.Quarantine, seq: int) -> Iterator[Finding]:
+        """An aggregator shuts a learner out once a record has counted enough offences."""
+        limit = self._created.bounds.quarantine_offences
+        if not word.active or word.by == "operator" or any(c.base is None for c in self.chains):
+            return
+        counted = [
+            member.offences
+            for chain in self.chains
+            if chain.base is not None
+            for member in chain.base.policy.members
+            if member.learner == word.learner
+        ]
+        if not limit or max(counted, default=0) < limit:
+            about = f"learner {word.learner}"
+            yield Finding("quarantine", seq, about, "offences", f"at least {limit}", counted)
+
+    def _newest_settings(self) -> RunSettings:
+        return self._changed[max(self._changed)] if self._changed else self._created
+
+    def _stop(self, _stop: wire.Stop, seq: int) -> Iterator[Finding]:
+        if self._stopped:
+            yield Finding("stop", seq, "run", "", "one stop", "another one")
+        self._stopped = True
+        newest = {c.fragment: c.base for c in self.chains if c.base is not None}
+        if len(newest) < len(self.chains):
+            return
+        settings = self._newest_settings()
+        run = settings.run
+        tokens = min(record.totals.tokens_merged for record in newest.values())
+        missing = [
+            fragment
+            for fragment, record in newest.items()
+            if numbers.clock_after(settings, fragment, record.global_step) <= run.steps
+        ]
+        if missing and not (run.tokens and tokens >= run.tokens):
+            yield Finding("stop", seq, "run", "", "no fragment has a version to come", missing)
+
+    def _end(self, end: wire.End, seq: int) -> Iterator[Finding]:
+        newest = [chain.base for chain in self.chains if chain.base is not None]
+        if len(newest) < len(self.chains):
+            return
+        going_on = [record.fragment for record in newest if not record.final]
+        if going_on:
+            yield Finding("end", seq, "run", "final", "every fragment", f"not {going_on}")
+        versions = tuple(record.version for record in newest)
+        seqs = tuple(chain.base_seq for chain in self.chains)
+        if (end.versions, end.record_seqs) != (versions, seqs):
+            said = (end.versions, end.record_seqs)
+            yield Finding("end", seq, "run", "versions", (versions, seqs), said)

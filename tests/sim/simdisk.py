@@ -1,0 +1,91 @@
+"""A learner's disk in the simulation: real files, which outlive its processes.
+
+A learner that returns must go on from the newest checkpoint that is whole. Its disk may cut the
+newest one short when power fails.
+"""
+
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import jax.numpy as jnp
+import numpy as np
+from simactor import Actor
+from simcheck import Violation
+
+from diloco.common.config import LearnerSection
+from diloco.learner import checkpoint as checkpoints
+from diloco.learner.checkpoint import Checkpoint, Facts, PartFolder
+from diloco.learner.context import Context
+from diloco.learner.recovery import Progress, Restored, restore
+from diloco.learner.train import Trainer
+
+KEEP = 12
+EVERY_STEPS = 3
+LIKE = {"moment": jnp.zeros(4)}
+
+
+class Disk:
+    """The checkpoints of one learner.
+
+    Args:
+        rng: whether power fails when a process ends.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._folder = TemporaryDirectory(prefix="sim-")
+        self._path = Path(self._folder.name)
+        self._parts = PartFolder(self._path, KEEP)
+        # Local steps of those that are whole, oldest first.
+        self._whole: list[int] = []
+
+    def close(self) -> None:
+        """Throw it away."""
+        self._folder.cleanup()
+
+    def save(self, actor: Actor, context: Context, trainer: Trainer, incarnation: int) -> None:
+        """Make a checkpoint, unless it is not time for one."""
+        step = trainer.meter.local_step
+        if step % EVERY_STEPS:
+            return
+        arrays = {key: np.full(4, step, np.float32) for key in checkpoints.on_host(LIKE)}
+        progress = Progress(step, trainer.meter.tokens, trainer.position, 0)
+        facts = Facts(
+            run=context.run,
+            learner=context.learner,
+            layout=context.layout.digest,
+            epoch=context.epoch,
+            incarnation=incarnation,
+            leaves=checkpoints.describe(LIKE, arrays),
+            **progress._asdict(),
+        )
+        actor.effect("save", str(step), lambda: self._write(Checkpoint(facts, arrays)))
+        actor.world.injected["checkpoints"] += 1
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        self._parts.write(checkpoint)
+        self._whole = [*self._whole, checkpoint.facts.local_step][-KEEP:]
+
+    def lose_power(self) -> bool:
+        """Cut short, half of the time, what was written last."""
+        if not self._whole or self._rng.random() < 0.5:
+            return False
+        newest = max(self._path.glob("*.safetensors"), key=lambda path: int(path.stem))
+        data = newest.read_bytes()
+        newest.chmod(0o600)
+        newest.write_bytes(data[: self._rng.randrange(len(data))])
+        self._whole.pop()
+        return True
+
+    def restore(self, actor: Actor, context: Context) -> Restored | None:
+        """What a new life goes on from."""
+        section = LearnerSection(checkpoint_dir=str(self._path))
+        found = restore(context, section, self._parts, LIKE, lambda _what, function: function())
+        expected = self._whole[-1] if self._whole else None
+        step = found.local_step if found else None
+        content = int(found.state["moment"][0]) if found else None
+        if not step == content == expected:
+            what = f"restores {step} ({content}), its newest is {expected}"
+            actor.world.fail(Violation("checkpoint", context.learner, what))
+        return found

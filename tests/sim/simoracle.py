@@ -1,0 +1,85 @@
+"""The oracle beside a simulated run: every message goes to it, what it finds ends the simulation."""
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from diloco.common import wire
+from diloco.common.bus import Message
+from diloco.common.codec import Codec, Encoded
+from diloco.common.layout import Layout
+from diloco.common.store import ObjectStore
+from diloco.common.tape import read_message
+from diloco.oracle import Finding, Oracle, Remaker
+from diloco.oracle.arrays import Arrays, Grid, Numbers
+
+
+def _norms(grid: Grid, _codec: Codec, update: Encoded) -> np.ndarray:
+    """A light update is as long as the steps that it covers (`simtensors.py`)."""
+    _, start, stop = update.codes.reshape(-1, grid.block)[0, :3]
+    return np.asarray([stop - start], np.float64)
+
+
+def _add(
+    _grid: Grid,
+    _codec: Codec,
+    total: bytes | None,
+    update: Encoded,
+    found_S: np.ndarray,
+    unit: int,
+    _rise: int,
+) -> bytes:
+    given = found_S.tobytes() + struct.pack("<h", unit)
+    return xxhash.xxh3_128_digest((total or b"") + update.codes.tobytes() + given)
+
+
+def _step(
+    grid: Grid, _settings: Any, arrays: Arrays, total: bytes, factors_S: np.ndarray, record: Any
+) -> None:
+    """New parameters are a digest of the old ones, the inputs, the factors and the rates."""
+    rates = struct.pack("<dd", record.learning_rate, record.momentum)
+    digest = xxhash.xxh3_128_digest(arrays.theta.tobytes() + total + factors_S.tobytes() + rates)
+    arrays.theta = np.resize(np.frombuffer(digest, np.uint8), grid.size).astype(np.float32)
+
+
+# With any of these an owner may be late for its own timers.
+SLOWING = (
+    "delay", "pause", "partition", "store_slow", "store_refused", "store_lost_answer",
+    "lost_request", "lost_answer", "late_request", "duplicate", "clock_step",
+)  # fmt: skip
+LATE_S = 1.0
+
+LIGHT = Numbers(_norms, _add, lambda _grid, _total: None, _step, float)
+
+
+class Beside:
+    """An oracle for each tape of a run.
+
+    Args:
+        layout: the run's.
+        light: tensors are digests.
+    """
+
+    def __init__(self, layout: Layout, *, light: bool) -> None:
+        self._layout = layout
+        self._numbers = LIGHT if light else None
+        self.oracle: Oracle | None = None
+
+    def take(
+        self, message: Message, store: ObjectStore, injected: Mapping[str, int]
+    ) -> list[Finding]:
+        """The tape's next message; what it breaks, given the faults so far."""
+        item = read_message(message, store)
+        body = getattr(item, "body", None)
+        if isinstance(body, wire.Specification):
+            remaker = Remaker(self._layout, store.get, self._numbers)
+            self.oracle = Oracle(body, self._layout, remaker=remaker)
+        if self.oracle is None:
+            return []
+        slowed = any(injected.get(kind) for kind in SLOWING)
+        for chain in self.oracle.chains:
+            chain.late_s = None if slowed else LATE_S
+        return self.oracle.take(item)

@@ -1,0 +1,96 @@
+"""A long simulation in pieces: each that has passed is a line of a file, and is not run again.
+
+A line counts for its own commit and its own settings alone.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from simrun import FULL, KINDS, Outcome, Trial
+
+# Seeds of a piece.
+PIECE = 50
+
+
+class Sums(NamedTuple):
+    """What some seeds came to."""
+
+    seeds: int
+    events: int
+    simulated_s: float
+    cpu_s: float
+    fates: Counter[str]
+    injected: Counter[str]
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Both together."""
+        return Sums(*(mine + others for mine, others in zip(self, other, strict=True)))
+
+
+NOTHING = Sums(0, 0, 0.0, 0.0, Counter(), Counter())
+
+
+def sums(outcomes: Sequence[Outcome]) -> Sums:
+    """Of seeds that have passed."""
+    total = NOTHING
+    for one in outcomes:
+        total = total.plus(Sums(1, one.events, one.simulated_s, one.cpu_s, one.fates, one.injected))
+    return total
+
+
+def pieces(plans: Sequence[Trial]) -> Iterator[Sequence[Trial]]:
+    """Consecutive seeds."""
+    for start in range(0, len(plans), PIECE):
+        yield plans[start : start + PIECE]
+
+
+class Results:
+    """The file of pieces.
+
+    Args:
+        path: it; made with the first piece.
+        commit: that is simulated.
+    """
+
+    def __init__(self, path: Path, commit: str) -> None:
+        self._path = path
+        self._commit = commit
+
+    def find(self, piece: Sequence[Trial]) -> Sums | None:
+        """What a piece came to, if it has been run."""
+        return self._known().get(json.dumps(self._key(piece)))
+
+    def add(self, piece: Sequence[Trial], found: Sums) -> None:
+        """A piece has passed."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        line = {"of": self._key(piece), "sums": found._asdict()}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _known(self) -> dict[str, Sums]:
+        if not self._path.exists():
+            return {}
+        lines = [json.loads(line) for line in self._path.read_text().splitlines()]
+        return {json.dumps(line["of"]): _read(line["sums"]) for line in lines}
+
+    def _key(self, piece: Sequence[Trial]) -> dict[str, Any]:
+        first = piece[0]
+        named = {KINDS: "light", FULL: "full"}
+        return {
+            "commit": self._commit,
+            "first": first.seed,
+            "seeds": len(piece),
+            "minutes": first.minutes,
+            "learners": first.learners,
+            "fragments": first.fragments,
+            "intensity": first.intensity,
+            "kinds": named.get(first.kinds, " ".join(first.kinds)),
+        }
+
+
+def _read(fields: dict[str, Any]) -> Sums:
+    counted = {name: Counter(fields.pop(name)) for name in ("fates", "injected")}
+    return Sums(**fields, **counted)

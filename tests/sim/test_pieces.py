@@ -1,0 +1,30 @@
+"""A long simulation can be interrupted: what has passed is not run again."""
+
+from simpieces import PIECE, Results, pieces, sums
+from simrun import FULL, Trial, simulate
+
+
+def test_a_piece_that_has_passed_is_found_again(tmp_path):
+    results = Results(tmp_path / "new" / "results.jsonl", "a-commit")
+    piece = [Trial(seed=seed, minutes=0.5) for seed in (3, 4)]
+    assert results.find(piece) is None
+    found = sums([simulate(plan) for plan in piece])
+    results.add(piece, found)
+    assert results.find(piece) == found
+    assert found.seeds == 2
+    assert found.fates["merged"] > 0
+
+
+def test_of_another_commit_or_setting_it_is_another_piece(tmp_path):
+    piece = [Trial(seed=3)]
+    path = tmp_path / "results.jsonl"
+    Results(path, "a-commit").add(piece, sums([]))
+    assert Results(path, "a-commit").find(piece) is not None
+    assert Results(path, "another").find(piece) is None
+    assert Results(path, "a-commit").find([Trial(seed=4)]) is None
+    assert Results(path, "a-commit").find([Trial(seed=3, kinds=FULL)]) is None
+
+
+def test_pieces_leave_no_seed_out():
+    plans = [Trial(seed=seed) for seed in range(2 * PIECE + 1)]
+    assert [plan for piece in pieces(plans) for plan in piece] == plans

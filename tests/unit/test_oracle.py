@@ -1,0 +1,238 @@
+"""The oracle on tapes of the real aggregator: silent on each, and on none that was changed."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runlab import Lab
+
+from diloco.aggregator.rollback import find_versions, roll_back
+from diloco.aggregator.settings import change_settings, effective_settings
+from diloco.common import wire
+from diloco.common.tape import Entry, load_specification, read_tape
+from diloco.oracle import RULES, Oracle, Remaker
+
+WHOLE = {"enabled": False}
+# Everything that arithmetic can be, each at least once.
+ARITHMETIC = {
+    "average": {},
+    "rda, int4, nesterov": {
+        "sync": {"codec": "int4", "delta_codec": "int4"},
+        "outer": {"optimizer": "nesterov", "merge": "rda"},
+    },
+    "rda, int8, momentum": {
+        "sync": {"codec": "int8", "delta_codec": "int4"},
+        "outer": {"optimizer": "momentum", "merge": "rda", "participation": True},
+    },
+    "rda, bfloat16, delayed": {
+        "sync": {"codec": "bfloat16", "delta_codec": "bfloat16"},
+        "outer": {
+            "optimizer": "delayed_nesterov", "merge": "rda", "delay_rounds": 3,
+            "delay_fraction": 0.1,
+        },
+    },
+}  # fmt: skip
+
+
+def play(story, sections=None, fragments=1) -> tuple[Lab, list]:
+    """A lab after a story, and its tape."""
+
+    async def run():
+        lab = Lab(fragments=fragments, sections=sections, **WHOLE)
+        await lab.create()
+        await story(lab)
+        return lab, [item async for item in read_tape(lab.context)]
+
+    return asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+async def eventful(lab: Lab) -> None:
+    """Two learners, a damaged update, a new owner, new settings, a rollback."""
+    lab.scattered.add("b")
+    async with lab.aggregating():
+        for learner in ("a", "b"):
+            await lab.join(learner)
+        await lab.send_many("a", 4)
+        manifest = lab.upload("b")
+        lab.damage(manifest.shards[0])
+        await lab.announce(manifest)
+        await lab.answered(manifest)
+        both = [lab.upload("a"), lab.upload("b")]
+        for one in both:
+            await lab.announce(one)
+        for one in both:
+            await lab.answered(one)
+    async with lab.aggregating():
+        await lab.send_many("a", 3)
+        settings, _ = await effective_settings(lab.context)
+        outer = settings.outer.model_copy(update={"learning_rate": 0.25})
+        await change_settings(lab.context, settings.model_copy(update={"outer": outer}))
+        await lab.send_many("b", 3)
+        await roll_back(lab.context, await find_versions(lab.context, {0: 5}))
+        await lab.send_many("a", 3)
+
+
+def ask(lab: Lab, tape: list) -> Oracle:
+    """An oracle that has heard a tape."""
+    specification = asyncio.run(load_specification(lab.bus, lab.context.run))
+    remaker = Remaker(lab.context.layout, lab.store.get)
+    oracle = Oracle(specification, lab.context.layout, remaker=remaker)
+    for item in tape:
+        oracle.take(item)
+    return oracle
+
+
+@pytest.mark.parametrize("sections", ARITHMETIC.values(), ids=ARITHMETIC)
+def test_it_is_silent_on_what_happened(sections):
+    lab, tape = play(eventful, sections)
+    oracle = ask(lab, tape)
+    assert [finding.sentence for finding in oracle.findings] == []
+    (chain,) = oracle.chains
+    decided = [item for item in tape if getattr(item.body, "what", "") in ("version", "verdict")]
+    assert chain.followed == len(decided) - 1
+    assert chain.unknown == []
+
+
+def changed(record: wire.Record, field: str, value) -> wire.Record:
+    """A record that says something else; a path of fields leads to what it says."""
+    name, _, rest = field.partition(".")
+    now = getattr(record, name)
+    if not rest:
+        return record.model_copy(update={name: value(now)})
+    if isinstance(now, tuple):
+        return record.model_copy(update={name: (changed(now[0], rest, value), *now[1:])})
+    return record.model_copy(update={name: changed(now, rest, value)})
+
+
+def add(count):
+    return lambda now: now + count
+
+
+# What a wrong record says, and the rule that says so.
+WRONG = [
+    ("version", add(1), "chain"),
+    ("base_seq", add(1), "chain"),
+    ("base_digest", lambda _: "0" * 32, "chain"),
+    ("global_step", add(1), "clock"),
+    ("inputs", lambda _: (), "admission"),
+    ("inputs.weight", lambda now: now * 1.01, "weight"),
+    ("inputs.staleness", add(1), "weight"),
+    ("inputs.discount", lambda now: now * 0.9, "weight"),
+    ("inputs.clip", lambda now: now * 0.9, "weight"),
+    ("inputs.tokens", add(1), "input"),
+    ("inputs.coefficients", lambda now: bytes([now[0] ^ 8, *now[1:]]), "coefficients"),
+    ("factors", lambda now: (np.frombuffer(now, np.float32) * 1.01).tobytes(), "factors"),
+    ("reason", lambda _: "deadline", "round"),
+    ("final", lambda _: True, "round"),
+    ("opened_at_s", add(-1.0), "round"),
+    ("closed_at_s", add(1.0), "round"),
+    ("learning_rate", lambda now: now * 2, "settings"),
+    ("momentum", lambda now: now / 2, "settings"),
+    ("view_digest", lambda _: "0" * 32, "arrays"),
+    ("outer_digest", lambda _: "0" * 32, "arrays"),
+    ("position", add(1), "position"),
+    ("totals.tokens_merged", add(1), "totals"),
+    ("snapshot_version", add(1), "objects"),
+    ("policy.norms", lambda _: (1.0,), "memory"),
+    ("policy.members.weight", add(1.0), "memory"),
+    ("policy.allowances.left", add(1.0), "memory"),
+    ("policy.marks.seq", add(1), "memory"),
+    ("policy.quarantined", lambda _: ("a",), "memory"),
+    ("policy.settings_seq", add(1), "memory"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def eventful_tape():
+    return play(eventful, ARITHMETIC["rda, int4, nesterov"])
+
+
+@pytest.mark.parametrize(("field", "value", "rule"), WRONG, ids=[wrong[0] for wrong in WRONG])
+def test_it_names_what_a_record_says_wrongly(eventful_tape, field, value, rule):
+    lab, tape = eventful_tape
+    at = [
+        index for index, item in enumerate(tape)
+        if isinstance(item.body, wire.Record) and item.body.inputs
+    ][3]  # fmt: skip
+    wrong = tape[at]._replace(body=changed(tape[at].body, field, value))
+    findings = ask(lab, [*tape[:at], wrong]).findings
+    assert rule in {finding.rule for finding in findings}
+    assert {finding.seq for finding in findings} == {wrong.seq}
+    for finding in findings:
+        assert RULES[finding.rule] in finding.sentence
+        assert finding.about in finding.sentence
+
+
+def test_a_restore_that_repeats_another_version_is_named(eventful_tape):
+    lab, tape = eventful_tape
+    at = next(i for i, item in enumerate(tape) if getattr(item.body, "what", "") == "restore")
+    wrong = tape[at].body.model_copy(update={"restored_version": 3})
+    findings = ask(lab, [*tape[:at], tape[at]._replace(body=wrong)]).findings
+    assert {finding.rule for finding in findings} == {"restore"}
+    assert {finding.field for finding in findings} >= {"view_digest", "global_step"}
+
+
+@pytest.mark.parametrize("shift", [-8, 8], ids=["repeats", "leaves out"])
+def test_data_that_is_repeated_or_left_out_is_named(eventful_tape, shift):
+    lab, tape = eventful_tape
+    at = [i for i, item in enumerate(tape) if isinstance(item.body, wire.Manifest)][2]
+    body = tape[at].body
+    moved = body.model_copy(update={"position": body.position + shift})
+    (finding, *_) = ask(lab, [*tape[:at], tape[at]._replace(body=moved)]).findings
+    assert finding.rule == "data"
+
+
+def test_an_end_before_the_last_version_is_named(eventful_tape):
+    lab, tape = eventful_tape
+    last = tape[-1]
+    (newest,) = [item for item in tape if isinstance(item.body, wire.Record)][-1:]
+    stop = wire.Stop(run="lab", global_step=0, reason="steps")
+    end = wire.End(run="lab", versions=(newest.body.version,), record_seqs=(newest.seq,))
+    more = [
+        Entry(last.seq + 1, last.time_s, "diloco.lab.stop", stop, 1),
+        Entry(last.seq + 2, last.time_s, "diloco.lab.end", end, 1),
+    ]
+    assert [finding.rule for finding in ask(lab, [*tape, *more]).findings] == ["stop", "end"]
+
+
+def test_a_quarantine_without_offences_is_named(eventful_tape):
+    lab, tape = eventful_tape
+    last = tape[-1]
+    word = wire.Quarantine(run="lab", learner="a", active=True, reason="", by="aggregator")
+    said = Entry(last.seq + 1, last.time_s, "diloco.lab.quarantine.a", word, 1)
+    (finding,) = ask(lab, [*tape, said]).findings
+    assert finding.rule == "quarantine"
+    operator = said._replace(body=word.model_copy(update={"by": "operator"}))
+    assert ask(lab, [*tape, operator]).findings == []
+
+
+def test_a_trimmed_tape_is_judged_from_where_all_is_known(eventful_tape):
+    lab, tape = eventful_tape
+    at = [i for i, item in enumerate(tape) if isinstance(item.body, wire.Record)][4]
+    oracle = ask(lab, [tape[0], *tape[at:]])
+    assert oracle.findings == []
+    assert oracle.chains[0].followed > 3
+
+
+def test_every_rule_has_its_line_in_the_runbook():
+    runbook = Path("runbooks/broken-invariant.md").read_text()
+    for rule, sentence in RULES.items():
+        assert f"| `{rule}` | {sentence} |" in runbook
+
+
+def test_what_it_merges_is_compared_with_its_manifest(eventful_tape):
+    lab, tape = eventful_tape
+    record = next(i.body for i in tape if isinstance(i.body, wire.Record) and i.body.inputs)
+    name = record.inputs[0].shards[0].name
+    specification = asyncio.run(load_specification(lab.bus, lab.context.run))
+
+    def rotten(wanted: str) -> bytes:
+        data = lab.store.get(wanted)
+        return data[:-1] + bytes([data[-1] ^ 16]) if wanted == name else data
+
+    remaker = Remaker(lab.context.layout, rotten)
+    oracle = Oracle(specification, lab.context.layout, remaker=remaker)
+    for item in tape:
+        oracle.take(item)
+    assert {finding.rule for finding in oracle.findings} == {"input"}

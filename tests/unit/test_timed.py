@@ -1,0 +1,38 @@
+"""What timers start: it waits while NATS or the store is unreachable, as long as it is told to."""
+
+import asyncio
+
+import pytest
+
+from diloco.common.errors import BusUnavailableError, StoreError
+from diloco.operate.timed import TimerOptions, timed
+
+
+class Work:
+    """Fails so often, with an error, before it gives its result."""
+
+    def __init__(self, failures: int, error: Exception) -> None:
+        self.left = failures
+        self.error = error
+
+    async def __call__(self) -> str:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return "done"
+
+
+def test_it_is_tried_again_while_nats_is_unreachable() -> None:
+    work = Work(2, BusUnavailableError("no server"))
+    assert asyncio.run(timed("run.toml", work, TimerOptions(wait_s=600.0))) == "done"
+
+
+def test_without_a_wait_the_first_failure_is_told() -> None:
+    work = Work(1, BusUnavailableError("no server"))
+    with pytest.raises(BusUnavailableError):
+        asyncio.run(timed("run.toml", work, TimerOptions(wait_s=0.0)))
+
+
+def test_what_does_not_pass_is_not_waited_for() -> None:
+    with pytest.raises(StoreError):
+        asyncio.run(timed("run.toml", Work(1, StoreError("no")), TimerOptions(wait_s=600.0)))

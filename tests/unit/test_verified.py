@@ -1,0 +1,178 @@
+"""Nothing is trusted that does not reproduce: digests, checksums, epochs, acknowledgements."""
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from runlab import RUN, Lab
+
+from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
+from diloco.aggregator.collector import Collector
+from diloco.aggregator.core import memory
+from diloco.aggregator.leases import Leases
+from diloco.aggregator.shard_reader import read_input, read_payload
+from diloco.aggregator.swap import swap
+from diloco.common import names, shards, wire
+from diloco.common.config import GcSection
+from diloco.common.errors import (
+    BusError,
+    BusUnavailableError,
+    IntegrityError,
+    RunMismatchError,
+    SwapLostError,
+    WireError,
+)
+from diloco.common.quantize import encode
+from diloco.common.tape import last_record
+from diloco.common.views import load_version
+from diloco.learner.checkpoint import PartFolder
+
+SNAPSHOT = 3
+
+
+async def made() -> tuple[Lab, wire.Record, FragmentArrays]:
+    """A lab of four versions, the record of the last, and the arrays of the one before."""
+    lab = Lab(enabled=False)
+    await lab.create()
+    async with lab.aggregating():
+        await lab.join("a")
+        await lab.send_many("a", 4)
+    before, newest = [item.record for item in await lab.records()][-2:]
+    arrays = FragmentArrays.from_objects(
+        lab.context.settings, lab.context.layout, 0,
+        view=lab.store.get(before.snapshot.name), outer_state=lab.store.get(before.outer.name),
+    )  # fmt: skip
+    assert before.outer_version == before.version == SNAPSHOT
+    return lab, newest, arrays
+
+
+@pytest.mark.parametrize("digest", ["view_digest", "outer_digest"])
+def test_a_version_that_does_not_come_out_again_is_refused(run_async, digest):
+    async def scenario() -> None:
+        lab, record, arrays = await made()
+        wrong = record.model_copy(update={digest: "f" * 32})
+        with pytest.raises(IntegrityError, match="cannot be recomputed: digests"):
+            arrays.merge_again(wrong, partial(read_input, lab.store, arrays.grid))
+
+    run_async(scenario())
+
+
+def test_a_view_of_another_digest_is_refused(run_async):
+    async def scenario() -> None:
+        lab, record, _ = await made()
+        wrong = record.model_copy(update={"view_digest": "f" * 32})
+        with pytest.raises(IntegrityError, match="the record says ffff"):
+            await load_version(lab.context, wrong)
+
+    run_async(scenario())
+
+
+def test_a_shard_of_other_bytes_is_refused_though_it_can_be_read(run_async):
+    async def scenario() -> None:
+        lab, _, _ = await made()
+        manifest = lab.upload("a")
+        (entry,) = manifest.shards
+        grid = make_grid(lab.context.settings, lab.context.layout, 0)
+        other = shards.pack("float32", encode("float32", np.ones(grid.size, np.float32), 16), 16)
+        lab.store.delete(entry.name)
+        lab.store.put(entry.name, other)
+        assert len(other) == entry.size_bytes
+        with pytest.raises(WireError) as caught:
+            read_payload(lab.store, manifest, grid)
+        assert caught.value.reason == "checksum"
+
+    run_async(scenario())
+
+
+def test_a_record_of_another_epoch_ends_the_process(run_async):
+    async def scenario() -> None:
+        lab, _, _ = await made()
+        with pytest.raises(RunMismatchError, match="is in epoch 0, this process began in epoch 1"):
+            await last_record(replace(lab.context, epoch=1), 0)
+
+    run_async(scenario())
+
+
+class LyingBus:
+    """A bus that loses the first answer, then takes a stale swap for a duplicate and says yes."""
+
+    def __init__(self, bus, rival) -> None:
+        self._bus, self._rival, self.calls = bus, rival, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self._bus, name)
+
+    async def publish(self, subject: str, payload: bytes, **options):
+        self.calls += 1
+        if self.calls == 1:
+            raise BusUnavailableError("no answer")
+        await self._rival()
+        return 1 << 20
+
+
+def test_an_acknowledgement_after_a_doubt_is_not_believed(run_async):
+    """A cluster may acknowledge a stale swap; what stands is read, and it is another's."""
+
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        subject = names.stop(RUN)
+        stop = wire.encode(wire.Stop(run=RUN, global_step=0, reason="steps"))
+
+        async def rival() -> None:
+            await lab.bus.publish(subject, stop, msg_id="rival", expected_last=0)
+
+        bus = LyingBus(lab.bus, rival)
+        context = replace(lab.context, bus=bus)
+        with pytest.raises(SwapLostError):
+            await asyncio.wait_for(swap(context, subject, stop, "ours", 0), 30.0)
+        assert bus.calls == 2
+
+    run_async(scenario())
+
+
+def test_the_newest_checkpoint_is_that_of_the_greatest_number(tmp_path):
+    for number in (9, 100, 20):
+        (tmp_path / f"{number}.safetensors").touch()
+    assert PartFolder(tmp_path, keep=3).numbers() == [100, 20, 9]
+
+
+def test_a_lease_that_another_has_taken_is_not_ours(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        first, thief = Leases(lab.context, 60.0), Leases(lab.context, 60.0)
+        assert await first._acquire(0)
+        assert await first.still_ours(0)
+        subject = names.fragment_lease(RUN, 0)
+        await thief._publish(subject, "held", first._held[0])
+        assert not await first.still_ours(0)
+
+    run_async(scenario())
+
+
+def test_nothing_is_deleted_while_the_tape_names_it(run_async, monkeypatch):
+    """The tape is trimmed first: where that fails, every object stays."""
+
+    async def scenario() -> None:
+        lab = Lab(enabled=False)
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", 3 * SNAPSHOT)
+        there = lab.objects()
+
+        async def refused(*_arguments: object) -> None:
+            raise BusError("not permitted")
+
+        monkeypatch.setattr(lab.bus, "trim", refused)
+        lab.context = replace(lab.context, gc=GcSection(replay_window_s=0.0))
+        state = memory.resume(*await lab.newest(), 0.0)._replace(known_seq=0)
+        collector = Collector(lab.context, 0, lambda: state)
+        with pytest.raises(BusError):
+            await collector._collect()
+        assert lab.objects() == there
+
+    run_async(scenario())
