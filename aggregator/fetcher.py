@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from diloco.aggregator.arrays.arithmetic import PRODUCTION
 from diloco.aggregator.arrays.fragment import Payload
-from diloco.aggregator.arrays.merge import Grid
+from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.core.effects import Fetch

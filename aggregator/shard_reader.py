@@ -1,14 +1,12 @@
 """Reads an update's shards from the store, verifies them, and puts their blocks in order."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
-from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
-from diloco.aggregator.arrays.fragment import Payload, payload_of
-from diloco.aggregator.arrays.merge import Grid
+from diloco.aggregator.arrays.grid import Grid
 from diloco.common import shards, slices, wire
 from diloco.common.codec import (
     Encoded,
@@ -21,14 +19,18 @@ from diloco.common.errors import ObjectTooLargeError, ObjectUnreadableError, Wir
 from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 
+if TYPE_CHECKING:
+    from diloco.aggregator.arrays.arithmetic import Arithmetic
+    from diloco.aggregator.arrays.fragment import Payload
+
 
 def read_payload(
     store: ObjectStore,
     manifest: wire.Manifest,
     grid: Grid,
-    arithmetic: Arithmetic = PRODUCTION,
-) -> Payload:
-    """Read and verify all shards of an update.
+    arithmetic: "Arithmetic | None" = None,
+) -> "Payload":
+    """Read and verify all shards of an update, for `arithmetic`; None: that of aggregators.
 
     Raises:
         ObjectMissingError: a shard is not there, though the manifest says that it is.
@@ -36,8 +38,12 @@ def read_payload(
             "checksum", "unreadable", or as `shards.unpack`; "shards" as `slices.partition`.
         StoreUnavailableError: a transient fault.
     """
+    # Who only looks at updates needs no JAX.
+    from diloco.aggregator.arrays.arithmetic import PRODUCTION
+    from diloco.aggregator.arrays.fragment import payload_of
+
     parts = tuple(read_parts(store, manifest.codec, manifest.shards, grid))
-    return payload_of(grid, manifest.codec, parts, arithmetic)
+    return payload_of(grid, manifest.codec, parts, arithmetic or PRODUCTION)
 
 
 def read_input(store: ObjectStore, grid: Grid, taken: wire.Input) -> tuple[Encoded, ...]:

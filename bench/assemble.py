@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.streaming import median, seconds, table
-from diloco.aggregator.arrays.merge import Grid, make_grid
+from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.shard_reader import read_parts
 from diloco.common import shards, slices, wire
 from diloco.common.codec import Encoded

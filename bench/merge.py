@@ -24,13 +24,12 @@ import ml_dtypes
 import numpy as np
 
 from bench.streaming import Stream, median, seconds, table
+from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.arrays.merge import (
     Accumulator,
     Contribution,
-    Grid,
     coefficients,
     factors,
-    make_grid,
     segment_norms,
 )
 from diloco.aggregator.arrays.outer import Gradient, advance_view, make_outer

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from diloco.aggregator.arrays import merge, outer
-from diloco.aggregator.arrays.merge import Accumulator, Grid, Norms, Vector
+from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.arrays.merge import Accumulator, Norms, Vector
 from diloco.common.codec import Encoded
 
 

@@ -8,9 +8,11 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
+from diloco.aggregator.arrays import grid as grids
 from diloco.aggregator.arrays import merge, outer
 from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
-from diloco.aggregator.arrays.merge import Contribution, Grid, Vector
+from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.arrays.merge import Contribution, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.state import Admitted
 from diloco.common import shards, wire
@@ -247,7 +249,7 @@ class FragmentArrays:
 
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
     """How a fragment's vector divides under a run's settings."""
-    return merge.make_grid(
+    return grids.make_grid(
         layout.fragments[fragment],
         layout.block,
         settings.sync.shard_elements,

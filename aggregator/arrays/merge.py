@@ -22,9 +22,8 @@ Source: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional averag
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +31,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from diloco.aggregator.arrays.grid import Grid
 from diloco.common.codec import GREATEST_CODE, Codec, Encoded, code_count
-from diloco.common.layout import Fragment
 from diloco.common.quantize import fold, lanes_of, reduce_to_lanes
-from diloco.common.shards import shard_ranges
 
 Vector = npt.NDArray[np.float32]
 Norms = npt.NDArray[np.float64]
-Merge = Literal["rda", "average"]
 
 # The least bfloat16 that no machine takes for zero.
 LEAST_COEFFICIENT: Final = 2.0**-126
@@ -56,49 +53,6 @@ CANCELLING: Final = 1e-6
 _UNIT: Final = np.float32(256)
 # Elements that one thread works on at a time, so that an operation finds them in its cache.
 CHUNK: Final = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
-    """How a fragment's vector divides into shards, blocks and segments.
-
-    Attributes:
-        size: N.
-        block: elements that share a scale.
-        ranges: [start, stop) of each shard of an update.
-        lengths: blocks of each segment, int64 [S].
-        radial: whether a segment is merged by RDA, bool [S].
-    """
-
-    size: int
-    block: int
-    ranges: tuple[tuple[int, int], ...]
-    lengths: npt.NDArray[np.int64]
-    radial: npt.NDArray[np.bool_]
-
-    def per_block(self, values_S: npt.NDArray[Any]) -> Vector:
-        """Each segment's value for each of its blocks, float32 [B]."""
-        return np.repeat(values_S.astype(np.float32), self.lengths)
-
-
-def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge = "rda") -> Grid:
-    """The grid of a fragment.
-
-    Args:
-        fragment: of the layout.
-        block: the layout's.
-        shard_elements: the run's `sync.shard_elements`.
-        merge: "average" averages every segment, whatever the layout says.
-    """
-    rules = fragment.segment_rules()
-    segment_of_block_B = fragment.segment_of_block(block)
-    return Grid(
-        size=fragment.size,
-        block=block,
-        ranges=tuple(shard_ranges(fragment.size, block, shard_elements)),
-        lengths=np.bincount(segment_of_block_B, minlength=len(rules)).astype(np.int64),
-        radial=np.asarray([merge == "rda" and rule == "rda" for rule in rules]),
-    )
 
 
 # --- The merge rule

@@ -21,7 +21,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.arrays.merge import CHUNK, Accumulator, Grid, Vector
+from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.arrays.merge import CHUNK, Accumulator, Vector
 from diloco.common.codec import (
     Codec,
     Encoded,

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,9 +17,11 @@ from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.service import cancel
 from diloco.common.tape import RunContext, last_record, read_record
 from diloco.common.views import load_version, load_view
-from diloco.learner.task import Task, run_task
-from diloco.model.view import GlobalModel
 from diloco.projections.timeseries import TimeSeries
+
+if TYPE_CHECKING:
+    from diloco.learner.task import Task
+    from diloco.model.view import GlobalModel
 
 # Kept scores that are read, evenly over the run.
 KEPT = 400
@@ -33,7 +36,7 @@ class Scorer:
         model: of both.
     """
 
-    def __init__(self, context: RunContext, task: Task, model: GlobalModel) -> None:
+    def __init__(self, context: RunContext, task: "Task", model: "GlobalModel") -> None:
         self._context = context
         self._task = task
         self._model = model
@@ -41,6 +44,10 @@ class Scorer:
     @classmethod
     async def of_run(cls, context: RunContext) -> "Scorer":
         """With the run's task; errors as `run_task` and `GlobalModel.of_run`."""
+        # Who only reads kept scores needs no JAX.
+        from diloco.learner.task import run_task
+        from diloco.model.view import GlobalModel
+
         task = await asyncio.to_thread(run_task, context.settings)
         return cls(context, task, await GlobalModel.of_run(context, task))
 
@@ -197,7 +204,12 @@ async def scores_of(
     missing_s = _missing(series, scores, points)
     if not missing_s:
         return scores
-    scorer = await Scorer.of_run(context)
+    try:
+        scorer = await Scorer.of_run(context)
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib"):
+            raise
+        return scores  # Where there is no JAX, those that others kept are all there are.
     done = {score.record_seqs for score in scores}
     for count, at_s in enumerate(missing_s):
         if progress is not None:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.arrays.merge import make_grid
+from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.shard_reader import cut_alike, read_parts
 from diloco.common import wire
 from diloco.common.codec import decode_numpy, encoded_bytes

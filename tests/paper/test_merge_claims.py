@@ -6,13 +6,12 @@ Each test names its section of docs/design/paper.md.
 import numpy as np
 import pytest
 
+from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.arrays.merge import (
     Accumulator,
     Contribution,
-    Grid,
     coefficients,
     factors,
-    make_grid,
     segment_norms,
 )
 from diloco.aggregator.arrays.outer import Gradient, make_outer

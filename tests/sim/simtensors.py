@@ -24,7 +24,8 @@ import numpy as np
 import xxhash
 
 from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
-from diloco.aggregator.arrays.merge import Contribution, Grid
+from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.arrays.merge import Contribution
 from diloco.common import shards, slices, wire
 from diloco.common.codec import Encoded, decode_numpy
 from diloco.common.layout import Layout

@@ -6,7 +6,8 @@ discounts and norms are such that products of float32s would be rounded.
 
 import numpy as np
 
-from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients, make_grid
+from diloco.aggregator.arrays.grid import make_grid
+from diloco.aggregator.arrays.merge import Accumulator, Contribution, coefficients
 from diloco.aggregator.arrays.outer import close_round, make_outer
 from diloco.common.codec import CODECS
 from diloco.common.layout import Tensor, TensorHint, make_layout

@@ -6,6 +6,7 @@ import pytest
 from records import make_record
 
 from diloco.aggregator.arrays import merge
+from diloco.aggregator.arrays.grid import make_grid
 from diloco.common import shards, slices, wire
 from diloco.common.codec import decode_numpy
 from diloco.common.config import SyncSection
@@ -28,7 +29,7 @@ def a_round(layout, store, *, updates=3, alike=0.7, weights=(1.0, 2.0, 5.0), dis
     """A record of a merge as the aggregator makes it, and the exact vectors merged."""
     rng = np.random.default_rng(5)
     (fragment,) = layout.fragments
-    grid = merge.make_grid(fragment, BLOCK, SYNC.shard_elements)
+    grid = make_grid(fragment, BLOCK, SYNC.shard_elements)
     common = rng.normal(size=fragment.size)
     accumulator = merge.Accumulator(grid)
     contributions, inputs, vectors = [], [], []

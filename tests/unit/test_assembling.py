@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.aggregator.arrays import merge
-from diloco.aggregator.arrays.merge import Contribution, make_grid
+from diloco.aggregator.arrays.grid import make_grid
+from diloco.aggregator.arrays.merge import Contribution
 from diloco.aggregator.shard_reader import read_parts, read_payload
 from diloco.common import shards, slices, wire
 from diloco.common.codec import CODECS, Encoded

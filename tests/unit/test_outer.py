@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.aggregator.arrays import outer
+from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.arrays.merge import (
     Accumulator,
     Contribution,
-    Grid,
     coefficients,
     factors,
-    make_grid,
     segment_norms,
 )
 from diloco.aggregator.arrays.outer import (

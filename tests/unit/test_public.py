@@ -89,3 +89,21 @@ def test_users_are_shown_no_other_names() -> None:
     pages = [ROOT / "README.md", ROOT / "docs" / "tasks.md", *(ROOT / "examples").glob("*.py")]
     for page in pages:
         assert not re.findall(r"(?:from|import) diloco\.[\w.]+", page.read_text()), page
+
+
+WITHOUT_JAX = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jax", "jaxlib", "flax", "optax", "orbax"):
+            raise ModuleNotFoundError(f"no {name} here", name=name)
+
+sys.meta_path.insert(0, Missing())
+import diloco.look.learners, diloco.look.runs, diloco.look.status_screen
+import diloco.replay.tape, diloco.report.build
+"""
+
+
+def test_what_only_looks_loads_no_jax() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_JAX], check=True)
