@@ -28,14 +28,14 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test wheel-test test-slow test-systemd chaos fuzz lint types \
+.PHONY: help install demo reference docs test wheel-test test-slow test-systemd chaos fuzz mutants lint types \
 	imports check \
 	bench headline quality quality-large sim terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, fuzz, sim, bench and lock;'
+	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, fuzz, mutants, sim, bench and lock;'
 	@echo '  PYTHON=... chooses the interpreter of install.'
 
 install: $(STAMP) ## make .venv with the pinned packages and the diloco command
@@ -82,6 +82,10 @@ chaos: install ## kill, pause and cut off real processes; SECONDS=600, SEED=... 
 
 fuzz: install ## feed every decoder with damaged inputs; CASES=1000000
 	@$(BIN)/python tests/fuzz/run_fuzz.py --cases $(CASES) $(ARGS)
+
+# Hours of one core where many survive; results are kept in runs/mutants.
+mutants: install ## plant bugs one by one, and say what finds each; WORKERS=3 at a time, ARGS=--quick
+	@$(BIN)/python tests/mutants/run_mutants.py --jobs $(WORKERS) $(ARGS)
 
 lint: install ## ruff: rules and format
 	@$(BIN)/ruff check .

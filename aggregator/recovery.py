@@ -13,7 +13,7 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.context import Context
 from diloco.aggregator.records import cited
 from diloco.aggregator.shard_reader import read_input
-from diloco.common import names, wire
+from diloco.common import cores, names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError
 from diloco.common.tape import (
@@ -136,6 +136,7 @@ async def _load_outer_state(context: Context, at: wire.Record) -> FragmentArrays
             view=get_object(context.store, at.snapshot),
             outer_state=get_object(context.store, at.outer),
             arithmetic=context.arithmetic or PRODUCTION,
+            threads=cores.available(),
         )
 
     return await context.runtime.call(load)

@@ -199,7 +199,7 @@ def first_state(task: Any, seed: int) -> tuple[Any, Any]:
 def make_step(task: Any, mesh: Any, gradient_dtype: str) -> Any:
     """The jitted step of the whole job: (parameters, state, global batch, step) -> the next ones.
 
-    As `diloco.learner.train.make_inner_step`, but for the mean of the gradients over all processes.
+    As `learner.inner_step.make_inner_step`, but for the mean of the gradients over all processes.
     """
     import jax
     import jax.numpy as jnp

@@ -31,7 +31,7 @@ from diloco.aggregator.conductor import Newest, stop_reason
 from diloco.aggregator.core import events, machine, memory, policy, rounds
 from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
 from diloco.aggregator.core.state import State, UpdateId
-from diloco.common import names, shards, slices, wire
+from diloco.common import cores, names, shards, slices, wire
 from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
@@ -206,7 +206,7 @@ class _Owner:
 
 @dataclass
 class _Learner:
-    """One life of a learner: `diloco.learner.train.Trainer` with virtual time for its clock."""
+    """One life of a learner: `learner.synchronizer` with virtual time for its clock."""
 
     world: "World"
     name: str
@@ -415,9 +415,8 @@ class World:
             pending={},
         )
         rules = policy.fragment_rules(settings, layout, fragment)
-        return _Owner(
-            self, rules, FragmentArrays.from_view(settings, layout, fragment, view), state
-        )
+        arrays = FragmentArrays.from_view(settings, layout, fragment, view, cores.available())
+        return _Owner(self, rules, arrays, state)
 
     def _has_its_steps(self) -> bool:
         stop_steps = self.weather.stop_steps

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco.learner import tree
+from diloco.learner.inner_step import InnerStep, make_inner_step
 from diloco.learner.task import Batch, Params, Task
-from diloco.learner.train import InnerStep, make_inner_step
 
 
 def learner_names(count: int) -> list[str]:

@@ -3,8 +3,10 @@
 One fragment, RDA, Nesterov, `--learners` int4 updates, from their verified codes to new master
 parameters. Each stage is charged the bytes that must move for it: codes and scales once and the
 sum twice (read and written) per update, codes and scales once more for its norms; the sum once
-for the merged norms; sum, parameters and momentum for the outer step. The version delta is shown
-besides. A repeat measures the bandwidth before and after its stages; ratios are within a repeat.
+for the merged norms; sum, parameters and momentum for the outer step. The version delta and the
+digests of view, parameters and momentum are shown besides. The last row charges the whole round
+what a single pass would move: each update's codes and scales once, each vector read and written
+once. A repeat measures the bandwidth before and after its stages; ratios are within a repeat.
 
 The second part shows that memory does not depend on the number of learners: each in a process of
 its own, the growth of its resident memory over a whole round.
@@ -32,6 +34,7 @@ from diloco.aggregator.arrays.merge import (
     segment_norms,
 )
 from diloco.aggregator.arrays.outer import Gradient, advance_view, make_outer
+from diloco.common import cores, shards
 from diloco.common.codec import Encoded
 from diloco.common.layout import Tensor, TensorHint, make_layout
 from diloco.common.shards import pack, unpack
@@ -41,6 +44,7 @@ SEGMENTS = 16
 REPEATS = 7
 FLOOR = 0.6
 STAGES = ("norms", "accumulate", "merged norms", "outer step")
+AFTER = ("version delta", "digests")
 
 
 def main() -> None:
@@ -90,7 +94,14 @@ def _stage_bytes(size: int, learners: int) -> dict[str, float]:
         "accumulate": learners * (codes + 8 * size),
         "merged norms": 4 * size,
         "outer step": 20 * size,
+        "version delta": 12 * size + codes,
+        "digests": 12 * size,
     }
+
+
+def _least_bytes(size: int, learners: int) -> float:
+    """What the whole round moves at least: sum, parameters, momentum and view twice, codes once."""
+    return 32 * size + (learners + 1) * (size / 2 + 2 * size / BLOCK)
 
 
 class _Round:
@@ -105,7 +116,7 @@ class _Round:
 
     def times(self, updates: Iterator[Encoded] | list[Encoded]) -> dict[str, float]:
         """Seconds of each stage."""
-        taken_s = dict.fromkeys((*STAGES, "version delta"), 0.0)
+        taken_s = dict.fromkeys((*STAGES, *AFTER), 0.0)
         contributions: list[Contribution] = []
         self._sum.reset()
         for update in updates:
@@ -114,8 +125,9 @@ class _Round:
         taken_s["merged norms"] = seconds(lambda: self._factors(contributions))
         taken_s["outer step"] = seconds(self._outer)
         taken_s["version delta"] = seconds(
-            lambda: advance_view(self._theta, self._view, "int4", BLOCK)
+            lambda: advance_view(self._theta, self._view, "int4", BLOCK, cores.available())
         )
+        taken_s["digests"] = seconds(self._digests)
         return taken_s
 
     def _norms(self, update: Encoded, contributions: list[Contribution]) -> None:
@@ -130,7 +142,18 @@ class _Round:
     def _outer(self) -> None:
         factors_B = self._grid.per_block(self._factors_S)
         gradient = Gradient(tuple(self._sum.spans()), factors_B, BLOCK)
-        self._optimizer.update(self._theta, gradient, self._state, learning_rate=0.7, momentum=0.9)
+        self._optimizer.update(
+            self._theta,
+            gradient,
+            self._state,
+            learning_rate=0.7,
+            momentum=0.9,
+            threads=cores.available(),
+        )
+
+    def _digests(self) -> None:
+        for vector in (self._view, self._theta, *self._state.values()):
+            shards.digest(vector)
 
 
 def _print_speed(size: int, learners: int) -> float:
@@ -152,9 +175,13 @@ def _print_speed(size: int, learners: int) -> float:
     core_bytes = must_move["accumulate"] + must_move["outer step"]
     cores = [one["accumulate"] + one["outer step"] for one in taken]
     rows.append(_row("accumulate + outer step", core_bytes, cores, bandwidths))
-    rows.append(_row("all of these", sum(must_move.values()), totals, bandwidths))
-    deltas = [one["version delta"] for one in taken]
-    rows.append(_row("version delta", 12.5 * size, deltas, bandwidths))
+    moved = sum(must_move[stage] for stage in STAGES)
+    rows.append(_row("all of these", moved, totals, bandwidths))
+    rows += [
+        _row(stage, must_move[stage], [one[stage] for one in taken], bandwidths) for stage in AFTER
+    ]
+    whole = [sum(one.values()) for one in taken]
+    rows.append(_row("whole round, once through", _least_bytes(size, learners), whole, bandwidths))
     print(f"{size:,} parameters, {learners} learners, int4, RDA, Nesterov")
     print(f"streaming in place, float32: {median(bandwidths) / 1e9:.1f} GB/s\n")
     print(table(rows))

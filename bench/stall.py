@@ -2,7 +2,8 @@
 
 One learner, alone on one core with all of its threads, trains the demo's model; aggregator and
 NATS server are on the other core. Blocks of steps with synchronization (H = 24, P = 8, int4 both
-ways) alternate with blocks without, in one process, so that both see the same noise.
+ways) alternate with blocks without, in one process, so that all see the same noise. Synchronization
+is taken two ways: `Learner.step`, as every training loop calls it, and the boundary under it alone.
 
     python -m bench.stall [--pairs 10] [--preset 1m] [--devices 4 --mesh fsdp=2,tensor=2]
 """
@@ -13,11 +14,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 import tomli_w
 
 from diloco.common import log
@@ -25,18 +28,50 @@ from diloco.common.config import Config, LearnerSection, RunSettings, load_confi
 from diloco.common.nats_server import NatsServer
 from diloco.common.probes import make_probes
 from diloco.common.service import Runtime
-from diloco.learner.background import Background, running_loop
+from diloco.learner import tree
 from diloco.learner.checkpoint import Folder
 from diloco.learner.context import Context
 from diloco.learner.island import Island
-from diloco.learner.lead import lead
-from diloco.learner.life import Host
+from diloco.learner.library import Learner, alive
+from diloco.learner.life import Life
+from diloco.learner.member import Member
 from diloco.learner.recovery import Saver
-from diloco.learner.train import Trainer
 
 FLOOR = 0.99
 ENCODES = 20
 BLOCK_STEPS = 48  # two intervals: every fragment is sent twice in a block
+Way = Literal["step", "boundary", "off"]
+WAYS: tuple[Way, ...] = ("step", "boundary", "off")
+
+
+class Loop:
+    """A training loop, and its place in the run."""
+
+    def __init__(self, island: Island, life: Life) -> None:
+        self.learner = Learner(life, threading.Event())
+        self.synchronizer = life.synchronizer
+        self.params = self.learner.params
+        trained, self.constants = tree.split(self.params)
+        self.inner_step = island.inner_step(self.constants)
+        self.state = island.init_state(trained)
+        self.batches = island.feed(self.learner.position)
+
+    def inner(self) -> jax.Array:
+        """One inner step; its loss, still being computed."""
+        trained, self.state, outcome = self.inner_step(
+            tree.split(self.params)[0], self.state, next(self.batches), np.int32(0)
+        )
+        self.params = tree.join(trained, self.constants)
+        return outcome.loss
+
+    def cross(self, way: Way, loss: jax.Array) -> None:
+        """The boundary after it."""
+        if way == "step":
+            self.params = self.learner.step(self.params, loss=loss, save=self.state)
+        elif way == "boundary":
+            replica = self.synchronizer.replica
+            if self.synchronizer.turn(lambda: tree.split(self.params)[0]).effects:
+                self.params = tree.join(replica.trained, self.constants)
 
 
 def write_config(folder: Path, url: str, preset: str, mesh: str) -> Path:
@@ -54,47 +89,48 @@ def write_config(folder: Path, url: str, preset: str, mesh: str) -> Path:
     return path
 
 
-def report_encode(trainer: Trainer, settings: RunSettings) -> None:
+def report_encode(loop: Loop, settings: RunSettings) -> None:
     """How long the device encodes one interval's updates, as a share of the interval's steps."""
-    sync_section = settings.sync
+    sync_section, replica = settings.sync, loop.synchronizer.replica
+    replica.trained = tree.split(loop.params)[0]
     began_s = time.perf_counter()
     for _ in range(ENCODES):
         for fragment in range(sync_section.fragments):
-            jax.block_until_ready(trainer.replica.send(fragment))
+            jax.block_until_ready(replica.send(fragment))
     encode_s = (time.perf_counter() - began_s) / ENCODES
     began_s = time.perf_counter()
     for _ in range(sync_section.interval_steps):
-        loss = trainer.step(0)
+        loss = loop.inner()
     jax.block_until_ready(loss)
     share = encode_s / (time.perf_counter() - began_s)
     print(f"encoding all fragments: {1000 * encode_s:.1f} ms, {share:.3%} of an interval's steps")
 
 
-def report_checkpoint(trainer: Trainer, context: Context, folder: Path) -> None:
+def report_checkpoint(loop: Loop, context: Context, folder: Path) -> None:
     """What a checkpoint costs: the training thread's part, and all of it on this one core."""
     section = LearnerSection(checkpoint_dir=str(folder))
     kept = Folder(folder, section.checkpoint_keep)
     dispatched_s, made_s = [], []
     for _ in range(ENCODES):
         saver = Saver(context, section, kept, 1)
-        jax.block_until_ready(trainer.step(0))
+        jax.block_until_ready(loop.inner())
         began_s = time.perf_counter()
-        saver.save(trainer.optimizer_state, trainer.progress())
+        saver.save(loop.state, loop.synchronizer.progress())
         dispatched_s.append(time.perf_counter() - began_s)
         saver.close()
         made_s.append(time.perf_counter() - began_s)
     # The first one imports orbax.
     print(
-        f"a checkpoint of {state_bytes(trainer) / 1e6:.1f} MB: the training thread "
+        f"a checkpoint of {_size(loop.state) / 1e6:.1f} MB: the training thread "
         f"{1000 * statistics.median(dispatched_s[1:]):.2f} ms (max "
         f"{1000 * max(dispatched_s[1:]):.2f} ms), with the worker's part "
         f"{1000 * statistics.median(made_s[1:]):.0f} ms"
     )
 
 
-def state_bytes(trainer: Trainer) -> int:
-    """Size of the inner optimizer's state."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.optimizer_state))
+def _size(state: Any) -> int:
+    """Bytes of the inner optimizer's state."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 class Took(NamedTuple):
@@ -104,62 +140,61 @@ class Took(NamedTuple):
     cpu_s: float
 
 
-def block(trainer: Trainer, *, synchronize: bool) -> Took:
+def block(loop: Loop, way: Way) -> Took:
     """Take a block of steps, until the last of them is computed."""
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     previous = None
     for _ in range(BLOCK_STEPS):
-        loss = trainer.step(0)
-        if synchronize:
-            trainer.turn()
+        loss = loop.inner()
+        loop.cross(way, loss)
         if previous is not None:
             previous.block_until_ready()
         previous = loss
-    jax.block_until_ready(trainer.replica.trained)
+    jax.block_until_ready(loop.params)
     return Took(time.perf_counter() - began_s, time.process_time() - began_cpu_s)
 
 
-def measure(config: Config, folder: Path, pairs: int) -> list[tuple[Took, Took]]:
-    """(with, without) of each pair of blocks."""
+def measure(config: Config, folder: Path, rounds: int) -> list[dict[Way, Took]]:
+    """What each way took, round by round."""
+    island = Island(config, "alone")
+    member = Member.of(
+        island.params_lying(),
+        learner="alone",
+        anchor=island.anchor,
+        tokens_per_step=island.task.tokens_per_batch,
+        hint=island.task.hint,
+    )
     runtime = Runtime()
-    with running_loop() as loop:
-        host = Host(
-            config=config,
-            island=Island(config, "alone"),
-            runtime=runtime,
-            probes=make_probes(runtime.retries, run=config.run.name, learner="alone"),
-            background=Background(loop),
-            asked_to_leave=lambda: False,
-        )
-        with lead(host) as life:
-            trainer = life.trainer
-            timings = measure_pairs(trainer, pairs)
-            print(f"updates sent: {life.context.traffic.updates_sent}")
-            report_encode(trainer, config.settings())
-            report_checkpoint(trainer, life.context, folder / "checkpoints")
-            life.leave()
+    probes = make_probes(runtime.retries, run=config.run.name, learner="alone")
+    with island.context(), alive(config, member, threading.Event(), runtime, probes) as life:
+        loop = Loop(island, life)
+        timings = measure_rounds(loop, rounds)
+        print(f"updates sent: {life.context.traffic.updates_sent}")
+        report_encode(loop, config.settings())
+        report_checkpoint(loop, life.context, folder / "checkpoints")
+        life.leave()
     return timings
 
 
-def measure_pairs(trainer: Trainer, pairs: int) -> list[tuple[Took, Took]]:
-    """Blocks with and without, in turns."""
-    block(trainer, synchronize=True)
+def measure_rounds(loop: Loop, rounds: int) -> list[dict[Way, Took]]:
+    """Blocks of each way, each in every place of a round in turn."""
+    block(loop, "step")
     timings = []
-    for pair in range(pairs):
-        order = (True, False) if pair % 2 else (False, True)
-        took = {on: block(trainer, synchronize=on) for on in order}
-        timings.append((took[True], took[False]))
-        print(
-            f"pair {pair + 1}/{pairs}: on {took[True].wall_s:.2f} s ({took[True].cpu_s:.2f} of cpu)"
-            f", off {took[False].wall_s:.2f} s ({took[False].cpu_s:.2f})"
+    for number in range(rounds):
+        first = number % len(WAYS)
+        took = {way: block(loop, way) for way in WAYS[first:] + WAYS[:first]}
+        timings.append(took)
+        words = ", ".join(
+            f"{way} {took[way].wall_s:.2f} s ({took[way].cpu_s:.2f} of cpu)" for way in WAYS
         )
+        print(f"round {number + 1}/{rounds}: {words}")
     return timings
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=10, help="rounds of blocks")
     parser.add_argument("--preset", default="1m")
     parser.add_argument("--devices", type=int, default=1, help="that the CPU is taken for")
     parser.add_argument("--mesh", default="fsdp=0", help="of those devices")
@@ -183,10 +218,17 @@ def main() -> None:
             finally:
                 aggregator.kill()
                 aggregator.wait()
-    step_ms = 1000 * statistics.median(off.wall_s for _, off in timings) / BLOCK_STEPS
+    step_ms = 1000 * statistics.median(took["off"].wall_s for took in timings) / BLOCK_STEPS
     print(f"step without synchronization: {step_ms:.1f} ms")
-    report("steps/s by the clock", [off.wall_s / on.wall_s for on, off in timings])
-    report("steps per second of cpu", [off.cpu_s / on.cpu_s for on, off in timings])
+    for way in ("step", "boundary"):
+        report(
+            f"{way}: steps/s by the clock",
+            [took["off"].wall_s / took[way].wall_s for took in timings],
+        )
+        report(
+            f"{way}: steps per second of cpu",
+            [took["off"].cpu_s / took[way].cpu_s for took in timings],
+        )
 
 
 def report(what: str, ratios: list[float]) -> None:

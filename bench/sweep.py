@@ -20,8 +20,8 @@ from bench import cases, emulate, loops, student, tasks
 from bench.cases import Case, Inner, Kind
 from diloco.common.config import RunSettings, make_config
 from diloco.learner import tree
+from diloco.learner.inner_step import InnerStep
 from diloco.learner.task import Batch, Params, Task
-from diloco.learner.train import InnerStep
 
 # 41,000 parameters: a core takes 2.6 ms for a step over 256 bytes.
 SIZE: dict[str, Any] = {"preset": "sweep", "batch": 4, "length": 64, "eval_batches": 256}

@@ -9,10 +9,12 @@ import contextlib
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
 
 from diloco.common import log
 from diloco.common.clock import Clock
@@ -173,6 +175,42 @@ def on_signals(stop: Callable[[], object]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
+@contextlib.contextmanager
+def asked_by_signals(stop: Callable[[], object]) -> Iterator[None]:
+    """For as long as the block lasts, the first SIGINT or SIGTERM calls `stop`.
+
+    Handlers that were there are called too, at each signal. From the second on, where there was
+    none, a signal does what it did before. Signals that were ignored stay so. Off the main
+    thread, which alone may set handlers, nothing is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        earlier = before[number]
+        if not seen:
+            stop()
+        elif earlier in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, earlier)
+            signal.raise_signal(number)
+        seen.append(number)
+        if callable(earlier) and earlier is not signal.default_int_handler:
+            earlier(number, frame)
+
+    taken = [number for number, earlier in before.items() if earlier not in (None, signal.SIG_IGN)]
+    for number in taken:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+
+
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:
     """Run until the first of these ends; cancel the others; raise what it raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
@@ -195,7 +233,7 @@ async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
         await cancel(*tasks)
 
 
-async def cancel(*tasks: "asyncio.Future[None]") -> None:
+async def cancel(*tasks: "asyncio.Future[Any]") -> None:
     """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()

@@ -198,7 +198,10 @@ def crc32c(data: bytes | memoryview) -> int:
 def digest(data: npt.NDArray[Any] | bytes) -> str:
     """xxh3-128 of the bytes, as 32 hex digits."""
     raw = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else np.ascontiguousarray(data)
-    return str(xxhash.xxh3_128_hexdigest(raw.reshape(-1).view(np.uint8).data))
+    # In one call it would hold the interpreter, and so every other thread, to its end.
+    hashed = xxhash.xxh3_128()
+    hashed.update(raw.reshape(-1).view(np.uint8).data)
+    return str(hashed.hexdigest())
 
 
 class _DeltaForm:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         TaskError,
     )
     from diloco.common.layout import TensorHint
+    from diloco.learner.library import Learner, join
     from diloco.learner.mesh import constrain
     from diloco.learner.optimizer import (
         Matrices,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     )
     from diloco.learner.reading import GrainData
     from diloco.learner.task import Batch, Params, Task, check_task, load_task
+    from diloco.model.load import load
+    from diloco.operate.from_params import create
 
     __version__: str
 
@@ -40,6 +43,7 @@ __all__ = [
     "DilocoError",
     "GrainData",
     "IntegrityError",
+    "Learner",
     "Matrices",
     "Params",
     "RunMismatchError",
@@ -51,6 +55,9 @@ __all__ = [
     "adamw",
     "check_task",
     "constrain",
+    "create",
+    "join",
+    "load",
     "load_config",
     "load_task",
     "matrices_by_hint",
@@ -67,6 +74,7 @@ _HOMES = {
     "DilocoError": _ERRORS,
     "GrainData": "diloco.learner.reading",
     "IntegrityError": _ERRORS,
+    "Learner": "diloco.learner.library",
     "Matrices": "diloco.learner.optimizer",
     "Params": "diloco.learner.task",
     "RunMismatchError": _ERRORS,
@@ -77,6 +85,9 @@ _HOMES = {
     "adamw": "diloco.learner.optimizer",
     "check_task": "diloco.learner.task",
     "constrain": "diloco.learner.mesh",
+    "create": "diloco.operate.from_params",
+    "join": "diloco.learner.library",
+    "load": "diloco.model.load",
     "load_config": "diloco.common.config",
     "load_task": "diloco.learner.task",
     "matrices_by_hint": "diloco.learner.optimizer",

@@ -1,4 +1,4 @@
-"""A learner as a process: from the command to the training loop, and out again."""
+"""A learner as a process: a task's training loop in a run, from the command to its end."""
 
 import contextlib
 import threading
@@ -7,20 +7,19 @@ from typing import Any
 
 import jax
 
-from diloco.common import log, names
+from diloco.common import log
 from diloco.common.accelerators import find_accelerators, unused
 from diloco.common.bus.jetstream import AskedToStopError
 from diloco.common.config import Config, allows_accelerators
-from diloco.common.errors import ConfigError, HostLostError, status_of
+from diloco.common.errors import HostLostError, status_of
 from diloco.common.manager import tell
-from diloco.common.probes import make_probes, serving
+from diloco.common.probes import Probes, make_probes, serving
 from diloco.common.service import Runtime, on_signals
-from diloco.learner.background import Background, running_loop
-from diloco.learner.follow import follow
 from diloco.learner.hosts.channel import MEET_S, end_if_hanging
 from diloco.learner.island import Island
-from diloco.learner.lead import lead
-from diloco.learner.life import Host, RunEndedError
+from diloco.learner.library import check_name, joined, member_of
+from diloco.learner.life import RunEndedError
+from diloco.learner.train import Program
 
 
 def serve(config: Config, learner: str) -> None:
@@ -34,38 +33,32 @@ def serve(config: Config, learner: str) -> None:
     on_signals(asked.set)
     runtime = Runtime()
     probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
-    with running_loop() as loop, serving(config.metrics, probes):
+    with serving(config.metrics, probes):
         if config.learner.coordinator is not None:
             probes.health.begin_phase("meeting the learner's other hosts")
         _configure(config)
         warn_of_unused_accelerators(config)
         with _together():
             probes.health.begin_phase("building the task")
-            host = Host(
-                config=config,
-                island=Island(config, learner),
-                runtime=runtime,
-                probes=probes,
-                background=Background(loop),
-                asked_to_leave=asked.is_set,
-            )
+            island = Island(config, learner)
+            program, task = Program(island), island.task
+            like, tokens = island.params_lying(), task.tokens_per_batch
+            member = member_of(config, learner, like, task.hint, tokens, program.warm_up)
             try:
-                with lead(host) if jax.process_index() == 0 else follow(host) as life:
-                    life.begin()
-                    life.trainer.train()
-                    life.leave()
+                with island.context(), joined(config, member, asked, runtime, probes) as life:
+                    program.train(life, config.learner.speed.get(learner, 1.0))
             except RunEndedError:
-                _end_before_it_began(host, "run ended")
+                _end_before_it_began(config, learner, probes, "run ended")
             except AskedToStopError:
-                _end_before_it_began(host, "asked to")
+                _end_before_it_began(config, learner, probes, "asked to")
 
 
-def _end_before_it_began(host: Host, why: str) -> None:
+def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str) -> None:
     """No life; systemd takes it for a start all the same, and for a clean end."""
-    logger = log.get(run=host.config.run.name, learner=host.island.learner)
+    logger = log.get(run=config.run.name, learner=learner)
     logger.info("left", why=why)
-    host.probes.start.over()
-    tell(host.probes.manager, READY="1", STATUS=f"left: {why}")
+    probes.start.over()
+    tell(probes.manager, READY="1", STATUS=f"left: {why}")
 
 
 def warn_of_unused_accelerators(config: Config) -> None:
@@ -78,19 +71,6 @@ def warn_of_unused_accelerators(config: Config) -> None:
         logger = log.get(run=config.run.name)
         logger.warning(
             "accelerator_unused", found=found.count(len(found.names)), advice=unused(found)
-        )
-
-
-def check_name(learner: str) -> None:
-    """Refuse what is not a valid learner name.
-
-    Raises:
-        ConfigError: it is no name.
-    """
-    if not names.valid_name(learner):
-        raise ConfigError(
-            f"{learner!r} is not a valid learner name",
-            hint="use lower-case letters, digits and '-', at most 40, a letter or digit first",
         )
 
 

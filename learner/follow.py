@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,20 +13,24 @@ from diloco.common.views import assemble_view
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import end_if_hanging, exchange_secret
+from diloco.learner.hosts.channel import exchange_secret
 from diloco.learner.hosts.worker import Link, Worker, check_same, connect
 from diloco.learner.life import (
     Host,
     Life,
-    compiled,
-    make_parts,
+    compile_programs,
+    ended_early,
+    log_restored,
+    make_replica,
     make_saver,
-    make_trainer,
+    make_synchronizer,
     own_folder,
     own_parts,
     read_constants,
 )
 from diloco.learner.publish import Uploader
+from diloco.learner.recovery import Restored
+from diloco.learner.synchronizer import Meter
 
 
 @contextlib.contextmanager
@@ -34,41 +39,57 @@ def follow(host: Host) -> Iterator[Life]:
     background = host.background
     with ExitStack() as stack:
         address, secret = exchange_secret("")
-        link = background.call(connect(jax.process_index(), address, secret, end_if_hanging))
+        link = background.call(connect(jax.process_index(), address, secret, host.lost_host))
         stack.callback(lambda: background.call(link.close()))
         begin = link.receive(messages.Begin)
-        check_same("layout of the parameters", host.island.layout.digest, begin.layout)
+        store = host.open_store()
+        layout = host.layout(store, begin.layout)
+        check_same("layout of the parameters", layout.digest, begin.layout)
         # Nobody here speaks to the run.
-        context = host.context(MemoryBus(), begin.epoch)
+        context = host.context(MemoryBus(), store, layout, begin.epoch)
         stack.callback(background.close)
-        stack.enter_context(host.island.context())
         yield _following_life(host, context, link, begin.constants)
 
 
 def _following_life(host: Host, context: Context, link: Link, constants_object: str | None) -> Life:
     background = host.background
-    replica = host.island.replica(_told_views(context, link))
-    constants = read_constants(context, host.island.constants, constants_object)
-    inner_step = compiled(host, replica, constants)
+    replica = make_replica(host, context, _told_views(context, link))
+    constants = read_constants(context, host.member.constants, constants_object)
+    compile_programs(host, replica, constants)
     folder = own_folder(host, context)
-    checkpoints = own_parts(host, context, folder)
-    link.tell(messages.Have(checkpoints=tuple(checkpoints)))
     go = link.receive(messages.Go)
-    found = None if go.checkpoint is None else checkpoints[go.checkpoint]()
-    parts = make_parts(host, context, replica, inner_step, found)
     fetcher = Fetcher(context, replica)
     uploader = Uploader(context, replica, jax.process_index(), jax.process_count())
     worker = Worker(context, link, fetcher, uploader, background.spawn, host.asked_to_leave, go)
     background.spawn(worker.serve())
-    trainer = make_trainer(
-        host,
-        parts,
-        position=go.position,
-        boundaries=worker,
-        outbox=worker.say,
-        saver=make_saver(host, context, folder, go.incarnation),
+
+    def find(like: Any, shardings: Any) -> Restored | None:
+        parts = own_parts(host, context, folder, like, shardings)
+        link.tell(messages.Have(checkpoints=tuple(parts)))
+        chosen = link.receive(messages.Resume).checkpoint
+        if chosen is None:
+            return None
+        found = parts[chosen]()
+        log_restored(context, found)
+        return found
+
+    return Life(
+        host=host,
+        context=context,
+        synchronizer=make_synchronizer(
+            host,
+            replica,
+            Meter(context.learner, context.traffic),
+            position=go.position,
+            boundaries=worker,
+            outbox=worker.say,
+            saver=make_saver(host, context, folder, go.incarnation),
+        ),
+        constants=constants,
+        leave_run=lambda: "host 0 said so",
+        give_up=ended_early,
+        find=find,
     )
-    return Life(host=host, context=context, trainer=trainer, leave_run=lambda: "host 0 said so")
 
 
 def _told_views(context: Context, link: Link) -> Iterator[np.ndarray]:

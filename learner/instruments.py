@@ -4,7 +4,7 @@ from diloco.common import metrics
 from diloco.common.health import View
 from diloco.common.metrics import Metrics
 from diloco.learner import sync
-from diloco.learner.train import Meter, Trainer
+from diloco.learner.synchronizer import Meter, Synchronizer
 
 STATES = ("starting", "training", "flushing", "leaving")
 # States that are no training, as whoever asks for health reads them.
@@ -21,14 +21,14 @@ def view(meter: Meter) -> View:
     return View(f"{meter.state}: step {meter.local_step:,}, loss {meter.loss:.4f}", why)
 
 
-def show(counted: Metrics, trainer: Trainer, state: sync.State) -> None:
+def show(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:
     """Set a learner's series; `state` is its core's."""
-    meter, traffic = trainer.meter, trainer.meter.traffic
-    each = trainer.tokens_per_step
+    meter, traffic = learner.meter, learner.meter.traffic
+    each = learner.tokens_per_step
     for metric, value in (
         (metrics.TOKENS, meter.tokens),
         (metrics.STEPS, meter.tokens / each),
-        (metrics.DATA_TOKENS, trainer.position * each),
+        (metrics.DATA_TOKENS, learner.position * each),
         (metrics.GLOBAL_STEP, meter.global_step),
         (metrics.LOSS, meter.loss),
         (metrics.STEP_TIME, meter.step_time_s),

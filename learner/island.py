@@ -13,10 +13,10 @@ import numpy as np
 from diloco.common.config import Config
 from diloco.common.layout import Layout
 from diloco.learner import tree
+from diloco.learner.inner_step import InnerStep, make_inner_step
 from diloco.learner.mesh import BatchPlacer, make_mesh, param_shardings, state_shardings, within
 from diloco.learner.replica import Replica
 from diloco.learner.task import Batch, Params, Task, params_shapes, run_task
-from diloco.learner.train import InnerStep, make_inner_step
 
 
 class Island:
@@ -70,7 +70,7 @@ class Island:
             self.layout,
             self.trained,
             views,
-            shardings=self.shardings,
+            shardings=tree.by_name(self.shardings),
             anchor=self.anchor,
         )
 
@@ -88,6 +88,14 @@ class Island:
         """A fresh state of the inner optimizer."""
         return jax.jit(self.task.optimizer.init, out_shardings=self.state_shardings)(trained)
 
+    def state_lying(self) -> Any:
+        """The shapes of the inner optimizer's state, with how each leaf lies."""
+        return jax.tree.map(_lying, self.state, self.state_shardings)
+
+    def params_lying(self) -> Params:
+        """The shapes of the parameters, with how each trained leaf lies."""
+        return tree.join(jax.tree.map(_lying, self.trained, self.shardings), self.constants)
+
     def feed(self, position: int) -> Iterator[Batch]:
         """Batches on the mesh, from a position on; this host reads only its rows."""
         start, stop = self._placer.rows
@@ -101,3 +109,7 @@ class Island:
                 for batch in self.task.batches(self.learner, position)
             )
         return map(self._placer.place, rows)
+
+
+def _lying(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

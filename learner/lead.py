@@ -12,27 +12,27 @@ import numpy as np
 from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
-from diloco.common.errors import status_of
+from diloco.common.errors import DilocoError
 from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync
 from diloco.learner.adopt import Adopter, load
-from diloco.learner.background import Background
 from diloco.learner.checkpoint import CheckpointFolder
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher, start_at, whole
 from diloco.learner.hosts import messages
-from diloco.learner.hosts.channel import end_if_hanging, exchange_secret
+from diloco.learner.hosts.channel import exchange_secret
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
-from diloco.learner.island import Island
+from diloco.learner.incarnation import Joined, end_when_superseded, join
 from diloco.learner.life import (
     Host,
     Life,
-    Parts,
     RunEndedError,
-    compiled,
-    make_parts,
+    compile_programs,
+    ended_early,
+    log_restored,
+    make_replica,
     make_saver,
-    make_trainer,
+    make_synchronizer,
     own_folder,
     own_parts,
     prove_store,
@@ -41,7 +41,7 @@ from diloco.learner.life import (
 from diloco.learner.peers import Alone
 from diloco.learner.planner import Planner
 from diloco.learner.position import position_after_join
-from diloco.learner.publish import Joined, Publisher, Uploader, join
+from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import (
     CheckpointId,
     Checkpoints,
@@ -49,8 +49,8 @@ from diloco.learner.recovery import (
     restore,
 )
 from diloco.learner.replica import Replica
+from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.learner.task import Params
-from diloco.learner.train import Trainer
 
 
 @contextlib.contextmanager
@@ -66,16 +66,21 @@ def lead(host: Host) -> Iterator[Life]:
         alone = jax.process_count() == 1
         if alone and background.call(has_ended(bus, host.config.run.name)):
             raise RunEndedError(host.config.run.name)
-        context = host.context(bus, specification.epoch)
+        store = host.open_store()
+        layout = host.layout(store, specification.layout)
+        context = host.context(bus, store, layout, specification.epoch)
         peers = Alone() if jax.process_count() == 1 else _meet(host, stack)
         stack.callback(background.close)
-        constants = _check_run(context, host.island, specification)
-        stack.enter_context(host.island.context())
-        yield _leading_life(host, context, specification, constants, peers)
+        constants = _check_run(context, host.member.constants, specification)
+        try:
+            yield _leading_life(host, context, specification, constants, peers)
+        except DilocoError as error:
+            peers.give_up(error)
+            raise
 
 
 async def _connect(host: Host) -> Bus:
-    config, learner = host.config, host.island.learner
+    config, learner = host.config, host.member.learner
     logger = log.get(run=config.run.name, learner=learner)
     return await jetstream.connect_or_wait(
         config.bus, learner, host.runtime, logger, host.asked_to_leave
@@ -84,7 +89,7 @@ async def _connect(host: Host) -> Bus:
 
 async def _specification(host: Host, bus: Bus) -> wire.Specification:
     run = host.config.run.name
-    logger = log.get(run=run, learner=host.island.learner)
+    logger = log.get(run=run, learner=host.member.learner)
     return await host.runtime.retry(
         "reading the run", lambda: load_specification(bus, run), logger=logger
     )
@@ -97,22 +102,22 @@ def _meet(host: Host, stack: ExitStack) -> Coordinator:
     interface = socket.gethostname() if address == "auto" else address.split(":")[0]
     listener = background.call(listen(interface))
     _, secret = exchange_secret(listener.address)
-    coordinator = background.call(_coordinator(listener, secret, background))
+    coordinator = background.call(_coordinator(listener, secret, host))
     stack.callback(lambda: background.call(coordinator.close()))
     return coordinator
 
 
-async def _coordinator(listener: Listener, secret: str, background: Background) -> Coordinator:
+async def _coordinator(listener: Listener, secret: str, host: Host) -> Coordinator:
     connections = await listener.meet(jax.process_count(), secret)
 
     def lost(error: BaseException) -> None:
-        end_if_hanging(status_of(error))  # training may wait for the lost host in a collective
-        background.fail(error)
+        host.lost_host(error)
+        host.background.fail(error)
 
-    return Coordinator(background.loop, connections, lost)
+    return Coordinator(host.background.loop, connections, lost)
 
 
-def _check_run(context: Context, island: Island, specification: wire.Specification) -> Params:
+def _check_run(context: Context, like: Params, specification: wire.Specification) -> Params:
     """Refuse a run that is not this configuration's; the run's constants.
 
     Raises:
@@ -120,7 +125,7 @@ def _check_run(context: Context, island: Island, specification: wire.Specificati
     """
     theirs = parse_settings(specification.settings)
     check_same_run(context.settings, theirs, context.layout.digest, specification.layout)
-    return read_constants(context, island.constants, specification.constants)
+    return read_constants(context, like, specification.constants)
 
 
 def _leading_life(
@@ -137,72 +142,83 @@ def _leading_life(
         peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
     prove_store(host, context)
     replica, starts = _load_views(host, context, peers)
-    inner_step = compiled(host, replica, constants)
+    compile_programs(host, replica, constants)
     host.probes.health.begin_phase("joining the run")
     folder = own_folder(host, context)
-    chosen, found = _checkpoint(host, context, folder, peers)
-    parts = make_parts(host, context, replica, inner_step, found)
+    meter = Meter(context.learner, context.traffic)
     life = background.call(join(context, socket.gethostname()))
-    publisher = _publish_and_adopt(host, context, parts, starts, peers, life)
+    publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still on its way is merged if it is
     # stored before it, and rejected behind it.
     position = background.call(position_after_join(context))
     saver = make_saver(host, context, folder, life.incarnation)
     planner = _planner(host, context, starts, peers, saver)
     if isinstance(peers, Coordinator):
-        peers.say(
-            messages.Go(
-                incarnation=life.incarnation,
-                checkpoint=chosen,
-                position=position,
-                global_step=planner.first_step(),
-            )
-        )
-    trainer = make_trainer(
+        first = planner.first_step()
+        peers.say(messages.Go(incarnation=life.incarnation, position=position, global_step=first))
+    synchronizer = make_synchronizer(
         host,
-        parts,
+        replica,
+        meter,
         position=position,
         boundaries=planner,
         outbox=lambda word: background.spawn(publisher.say(word)),
         saver=saver,
     )
-    context.metrics.on_scrape(lambda: instruments.show(context.metrics, trainer, planner.state))
+    context.metrics.on_scrape(
+        lambda: instruments.show(context.metrics, synchronizer, planner.state)
+    )
     return Life(
         host=host,
         context=context,
-        trainer=trainer,
-        leave_run=lambda: _leave(host, context, publisher, planner, trainer),
+        synchronizer=synchronizer,
+        constants=constants,
+        leave_run=lambda: _leave(host, context, publisher, planner, synchronizer),
+        give_up=planner.give_up if isinstance(peers, Alone) else ended_early,
+        find=lambda like, shardings: _find(host, context, folder, peers, like, shardings),
     )
 
 
-def _checkpoint(
-    host: Host, context: Context, folder: CheckpointFolder | None, peers: Alone | Coordinator
-) -> tuple[CheckpointId | None, Restored | None]:
+def _find(
+    host: Host,
+    context: Context,
+    folder: CheckpointFolder | None,
+    peers: Alone | Coordinator,
+    like: Any,
+    shardings: Any,
+) -> Restored | None:
     """The checkpoint to go on from; of several hosts, one of which each has its part."""
     if isinstance(peers, Alone):
-        return None, _restore(host, context, folder)
-    parts = own_parts(host, context, folder)
+        return _restore(host, context, folder, like)
+    parts = own_parts(host, context, folder, like, shardings)
     chosen = _common_checkpoint(parts, host.background.call(peers.checkpoints()))
-    return chosen, None if chosen is None else parts[chosen]()
+    peers.say(messages.Resume(checkpoint=chosen))
+    if chosen is None:
+        return None
+    found = parts[chosen]()
+    log_restored(context, found)
+    return found
 
 
 def _publish_and_adopt(
     host: Host,
     context: Context,
-    parts: Parts,
+    tensors: Replica,
+    meter: Meter,
     starts: tuple[sync.Start, ...],
     peers: Alone | Coordinator,
     life: Joined,
 ) -> Publisher:
     """Begin to follow the records and to send heartbeats; what sends updates."""
-    background, tensors = host.background, parts.replica
+    background = host.background
     uploader = Uploader(context, tensors, hosts=peers.hosts)
     publisher = Publisher(context, background.post, uploader, peers, life)
     fetcher = Fetcher(context, tensors)
     adopter = Adopter(context, background.post, fetcher, peers, starts, life.incarnation)
     background.spawn(adopter.follow())
+    background.spawn(end_when_superseded(context, life))
     every_s = host.config.learner.heartbeat_interval_s
-    meter, health = parts.meter, context.health
+    health = context.health
     background.spawn(
         publisher.beat(lambda: meter.heartbeat(life.incarnation, health.line()), every_s)
     )
@@ -225,7 +241,7 @@ def _load_views(
                 peers.say(messages.Load(change=whole(loaded)))
             yield loaded.view
 
-    return host.island.replica(views()), tuple(starts)
+    return make_replica(host, context, views()), tuple(starts)
 
 
 def _common_checkpoint(
@@ -235,8 +251,10 @@ def _common_checkpoint(
     return max(set(parts).intersection(*others), key=lambda found: found[::-1], default=None)
 
 
-def _restore(host: Host, context: Context, folder: CheckpointFolder | None) -> Restored | None:
-    island, background = host.island, host.background
+def _restore(
+    host: Host, context: Context, folder: CheckpointFolder | None, like: Any
+) -> Restored | None:
+    background = host.background
 
     def fetch(what: str, function: Callable[[], Any]) -> Any:
         runtime = context.runtime
@@ -244,10 +262,7 @@ def _restore(host: Host, context: Context, folder: CheckpointFolder | None) -> R
             runtime.retry(what, lambda: runtime.call(function), logger=context.logger)
         )
 
-    found = restore(context, host.config.learner, folder, island.state, fetch)
-    if found is None:
-        return None
-    return found._replace(state=jax.device_put(found.state, island.state_shardings))
+    return restore(context, host.config.learner, folder, like, fetch)
 
 
 def _planner(
@@ -262,7 +277,7 @@ def _planner(
         rules=rules,
         state=sync.begin(rules, starts),
         inbox=host.background,
-        tokens_per_step=host.island.task.tokens_per_batch,
+        tokens_per_step=host.member.tokens_per_step,
         asked_to_leave=lambda: host.asked_to_leave() or peers.asked_to_leave(),
         lookahead=peers.lookahead,
         drain_timeout_s=host.config.learner.drain_timeout_s,
@@ -273,16 +288,20 @@ def _planner(
 
 
 def _leave(
-    host: Host, context: Context, publisher: Publisher, planner: Planner, trainer: Trainer
+    host: Host,
+    context: Context,
+    publisher: Publisher,
+    planner: Planner,
+    synchronizer: Synchronizer,
 ) -> str:
     """Announce the end of this life, within the drain timeout; why it ends."""
     lost = sync.unsent(planner.state)
     if lost and not planner.state.ended:
         context.logger.warning("left_unsent", fragments=len(lost), steps=sum(lost.values()))
-    trainer.meter.state = "leaving"
+    synchronizer.meter.state = "leaving"
     within_s = host.config.learner.drain_timeout_s
     try:
-        host.background.call(publisher.leave(trainer.position), within_s)
+        host.background.call(publisher.leave(synchronizer.position), within_s)
     except TimeoutError:
         context.logger.warning("left_silently", waited_s=within_s)
     return "run ended" if planner.state.stopping else "asked to"

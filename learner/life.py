@@ -1,8 +1,8 @@
 """One life of a learner, as host 0 and as a worker lead it: everything between start and end.
 
 A life is made once, from what was loaded: views first (others' parameters are overwritten by
-them), then programs, the inner optimizer, the join, the place in the data. Only then is there a
-trainer. `lead.py` and `follow.py` do that as host 0 and as a worker; here is what both need.
+them), then programs, the join, the place in the data. `lead.py` and `follow.py` do that as host 0
+and as a worker; here is what both need.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,21 @@ import jax
 
 from diloco.common import log, names
 from diloco.common.bus import Bus
-from diloco.common.config import Config
-from diloco.common.errors import ConfigError
+from diloco.common.config import Config, RunSettings
+from diloco.common.errors import ConfigError, DilocoError, HostLostError
+from diloco.common.exits import Exit
 from diloco.common.health import step_limit_s
+from diloco.common.layout import Layout, parse_layout
 from diloco.common.manager import report, tell, tell_stopping
 from diloco.common.probes import Probes
 from diloco.common.service import Runtime
-from diloco.common.store import open_store
+from diloco.common.store import ObjectStore, open_store
 from diloco.learner import instruments, tree
 from diloco.learner.background import Background
 from diloco.learner.boundary import Outbox
-from diloco.learner.checkpoint import CheckpointFolder
+from diloco.learner.checkpoint import CheckpointFolder, copied
 from diloco.learner.context import Context
-from diloco.learner.island import Island
+from diloco.learner.member import Member
 from diloco.learner.recovery import (
     CheckpointId,
     Checkpoints,
@@ -36,12 +38,19 @@ from diloco.learner.recovery import (
     readable_parts,
 )
 from diloco.learner.replica import Replica
+from diloco.learner.synchronizer import Boundaries, Meter, Synchronizer
 from diloco.learner.task import Params
-from diloco.learner.train import Boundaries, InnerStep, Meter, Trainer, compile_programs
 
 
-class RunEndedError(Exception):
-    """There is nothing to train any more: not a failure, and no life begins."""
+class RunEndedError(DilocoError):
+    """There is nothing to train any more: no life begins."""
+
+    status = Exit.MISMATCH
+
+    def __init__(self, run: str) -> None:
+        super().__init__(
+            f"run {run!r} has ended", hint="diloco.load and diloco export read its parameters"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,29 +58,52 @@ class Host:
     """What a host has before its life begins.
 
     Attributes:
-        asked_to_leave: whether somebody wants this process to end.
+        asked_to_leave: whether somebody wants this learner to end.
+        lost_host: called, on the event loop, when another host is gone, which may hold this process
+            in a collective.
     """
 
     config: Config
-    island: Island
+    settings: RunSettings
+    member: Member
     runtime: Runtime
     probes: Probes
     background: Background
     asked_to_leave: Callable[[], bool]
+    lost_host: Callable[[BaseException], None]
 
-    def context(self, bus: Bus, epoch: int) -> Context:
+    def open_store(self) -> ObjectStore:
+        """The run's."""
+        section = self.config.store
+        return open_store(section.url, emulator=section.emulator)
+
+    def layout(self, store: ObjectStore, digest: str) -> Layout:
+        """How the parameters are divided: by the member's hints, or as the run stores it.
+
+        Raises:
+            RunMismatchError: the run has other parameters.
+        """
+        sync = self.settings.sync
+        found = self.member.layout(sync.fragments, sync.block)
+        if found is None:
+            name = names.layout_object(self.settings.run.name, digest)
+            found = parse_layout(store.get(name), digest)
+            self.member.check(found)
+        return found
+
+    def context(self, bus: Bus, store: ObjectStore, layout: Layout, epoch: int) -> Context:
         """What the parts of a life share."""
-        config, island = self.config, self.island
-        logger = log.get(run=config.run.name, learner=island.learner)
+        learner = self.member.learner
+        logger = log.get(run=self.settings.run.name, learner=learner)
         return Context(
-            settings=config.settings(),
-            layout=island.layout,
+            settings=self.settings,
+            layout=layout,
             epoch=epoch,
             bus=bus,
-            store=open_store(config.store.url, emulator=config.store.emulator),
+            store=store,
             runtime=self.runtime,
             logger=logger if jax.process_count() == 1 else logger.bind(host=jax.process_index()),
-            learner=island.learner,
+            learner=learner,
             metrics=self.probes.metrics,
             health=self.probes.health,
         )
@@ -82,25 +114,28 @@ class Life:
     """One life on one host.
 
     Attributes:
-        trainer: to be run, to its end.
+        constants: the leaves that nobody trains.
         leave_run: says to the run that this life ends; why it does, for the log.
+        give_up: the loop has ended before the step that was planned.
+        find: a checkpoint of a state like this, that lies like this.
     """
 
     host: Host
     context: Context
-    trainer: Trainer
+    synchronizer: Synchronizer
+    constants: Params
     leave_run: Callable[[], str]
+    give_up: Callable[[], None]
+    find: Callable[[Any, Any], Restored | None]
 
     def begin(self) -> None:
         """Say that it trains from now on."""
-        manager, trainer = self.host.probes.manager, self.trainer
-        health, watchdog_timeout_s = (
-            self.context.health,
-            self.host.config.learner.watchdog_timeout_s,
-        )
-        health.limit_s = lambda: step_limit_s(watchdog_timeout_s, trainer.meter.step_time_s)
-        health.view = lambda: instruments.view(trainer.meter)
-        self.context.logger.info("started", position=trainer.position)
+        manager, synchronizer = self.host.probes.manager, self.synchronizer
+        health, meter = self.context.health, synchronizer.meter
+        watchdog_timeout_s = self.host.config.learner.watchdog_timeout_s
+        health.limit_s = lambda: step_limit_s(watchdog_timeout_s, meter.step_time_s)
+        health.view = lambda: instruments.view(meter)
+        self.context.logger.info("started", position=synchronizer.position)
         self.host.probes.start.over()
         self.host.background.spawn(report(health, manager))
         tell(manager, READY="1")
@@ -109,8 +144,22 @@ class Life:
         """End it in order."""
         tell_stopping(self.host.probes.manager)
         why = self.leave_run()
-        self.trainer.saver.close()
-        self.context.logger.info("left", why=why, local_step=self.trainer.meter.local_step)
+        self.synchronizer.saver.close()
+        local_step = self.synchronizer.meter.local_step
+        self.context.logger.info("left", why=why, local_step=local_step)
+
+
+def ended_early() -> None:
+    """Hosts of a learner end at the same boundary, or none can take the next step.
+
+    Raises:
+        HostLostError: always.
+    """
+    raise HostLostError(
+        "the training loop of this host ended before `done`, and the learner's other hosts cannot"
+        " take a step without it",
+        hint="let all hosts' data be endless; to end early, call `leave()` and step until `done`",
+    )
 
 
 def prove_store(host: Host, context: Context) -> None:
@@ -142,13 +191,12 @@ def read_constants(context: Context, like: Params, name: str | None) -> Params:
     return tree.unpack_constants(context.store.get(name), like, name.rsplit("-", 1)[1])
 
 
-def compiled(host: Host, replica: Replica, constants: Params) -> InnerStep:
-    """The inner step; it and the replica's programs are compiled."""
-    island = host.island
+def compile_programs(host: Host, replica: Replica, constants: Params) -> None:
+    """Compile step and synchronization on copies, before anybody waits for this learner."""
     host.probes.health.begin_phase("compiling")
-    inner_step = island.inner_step(constants)
-    compile_programs(replica, inner_step, island.init_state, next(island.feed(0)))
-    return inner_step
+    replica.warm_up()
+    if host.member.warm_up is not None:
+        host.member.warm_up(tree.join(copied(replica.trained), constants))
 
 
 def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
@@ -167,50 +215,21 @@ def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
 
 
 def own_parts(
-    host: Host, context: Context, folder: CheckpointFolder | None
+    host: Host, context: Context, folder: CheckpointFolder | None, like: Any, shardings: Any
 ) -> dict[CheckpointId, Callable[[], Restored]]:
     """This host's parts of checkpoints, by what they are a part of."""
-    island = host.island
-    return readable_parts(
-        context, host.config.learner, folder, island.state, island.state_shardings
-    )
+    return readable_parts(context, host.config.learner, folder, like, shardings)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a trainer is made of before its life is on the tape."""
-
-    replica: Replica
-    inner_step: InnerStep
-    optimizer_state: Any
-    meter: Meter
-
-
-def make_parts(
-    host: Host,
-    context: Context,
-    replica: Replica,
-    inner_step: InnerStep,
-    found: Restored | None,
-) -> Parts:
-    """With the inner optimizer's state of a checkpoint, or a fresh one."""
-    if found is None:
-        found = Restored(host.island.init_state(replica.trained), 0, 0)
-    elif jax.process_count() > 1:
-        context.logger.info(
-            "checkpoint_restored",
-            where="folder",
-            name=f"host-{jax.process_index()}-of-{jax.process_count()}",
-            of=context.learner,
-            local_step=found.local_step,
-        )
-    meter = Meter(
-        context.learner,
-        context.traffic,
+def log_restored(context: Context, found: Restored) -> None:
+    """Tell of the part of a checkpoint that a host of several goes on from."""
+    context.logger.info(
+        "checkpoint_restored",
+        where="folder",
+        name=f"host-{jax.process_index()}-of-{jax.process_count()}",
+        of=context.learner,
         local_step=found.local_step,
-        earlier_tokens=found.tokens,
     )
-    return Parts(replica=replica, inner_step=inner_step, optimizer_state=found.state, meter=meter)
 
 
 def make_saver(
@@ -222,27 +241,36 @@ def make_saver(
     return Saver(context, host.config.learner, folder, incarnation, jax.process_count())
 
 
-def make_trainer(
+def make_replica(host: Host, context: Context, views: Any) -> Replica:
+    """The learner's tensors, from the newest views of all fragments, float32 [N]."""
+    member = host.member
+    return Replica(
+        context.settings.sync,
+        context.layout,
+        member.trained,
+        views,
+        shardings=member.shardings,
+        anchor=member.anchor,
+    )
+
+
+def make_synchronizer(
     host: Host,
-    parts: Parts,
+    replica: Replica,
+    meter: Meter,
     *,
     position: int,
     boundaries: Boundaries,
     outbox: Outbox,
     saver: Checkpoints,
-) -> Trainer:
-    """The trainer of a life whose data goes on at `position`."""
-    island = host.island
-    return Trainer(
-        replica=parts.replica,
-        inner_step=parts.inner_step,
-        optimizer_state=parts.optimizer_state,
-        batches=island.feed(position),
+) -> Synchronizer:
+    """What carries out the boundaries of a life whose data goes on at `position`."""
+    return Synchronizer(
+        replica=replica,
         position=position,
-        tokens_per_step=island.task.tokens_per_batch,
+        tokens_per_step=host.member.tokens_per_step,
         boundaries=boundaries,
         outbox=outbox,
-        meter=parts.meter,
+        meter=meter,
         saver=saver,
-        speed=host.config.learner.speed.get(island.learner, 1.0),
     )

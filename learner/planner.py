@@ -67,6 +67,12 @@ class Planner:
         payload.release()
         return payload.tensors
 
+    def give_up(self) -> None:
+        """The loop has ended before the step that was planned: that is no step to count."""
+        assert not self.lookahead
+        if self._then == "step":
+            self._then = "hold"
+
     def next(self) -> Boundary:
         """The next boundary."""
         self.turned()

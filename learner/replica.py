@@ -5,8 +5,8 @@ operation; whoever holds an old one may not use it again. Only the training loop
 this, and on every host of a learner in the same order.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from diloco.common.quantize import encode
 from diloco.learner import tree
 from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.ownership import make_ownership
+from diloco.learner.placement import Shardings, make_placement
 from diloco.learner.task import Params
 
 
@@ -44,11 +45,11 @@ class Replica:
         like: the task's trained tree, of arrays or shapes.
         views: newest view of every fragment, float32 [N]; each is let go before the next is asked
             for.
-        shardings: how each leaf lies on the learner's mesh, as `like`; all on one device, if None.
+        shardings: how each leaf lies for the training loop; all on one device, if None.
         anchor: "host" keeps views in the host's memory, from where the devices fetch them.
 
     Attributes:
-        trained: the parameters, as `like`.
+        trained: the parameters, as `like`, where the training loop has them.
     """
 
     def __init__(
@@ -58,19 +59,19 @@ class Replica:
         like: Params,
         views: Iterable[np.ndarray],
         *,
-        shardings: Params | None = None,
+        shardings: Shardings | None = None,
         anchor: str = "device",
     ) -> None:
         self._settings = settings
         self._like = like
-        by_name = None if shardings is None else tree.by_name(shardings)
+        self._placement = make_placement(layout, like, shardings)
         self._kernels = [
             make_kernels(
                 layout,
                 fragment.index,
                 codec=settings.codec,
                 delta_codec=settings.delta_codec,
-                shardings=by_name,
+                shardings=self._placement.inner,
             )
             for fragment in layout.fragments
         ]
@@ -78,17 +79,17 @@ class Replica:
         self._anchor = anchor_memory(anchor)
         self._views: list[Blocks] = []
         self._in_flight: dict[int, Codes] = {}
-        leaves = _zeros(like, by_name or _alone(self._kernels))
+        leaves = _zeros(like, self._placement.inner)
         for kernels, owned, view in zip(self._kernels, self._ownership, views, strict=True):
             blocks = owned.place_view(view)
             leaves |= kernels.overwrite(_part(leaves, kernels), blocks)
             self._views.append(self._kept(blocks))
-        self.trained = tree.from_names(like, leaves)
+        self.trained = tree.from_names(like, self._placement.outward(leaves))
 
     def send(self, fragment: int) -> Codes:
         """Encode what is unsent of a fragment and keep the codes as in flight."""
         kernels = self._kernels[fragment]
-        leaves = _part(tree.by_name(self.trained), kernels)
+        leaves = self._placement.inward(_part(tree.by_name(self.trained), kernels))
         codes = kernels.send(leaves, self._view(fragment))
         self._in_flight[fragment] = codes
         return codes
@@ -117,7 +118,9 @@ class Replica:
         """Move view and parameters to a record's; drop the update in flight if it is resolved."""
         kernels = self._kernels[fragment]
         leaves = tree.by_name(self.trained)
-        part = _part(leaves, kernels)
+        if payload is None and not resolved:
+            return
+        part = self._placement.inward(_part(leaves, kernels))
         if payload is not None:
             move = self._overwrite if self._settings.adopt == "overwrite" else self._rebase
             part = move(fragment, part, payload)
@@ -125,16 +128,17 @@ class Replica:
             codes = self._in_flight.pop(fragment)
             if self._settings.adopt == "rebase":
                 part = kernels.settle(part, codes)
-        self.trained = tree.from_names(self._like, leaves | part)
+        self._take(leaves, part)
 
     def roll_back(self, fragment: int, view: View) -> None:
         """Set view and parameters to those of a rollback; forget what is in flight."""
         kernels = self._kernels[fragment]
         leaves = tree.by_name(self.trained)
         self._in_flight.pop(fragment, None)
-        part = kernels.overwrite(_part(leaves, kernels), view.values)
+        part = self._placement.inward(_part(leaves, kernels))
+        part = kernels.overwrite(part, view.values)
         self._views[fragment] = self._kept(view.values)
-        self.trained = tree.from_names(self._like, leaves | part)
+        self._take(leaves, part)
 
     def view(self, fragment: int) -> np.ndarray:
         """The view of a fragment on the host, float32 [N]; for a learner of one host."""
@@ -145,7 +149,8 @@ class Replica:
         """Compile every operation on copies, so that no training step waits for a compiler."""
         for index, kernels in enumerate(self._kernels):
             ownership = self._ownership[index]
-            copies = _part(_copied(tree.by_name(self.trained)), kernels)
+            part = _part(tree.by_name(self.trained), kernels)
+            copies = _copied(self._placement.inward(part))
             view = _copied(self._view(index))
             codes = kernels.send(copies, view)
             zeros = np.zeros(len(ownership.held) * kernels.block, np.float32)
@@ -153,6 +158,11 @@ class Replica:
             delta = ownership.place(Encoded(*map(np.asarray, encoded)))
             copies, view = kernels.apply(copies, view, delta)
             jax.block_until_ready(kernels.settle(copies, codes))
+
+    def _take(self, leaves: dict[str, Any], part: Leaves) -> None:
+        """The parameters, with a fragment's replaced."""
+        changed = leaves | self._placement.outward(part)
+        self.trained = tree.from_names(self._like, changed)
 
     def _view(self, fragment: int) -> Blocks:
         """A view on the devices."""
@@ -197,15 +207,8 @@ class Replica:
 _copied = jax.jit(lambda values: jax.tree.map(jnp.copy, values))
 
 
-def _part(leaves: Leaves, kernels: Kernels) -> Leaves:
+def _part(leaves: dict[str, Any], kernels: Kernels) -> dict[str, Any]:
     return {name: leaves[name] for name in kernels.names}
-
-
-def _alone(kernels: Sequence[Kernels]) -> dict[str, NamedSharding]:
-    """Where the leaves are that lie on one device."""
-    return {
-        kernel.names[part.leaf]: part.lies for kernel in kernels for part in kernel.geometry.parts
-    }
 
 
 def _zeros(like: Params, shardings: Mapping[str, NamedSharding]) -> Leaves:

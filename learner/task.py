@@ -11,7 +11,8 @@ Rules, checked by `load_task` before anything is allocated:
   2. `loss` of (parameters, batch) is one floating scalar, and can be jitted.
   3. `batches(learner, n)` is endless, its first item is batch number n, and asking twice gives the
      same batch: a learner that restarts resumes by position alone.
-  4. `optimizer` gives a direction without learning rate; `schedule` gives the learning rate.
+  4. `optimizer` is an ordinary one of optax; or, where `schedule` gives the learning rate, it gives
+     a direction without one.
   5. `rows`, `partition` and `sample` may be left out. With `rows`, each host of a learner reads
      only its part of a batch; with `partition`, the task says how tensors are cut over devices;
      with `sample`, `diloco sample` prints what the model writes.
@@ -41,8 +42,9 @@ from diloco.common.layout import FLOATING, Hint, TensorHint, default_hint
 Params = Any  # a pytree of arrays
 Batch = Any  # a pytree of numpy arrays on the host
 
-_CALLABLES = ("init", "loss", "batches", "evaluate", "schedule", "hint")
+_CALLABLES = ("init", "loss", "batches", "evaluate", "hint")
 _OPTIONAL = {
+    "schedule": "leave it out, and `optimizer` is an ordinary one of optax, with its own schedule",
     "rows": "leave it out if a batch is cheap to draw whole",
     "partition": "leave it out, and large tensors are cut along the axis fsdp",
     "sample": "leave it out if the model writes no text",
@@ -63,9 +65,12 @@ class Task:
             name and position always give the same batch.
         evaluate: parameters -> mean loss on held-out data.
         tokens_per_batch: units of work in one batch, whatever the task counts; at least 1.
-        optimizer: gradients -> direction, *without* learning rate (`optax.scale_by_adam()`, not
-            `optax.adam(1e-3)`): the learner multiplies it by -schedule(global step).
-        schedule: the run's global step -> learning rate.
+        optimizer: an ordinary optax optimizer with its learning rate, such as
+            `optax.adamw(optax.cosine_decay_schedule(1e-3, steps))`: its schedules follow the run's
+            global step. With `schedule`: gradients -> direction *without* learning rate
+            (`optax.scale_by_adam()`).
+        schedule: the run's global step -> learning rate; the learner then subtracts the
+            optimizer's direction times that rate. None: the optimizer has its own.
         hint: (tensor's name, shape) -> how the aggregator merges that tensor.
         rows: (learner's name, position, start, stop) -> as `batches`, but only rows start:stop of
             each batch, along the first axis of its leaves: what one host of several reads. Without
@@ -86,7 +91,7 @@ class Task:
     evaluate: Callable[[Params], float]
     tokens_per_batch: int
     optimizer: optax.GradientTransformation
-    schedule: Callable[[jax.Array | int], jax.Array | float]
+    schedule: Callable[[jax.Array | int], jax.Array | float] | None = None
     hint: Hint = default_hint
     rows: Callable[[str, int, int, int], Iterator[Batch]] | None = None
     partition: Callable[[str, tuple[int, ...]], PartitionSpec] | None = None
@@ -221,6 +226,11 @@ def _readable(path: str) -> str:
 
 
 def _find(build: str) -> Callable[..., Any]:
+    if not build:
+        raise TaskError(
+            "this run has no task: its learners join from training loops of their own",
+            hint="join it with diloco.join; diloco.load and diloco export read its parameters",
+        )
     if build == BUILT_IN_TASK_0_1 and not _users_own(build.partition(":")[0]):
         build = BUILT_IN_TASK
     module_name, colon, function_name = build.partition(":")
@@ -398,6 +408,8 @@ def _check_loss(task: Task, shapes: Params, batch: Batch) -> None:
 
 
 def _check_schedule(task: Task, steps: int) -> None:
+    if task.schedule is None:
+        return
     try:
         jax.eval_shape(task.schedule, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:

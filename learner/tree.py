@@ -19,11 +19,16 @@ from diloco.learner.task import Params, Task, is_trained, named_leaves, params_s
 
 def task_layout(task: Task, sync: SyncSection) -> Layout:
     """The layout of a task's parameters under a run's settings; allocates nothing."""
-    tensors = [
-        Tensor(name=name, shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name)
-        for name, leaf in named_leaves(params_shapes(task))
-    ]
+    tensors = tensors_of(params_shapes(task))
     return make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=task.hint)
+
+
+def tensors_of(params: Params) -> list[Tensor]:
+    """The leaves of a tree, as a layout knows them."""
+    return [
+        Tensor(name=name, shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name)
+        for name, leaf in named_leaves(params)
+    ]
 
 
 def split(params: Params) -> tuple[Params, Params]:

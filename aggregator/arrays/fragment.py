@@ -62,6 +62,7 @@ class FragmentArrays:
         theta: master parameters, float32 [N].
         state: of the outer optimizer.
         arithmetic: what it calculates with.
+        threads: that a version is made on; their number changes no bit.
     """
 
     settings: RunSettings
@@ -70,6 +71,7 @@ class FragmentArrays:
     theta: Vector
     state: State
     arithmetic: Arithmetic = PRODUCTION
+    threads: int = 1
 
     def __post_init__(self) -> None:
         self._optimizer = _optimizer(self.settings)
@@ -78,12 +80,17 @@ class FragmentArrays:
 
     @classmethod
     def from_view(
-        cls, settings: RunSettings, layout: Layout, fragment: int, view: Vector
+        cls,
+        settings: RunSettings,
+        layout: Layout,
+        fragment: int,
+        view: Vector,
+        threads: int = 1,
     ) -> "FragmentArrays":
         """The arrays of version 0, with a fresh outer-optimizer state."""
         grid = make_grid(settings, layout, fragment)
         state = _optimizer(settings).init(grid.size)
-        return cls(settings, grid, view.copy(), view.copy(), state)
+        return cls(settings, grid, view.copy(), view.copy(), state, threads=threads)
 
     @classmethod
     def from_objects(
@@ -95,6 +102,7 @@ class FragmentArrays:
         view: bytes,
         outer_state: bytes,
         arithmetic: Arithmetic = PRODUCTION,
+        threads: int = 1,
     ) -> "FragmentArrays":
         """The arrays that `view_bytes` and `outer_bytes` gave.
 
@@ -118,7 +126,7 @@ class FragmentArrays:
                 f"fragment {fragment}: stored view and parameters have {view_N.size} and "
                 f"{theta.size} elements, the layout {grid.size}"
             )
-        return cls(settings, grid, view_N, theta, arrays, arithmetic)
+        return cls(settings, grid, view_N, theta, arrays, arithmetic, threads)
 
     def view_bytes(self) -> bytes:
         """The view as an object: raw little-endian float32."""
@@ -233,6 +241,7 @@ class FragmentArrays:
             learning_rate=learning_rate,
             momentum=momentum,
             delta_codec=self.settings.sync.delta_codec,
+            threads=self.threads,
         )
 
 

@@ -38,7 +38,6 @@ OuterName = Literal["sgd", "momentum", "nesterov", "delayed_nesterov"]
 
 # Elements that are quantized at a time.
 SLAB: Final = 1 << 20
-WORKERS: Final = 2
 
 
 class Gradient(NamedTuple):
@@ -67,6 +66,7 @@ class Update(Protocol):
         *,
         learning_rate: float,
         momentum: float,
+        threads: int = 1,
     ) -> None:
         """Change `theta_N` (float32 [N]) and `state`, which `init` made."""
 
@@ -126,7 +126,13 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
         return state
 
     def update(
-        theta_N: Vector, gradient: Gradient, state: State, *, learning_rate: float, momentum: float
+        theta_N: Vector,
+        gradient: Gradient,
+        state: State,
+        *,
+        learning_rate: float,
+        momentum: float,
+        threads: int = 1,
     ) -> None:
         constants = _Constants(np.float32(learning_rate), np.float32(momentum))
         if name == "delayed_nesterov":
@@ -139,7 +145,8 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
                 carried=np.float32(applied * momentum),
             )
         vectors = {slot: state[slot] for slot in slots}
-        _share_out(partial(_step, rule, constants, theta_N, gradient, vectors), _chunks(gradient))
+        work = partial(_step, rule, constants, theta_N, gradient, vectors)
+        _share_out(work, _chunks(gradient), threads)
 
     return OuterOptimizer(init, update)
 
@@ -206,12 +213,12 @@ def _chunks(gradient: Gradient) -> list[tuple[int, Vector]]:
     ]
 
 
-def _share_out(work: Callable[[Sequence[Any]], None], items: Sequence[Any]) -> None:
-    """Have `work` done on all items by a few threads, in parts of neighbours."""
+def _share_out(work: Callable[[Sequence[Any]], None], items: Sequence[Any], threads: int) -> None:
+    """Have `work` done on all items by some threads, in parts of neighbours."""
     # Several parts for each thread, so that one that is held up does not hold up the end.
-    parts = min(len(items), 4 * WORKERS)
+    parts = min(len(items), 4 * threads)
     edges = [len(items) * part // parts for part in range(parts + 1)]
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, (items[a:b] for a, b in itertools.pairwise(edges))))
 
 
@@ -269,6 +276,7 @@ def close_round(
     learning_rate: float,
     momentum: float,
     delta_codec: Codec,
+    threads: int = 1,
 ) -> Encoded:
     """Take the outer step and move the view after it.
 
@@ -283,17 +291,22 @@ def close_round(
         learning_rate: of this round.
         momentum: of this round.
         delta_codec: of the version delta.
+        threads: that share the work; their number changes no bit.
 
     Returns:
         The version delta: what learners add to their view, one shard over the whole vector. What
         its quantization lost is still in theta - view, and goes out with later versions.
     """
     gradient = Gradient(tuple(accumulator.spans()), grid.per_block(factors_S), grid.block)
-    optimizer.update(theta_N, gradient, state, learning_rate=learning_rate, momentum=momentum)
-    return advance_view(theta_N, view_N, delta_codec, grid.block)
+    optimizer.update(
+        theta_N, gradient, state, learning_rate=learning_rate, momentum=momentum, threads=threads
+    )
+    return advance_view(theta_N, view_N, delta_codec, grid.block, threads)
 
 
-def advance_view(theta_N: Vector, view_N: Vector, codec: Codec, block: int) -> Encoded:
+def advance_view(
+    theta_N: Vector, view_N: Vector, codec: Codec, block: int, threads: int = 1
+) -> Encoded:
     """Quantize theta - view and add what that gives to the view, in place.
 
     It is done in slabs, which stay in cache and need one compiled shape.
@@ -304,7 +317,7 @@ def advance_view(theta_N: Vector, view_N: Vector, codec: Codec, block: int) -> E
     )
     slab = min(SLAB, view_N.size)
     work = partial(_advance_slabs, theta_N, view_N, delta, codec, block, slab)
-    _share_out(work, range(0, view_N.size, slab))
+    _share_out(work, range(0, view_N.size, slab), threads)
     return delta
 
 
@@ -330,10 +343,10 @@ def _advance_slabs(
             whole[:] = np.asarray(part).reshape(-1)[: whole.size]
 
 
-def apply_delta(codec: Codec, view_N: Vector, delta: Encoded, block: int) -> None:
+def apply_delta(codec: Codec, view_N: Vector, delta: Encoded, block: int, threads: int = 1) -> None:
     """Add a version delta to a view in place, bit for bit as learners do (`learner/delta.py`)."""
     work = partial(_apply_slabs, view_N, delta, codec, block)
-    _share_out(work, range(0, view_N.size, CHUNK))
+    _share_out(work, range(0, view_N.size, CHUNK), threads)
 
 
 def _apply_slabs(

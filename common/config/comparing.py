@@ -25,10 +25,13 @@ def is_changeable(section: str, key: str) -> bool:
 
 def differences(ours: RunSettings, theirs: RunSettings) -> list[str]:
     """Each setting in which two configurations of a run differ: 'sync.codec: int4 here, ...'."""
+    # A run without a task is its parameters, which the layout compares.
+    taskless = not (ours.task.build and theirs.task.build)
     return [
         f"{key}: {ours!r} here, {theirs!r} in the run"
         for key, ours, theirs in _unequal(ours, theirs)
         if key != "task.build" or {ours, theirs} != _BUILT_IN_NAMES
+        if not (taskless and key.startswith("task."))
     ]
 
 

@@ -29,6 +29,16 @@ class RunSection(Section):
         " 0: no limit",
     )
     seed: int = Field(default=0, description="seeds the first parameters; passed to the task")
+    tokens_per_step: Annotated[int, Field(ge=0)] | dict[str, Steps] = Field(
+        default=0,
+        description="tokens of one inner step of a learner whose training loop is its own, of all"
+        " its hosts together: for all learners, or by name; 0: as the task says",
+    )
+
+    def tokens_of(self, learner: str) -> int:
+        """Tokens of one inner step of a learner; 0: as its task says."""
+        said = self.tokens_per_step
+        return said.get(learner, 0) if isinstance(said, dict) else said
 
 
 def _with_lists(value: Any) -> Any:
@@ -42,9 +52,10 @@ def _with_lists(value: Any) -> Any:
 class TaskSection(Section):
     """What a learner trains."""
 
-    build: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] = Field(
+    build: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = Field(
         default=BUILT_IN_TASK,
-        description='function that builds the task: `"package.module:function"`',
+        description='function that builds the task: `"package.module:function"`; `""`: none, all'
+        " learners join from training loops of their own",
     )
     options: dict[str, Any] = Field(default={}, description="keyword arguments of that function")
 

@@ -14,7 +14,7 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.shard_reader import read_input
 from diloco.check.audit import Breach, Objects
 from diloco.check.evidence import newer_objects, standing_objects
-from diloco.common import names, shards, wire
+from diloco.common import cores, names, shards, wire
 from diloco.common.codec import Encoded
 from diloco.common.errors import IntegrityError, ObjectMissingError
 from diloco.common.tape import get_object
@@ -199,6 +199,7 @@ class Remaker:
                 self._fragment,
                 view=get_object(self._history.store, record.snapshot),
                 outer_state=get_object(self._history.store, record.outer),
+                threads=cores.available(),
             )
         except ObjectMissingError as error:
             if seq >= self._covered:

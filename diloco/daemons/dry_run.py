@@ -10,8 +10,8 @@ from rich.table import Table
 from diloco.cli.units import human_bytes
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError
-from diloco.learner.daemon import check_name
 from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
+from diloco.learner.library import check_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

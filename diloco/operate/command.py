@@ -27,7 +27,8 @@ def run_create(
         Path | None,
         typer.Option(
             "--from",
-            help="safetensors file with the initial parameters [default: the task's init]",
+            help="safetensors file with the initial parameters; needs no [task] in the file "
+            "[default: the task's init]",
             metavar="FILE",
         ),
     ] = None,
@@ -43,7 +44,7 @@ def run_create(
 
     for sentence in warnings(loaded.settings()):
         say(f"[yellow]warning:[/] {sentence}")
-    layout = create(loaded, source)
+    layout = create(loaded, source, tasked="task" in loaded.model_fields_set)
     elements = sum(fragment.elements for fragment in layout.fragments)
     Console().print(
         f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "

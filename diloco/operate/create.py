@@ -12,9 +12,16 @@ from diloco.aggregator.genesis import commit_version_zero
 from diloco.common import log, names, shards, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.codec import canonical
-from diloco.common.config import BusSection, Config, RunSettings, check_same_run, parse_settings
+from diloco.common.config import (
+    BusSection,
+    Config,
+    RunSettings,
+    TaskSection,
+    check_same_run,
+    parse_settings,
+)
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
-from diloco.common.layout import Layout, layout_bytes
+from diloco.common.layout import Hint, Layout, default_hint, layout_bytes, make_layout
 from diloco.common.service import Runtime
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
@@ -24,22 +31,43 @@ from diloco.learner.task import Params, run_task
 from diloco.operate.streams import make_streams
 
 
-def create(config: Config, source: Path | None) -> Layout:
+def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layout:
     """Create the run of `config` and return its layout; one that exists already is completed.
 
     Args:
         config: the whole configuration.
         source: a safetensors file with the first parameters; None for the task's init.
+        tasked: whether the file says what the task is; without, the parameters are the model.
 
     Raises:
         DilocoError: what is wrong, with what to do.
     """
+    if source is not None and not (tasked and config.task.build):
+        return create_with(config, _read_safetensors(source))
     settings = config.settings()
     task = run_task(settings)
     layout = tree.task_layout(task, settings.sync)
     params = jax.jit(task.init)(jax.random.key(settings.run.seed))
     if source is not None:
         params = load_safetensors(source, params)
+    asyncio.run(_create(config, layout, params))
+    return layout
+
+
+def create_with(config: Config, params: Params, hint: Hint = default_hint) -> Layout:
+    """Create a run without a task, which begins with these parameters; its layout.
+
+    Raises:
+        DilocoError: what is wrong, with what to do.
+    """
+    config = config.model_copy(update={"task": TaskSection(build="")})
+    return begin(config, params, hint)
+
+
+def begin(config: Config, params: Params, hint: Hint) -> Layout:
+    """Create the run of `config`, which begins with these parameters; its layout."""
+    sync, tensors = config.sync, tree.tensors_of(params)
+    layout = make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=hint)
     asyncio.run(_create(config, layout, params))
     return layout
 
@@ -52,7 +80,7 @@ async def _create(config: Config, layout: Layout, params: Params) -> None:
         tls_ca=config.bus.tls_ca,
     )
     try:
-        store = open_store(config.store.url, emulator=config.store.emulator)
+        store = open_store(config.store.url, emulator=config.store.emulator, create=True)
         await create_run(config.settings(), config.bus, layout, params, bus, store, Runtime())
     finally:
         await bus.close()
@@ -155,15 +183,7 @@ def load_safetensors(source: Path, like: Params) -> Params:
     Raises:
         ConfigError: no such file, or its tensors are not the task's.
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        found: dict[str, Any] = load_file(source)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"cannot read {str(source)!r}: {error}", hint="--from takes a safetensors file"
-        ) from error
+    found = _read_safetensors(source)
     wanted = tree.by_name(like)
     wrong = sorted(set(wanted) ^ set(found))
     wrong += [n for n in wanted if n in found and found[n].shape != wanted[n].shape]
@@ -174,3 +194,16 @@ def load_safetensors(source: Path, like: Params) -> Params:
             hint="its tensors must have the task's names and shapes",
         )
     return tree.from_names(like, {n: found[n].astype(leaf.dtype) for n, leaf in wanted.items()})
+
+
+def _read_safetensors(source: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        found: dict[str, Any] = load_file(source)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot read {str(source)!r}: {error}", hint="--from takes a safetensors file"
+        ) from error
+    return found

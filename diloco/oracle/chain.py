@@ -231,11 +231,14 @@ class Chain:
             life.breach("overdue", seen.what, f"by {due_s}", seen.at_s)
 
     def _check_cut(self, life: Life, seen: wire.Observation) -> None:
-        """The leader's answer is an update of the fragment, and no older than what was read."""
+        """The leader's answer is an update of the fragment, and no older than what was read.
+
+        Read when it was asked: what is read until its answer comes may be newer.
+        """
         if seen.what != "cut" or seen.seq < self._whole_from:
             return
         manifests = [e.seq for e in self._heard if isinstance(e.body, wire.Manifest)]
-        read = [seq for seq in manifests if seq <= seen.after_seq]
+        read = [seq for seq in manifests if seq <= life.asked_seq]
         if read and seen.seq < read[-1]:
             life.breach("cut", "seq", f"at least {read[-1]}", seen.seq)
         known = seen.seq in manifests or seen.seq in self._garbled

@@ -78,7 +78,8 @@ class Life:
         known_seq: up to there an earlier life has counted averages and allowances.
         now_s: the last time that it was told.
         storing: a record under way, "" for none: no other begins before it stands.
-        cut: reason and finality of a cut round; `cut_seq` once the leader has answered.
+        cut: reason and finality of a cut round; `cut_seq` once the leader has answered, who was
+            asked when the tape had been read up to `asked_seq`.
         due: what must be recorded now.
     """
 
@@ -102,6 +103,7 @@ class Life:
     cut: tuple[str, bool] | None = None
     cut_seq: int = 0
     cut_at_s: float = 0.0
+    asked_seq: int = 0
     waiting: dict[UpdateId, Waiting] = field(default_factory=dict)
     merged: list[Merged] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)

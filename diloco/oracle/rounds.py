@@ -144,6 +144,7 @@ def time_is_up(life: Life) -> None:
 
 def _cut(life: Life, reason: str, *, final: bool = False) -> None:
     life.phase, life.cut, life.cut_seq, life.cut_at_s = "cut", (reason, final), 0, 0.0
+    life.asked_seq = life.read_seq
 
 
 def recorded(life: Life, close: Close) -> None:

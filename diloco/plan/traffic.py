@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco.aggregator.arrays.outer import WORKERS, make_outer
+from diloco.aggregator.arrays.outer import make_outer
 from diloco.common.codec import encoded_bytes
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
@@ -19,8 +19,8 @@ from diloco.common.shards import shard_bytes, shard_ranges
 UPDATE_CORE_S = 2 * (35.3e-3 + 98.6e-3) / (8 * (1 << 26))
 # For each element of each version: norms of the sum, outer step, delta.
 VERSION_CORE_S = 2 * (14.0e-3 + 66.1e-3 + 94.1e-3) / (1 << 26)
-# Threads that a version is made on, however many cores there are: its outer step's.
-CLOSING_THREADS = WORKERS
+# Threads that a version's making is known to scale to; on more it was not measured.
+CLOSING_THREADS = 2
 # For each byte from or to the store: sockets, copies and checksum, and with TLS its cipher too.
 PLAIN_CORE_S, TLS_CORE_S = 0.7e-9, 1e-9
 # An object is read in ranges of this length, a request each.

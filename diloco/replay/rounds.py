@@ -1,9 +1,11 @@
 """Rounds made again with a part of what they were: inputs as the machine admitted them, arrays."""
 
+from dataclasses import replace
+
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.state import Admitted
-from diloco.common import wire
+from diloco.common import cores, wire
 from diloco.common.config import RunSettings
 from diloco.common.tape import get_object
 from diloco.projections.history import History
@@ -21,15 +23,14 @@ def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
         record.fragment,
         view=get_object(history.store, record.snapshot),
         outer_state=get_object(history.store, record.outer),
+        threads=cores.available(),
     )
 
 
 def copy_arrays(arrays: FragmentArrays) -> FragmentArrays:
     """The same arrays, to be changed."""
     state = {name: slot.copy() for name, slot in arrays.state.items()}
-    return FragmentArrays(
-        arrays.settings, arrays.grid, arrays.view.copy(), arrays.theta.copy(), state
-    )
+    return replace(arrays, view=arrays.view.copy(), theta=arrays.theta.copy(), state=state)
 
 
 def settings_at(history: History, seq: int) -> RunSettings:

@@ -10,7 +10,7 @@ import asyncio
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -397,7 +397,7 @@ def _under(
     state = arrays.state
     if settings.outer.optimizer != history.settings.outer.optimizer:
         state = make_outer(settings.outer.optimizer).init(grid.size)
-    return FragmentArrays(settings, grid, arrays.view, arrays.theta, state)
+    return replace(arrays, settings=settings, grid=grid, state=state)
 
 
 async def play(

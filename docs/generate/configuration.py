@@ -1,6 +1,7 @@
 """docs/configuration.md: tables of keys and a complete file, from the configuration's fields."""
 
 import json
+import types
 import typing
 from collections.abc import Mapping
 
@@ -59,6 +60,8 @@ def type_of(annotation: object) -> str:
         return f"table{values}"
     if type(None) in arguments:
         return type_of(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return ", or ".join(type_of(each) for each in arguments)
     return WORDS[annotation]
 
 

@@ -15,5 +15,8 @@ def blocks() -> dict[str, str]:
     )
     titles = [path.read_text().partition("\n")[0].removeprefix("# ") for path in pages]
     lines = [f"- [{title}]({path.name})" for path, title in zip(pages, titles, strict=True)]
-    example = fence("python", (ROOT / "examples" / "digits.py").read_text())
-    return {"decisions": "\n".join(lines), "example digits": example}
+    examples = {"example digits": "digits.py", "example own loop": "own_loop.py"}
+    return {"decisions": "\n".join(lines)} | {
+        block: fence("python", (ROOT / "examples" / name).read_text())
+        for block, name in examples.items()
+    }

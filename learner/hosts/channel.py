@@ -35,14 +35,17 @@ def exchange_secret(address: str) -> tuple[str, str]:
     return address, secret
 
 
-def end_if_hanging(status: int = HostLostError.status, within_s: float = HANGING_S) -> None:
+def end_if_hanging(
+    status: int = HostLostError.status, within_s: float = HANGING_S
+) -> threading.Timer:
     """End this process soon, even if it hangs in a collective of JAX or in its shutdown.
 
-    For a daemon, which owns its process: whoever only holds a connection reports the loss.
+    For whoever runs the training loop: who only holds a connection reports the loss.
     """
     timer = threading.Timer(within_s, lambda: os._exit(status))
     timer.daemon = True
     timer.start()
+    return timer
 
 
 def host_gone(who: str) -> HostLostError:

@@ -3,9 +3,11 @@
     host 0 -> workers  Begin     what the run is
                        Load      where a fragment's first view is
                        Go        the life that begins, and where its data goes on
+                       Resume    the checkpoint to go on from
                        Turn      what to do at the next boundary
                        Prepare   bring a version onto the devices: an attempt, with a number
                        Drop      the attempt came to nothing: free what there is of it
+                       Ending    host 0 ends here, and why: so do the others
     workers -> host 0  Hello     who I am
                        Have      checkpoints of which this host has its part
                        Prepared  the attempt has succeeded here, or why it has not
@@ -24,7 +26,8 @@ import msgpack
 from pydantic import BaseModel, ValidationError
 
 from diloco.common import wire
-from diloco.common.errors import WireError
+from diloco.common.errors import DilocoError, WireError
+from diloco.common.exits import find
 from diloco.common.reasons import Reason
 from diloco.common.wire import Part
 from diloco.learner import sync
@@ -32,7 +35,7 @@ from diloco.learner.boundary import Boundary, Then
 from diloco.learner.fetch import Change
 from diloco.learner.recovery import CheckpointId
 
-VERSION: Final = 2
+VERSION: Final = 3
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
@@ -56,12 +59,17 @@ class Load(HostMessage):
 
 
 class Go(HostMessage):
-    """Everybody is ready; `checkpoint` is the one to go on from, None to begin anew."""
+    """Everybody is ready."""
 
     incarnation: int
-    checkpoint: CheckpointId | None
     position: int
     global_step: int
+
+
+class Resume(HostMessage):
+    """`checkpoint` is the one to go on from, None to begin anew."""
+
+    checkpoint: CheckpointId | None
 
 
 class Effect(Part):
@@ -92,6 +100,14 @@ class Drop(HostMessage):
     """Nobody will adopt what an attempt brought."""
 
     attempt: int
+
+
+class Ending(HostMessage):
+    """What ends the life of this learner, on all hosts alike; `status` as of `Exit`."""
+
+    status: int
+    message: str
+    hint: str | None
 
 
 class Hello(HostMessage):
@@ -135,8 +151,23 @@ class LeaveAsked(HostMessage):
 
 _KINDS: Final[dict[str, type[HostMessage]]] = {
     kind.__name__: kind
-    for kind in (Begin, Load, Go, Turn, Prepare, Drop, Hello, Have, Prepared, Stored, LeaveAsked)
+    for kind in (
+        *(Begin, Load, Go, Resume, Turn, Prepare, Drop, Ending),
+        *(Hello, Have, Prepared, Stored, LeaveAsked),
+    )
 }
+
+
+def ending_of(error: DilocoError) -> Ending:
+    """An error that ends host 0 as a message."""
+    return Ending(status=error.status, message=error.message, hint=error.hint)
+
+
+def error_of(ending: Ending) -> DilocoError:
+    """The error of a message."""
+    error = DilocoError(ending.message, hint=ending.hint)
+    error.status = find(ending.status)
+    return error
 
 
 def turn_of(boundary: Boundary) -> Turn:

@@ -21,9 +21,10 @@ from diloco.common.nats_server import NatsServer
 from diloco.common.service import Runtime
 from diloco.common.store import MemoryStore
 from diloco.learner.context import Context
+from diloco.learner.incarnation import Joined
 from diloco.learner.peers import Alone
-from diloco.learner.publish import Joined, Publisher, Uploader
-from diloco.learner.train import Meter
+from diloco.learner.publish import Publisher, Uploader
+from diloco.learner.synchronizer import Meter
 
 RUN = "full"
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)

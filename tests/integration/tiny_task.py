@@ -22,8 +22,8 @@ HIDDEN = 384  # three fragments of several shards each
 BATCH = 8
 
 
-def build(*, steps, seed, notes="", sleep_s=0.0, odd=False):
-    """`odd` adds a scalar, an integer and a bool leaf."""
+def build(*, steps, seed, notes="", sleep_s=0.0, odd=False, uphill=False):
+    """`odd` adds a scalar, an integer and a bool leaf; `uphill` has an optimizer of wrong sign."""
     truth = np.random.default_rng(seed).normal(size=(FEATURES, 3)).astype(np.float32)
 
     def init(key):
@@ -73,7 +73,7 @@ def build(*, steps, seed, notes="", sleep_s=0.0, odd=False):
         batches=batches,
         evaluate=evaluate,
         tokens_per_batch=BATCH,
-        optimizer=optax.scale_by_adam(),
+        optimizer=optax.adam(0.01) if uphill else optax.scale_by_adam(),
         schedule=optax.constant_schedule(0.01),
     )
 

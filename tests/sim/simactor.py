@@ -18,7 +18,7 @@ from simloop import ACTOR
 from simstore import ActorStore
 
 from diloco.common.clock import Clock
-from diloco.common.errors import DilocoError, RunMismatchError
+from diloco.common.errors import DilocoError, IntegrityError, RunMismatchError
 from diloco.common.service import Runtime
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Faults:
         false_answer: of a compare-and-swap, as of a cluster: one that was stored is answered as
             refused, and one that is refused, though it was tried before, as stored.
         rot: a learner's shard is damaged as soon as it is stored.
+        rot_version: what an aggregator stores of a version is.
         store_refused, store_lost_answer: as for requests, of the store.
         store_slow: a call takes `slow_s`.
         late_object: `get` of others misses an object for `visible_s` after `put` returned.
@@ -65,6 +66,7 @@ class Faults:
     stale_messages: int = 20
     false_answer: float = 0.0
     rot: float = 0.0
+    rot_version: float = 0.0
     store_refused: float = 0.0
     store_lost_answer: float = 0.0
     store_slow: float = 0.0
@@ -194,6 +196,8 @@ class Actor:
 
     def may_end_with(self, error: BaseException) -> bool:
         """Whether a process may end with an error, to be started again."""
+        if self.world.damaged and isinstance(error, IntegrityError):
+            return True
         if self.starting:
             return isinstance(error, RunMismatchError) or getattr(error, "retry", False)
         return self.outlived and isinstance(error, DilocoError)

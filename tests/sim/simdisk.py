@@ -18,7 +18,7 @@ from diloco.learner import checkpoint as checkpoints
 from diloco.learner.checkpoint import Checkpoint, Facts, PartFolder
 from diloco.learner.context import Context
 from diloco.learner.recovery import Progress, Restored, restore
-from diloco.learner.train import Trainer
+from diloco.learner.synchronizer import Synchronizer
 
 KEEP = 12
 EVERY_STEPS = 3
@@ -39,18 +39,22 @@ class Disk:
         self._parts = PartFolder(self._path, KEEP)
         # Local steps of those that are whole, oldest first.
         self._whole: list[int] = []
+        # Whether this life has written any.
+        self._written = False
 
     def close(self) -> None:
         """Throw it away."""
         self._folder.cleanup()
 
-    def save(self, actor: Actor, context: Context, trainer: Trainer, incarnation: int) -> None:
+    def save(
+        self, actor: Actor, context: Context, synchronizer: Synchronizer, incarnation: int
+    ) -> None:
         """Make a checkpoint, unless it is not time for one."""
-        step = trainer.meter.local_step
+        step = synchronizer.meter.local_step
         if step % EVERY_STEPS:
             return
         arrays = {key: np.full(4, step, np.float32) for key in checkpoints.on_host(LIKE)}
-        progress = Progress(step, trainer.meter.tokens, trainer.position, 0)
+        progress = Progress(step, synchronizer.meter.tokens, synchronizer.position, 0)
         facts = Facts(
             run=context.run,
             learner=context.learner,
@@ -65,11 +69,13 @@ class Disk:
 
     def _write(self, checkpoint: Checkpoint) -> None:
         self._parts.write(checkpoint)
+        self._written = True
         self._whole = [*self._whole, checkpoint.facts.local_step][-KEEP:]
 
     def lose_power(self) -> bool:
-        """Cut short, half of the time, what was written last."""
-        if not self._whole or self._rng.random() < 0.5:
+        """Cut short, half of the time, what this life has written last."""
+        written, self._written = self._written, False
+        if not written or self._rng.random() < 0.5:
             return False
         newest = max(self._path.glob("*.safetensors"), key=lambda path: int(path.stem))
         data = newest.read_bytes()

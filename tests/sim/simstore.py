@@ -118,6 +118,9 @@ class ActorStore:
         actor.effect("put", name, lambda: self._inner.put(name, data))
         if "/update/" in name and actor.hit(faults.rot, "rot"):
             self._inner.rot(name)
+        if "/global/" in name and actor.hit(faults.rot_version, "rot_version"):
+            self._inner.rot(name)
+            actor.world.damaged = True
         if actor.hit(faults.late_object, "late_object"):
             until_s = actor.world.loop.now_s + actor.lasting(faults.visible_s)
             self._inner.hidden[name] = (actor, until_s)

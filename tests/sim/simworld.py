@@ -39,6 +39,7 @@ from diloco.common.config import (
     check_same_run,
     parse_settings,
 )
+from diloco.common.errors import SupersededError
 from diloco.common.layout import Layout, Tensor, make_layout
 from diloco.common.service import cancel
 from diloco.common.tape import load_specification
@@ -47,12 +48,13 @@ from diloco.learner.adopt import Adopter, load
 from diloco.learner.boundary import NOTHING, Arrived, Decoded
 from diloco.learner.context import Context as LearnerContext
 from diloco.learner.fetch import Fetcher, start_at
+from diloco.learner.incarnation import Joined, end_when_superseded, join
 from diloco.learner.peers import Alone
 from diloco.learner.planner import HOLD_S, Planner
 from diloco.learner.position import position_after_join
-from diloco.learner.publish import Publisher, Uploader, join
+from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import NoCheckpoints
-from diloco.learner.train import Meter, Trainer
+from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.operate.create import create_run
 from diloco.operate.streams import make_streams
 
@@ -366,8 +368,8 @@ class SimBackground:
             self.actor.world.fail(Violation("breaks", self.actor.name, repr(error)))
 
 
-class SimTrainer(Trainer):
-    """`Trainer` that shows the checkers each view it has adopted."""
+class SimSynchronizer(Synchronizer):
+    """`Synchronizer` that shows the checkers each view it has adopted."""
 
     def _perform(self, effect: sync.Effect) -> None:
         super()._perform(effect)
@@ -378,7 +380,7 @@ class SimTrainer(Trainer):
 
 
 class SimLearner:
-    """A learner in virtual time: production publisher, adopter, core and trainer, life by life.
+    """A learner in virtual time: production publisher, adopter, core and synchronizer, life by life.
 
     Args:
         world: where it trains.
@@ -412,11 +414,14 @@ class SimLearner:
         self.steps = 0
         self.actor: Actor | None = None
         self.leave_asked = False
+        self.superseded = False
+        self.incarnation = 0
 
     async def live(self, begin: Callable[[Actor], None] | None = None) -> bool:
         """One life, to its end; True if it ended on purpose. `begin` may change the actor."""
         world = self.world
         self.leave_asked = False
+        self.incarnation = 0
         life = {"faults": world.faults, "reads_replicas": True, **self.life}
         self.actor = actor = Actor(self.name, world, **life)
         if begin is not None:
@@ -437,9 +442,10 @@ class SimLearner:
         theirs = parse_settings(specification.settings)
         check_same_run(world.settings, theirs, world.layout.digest, specification.layout)
         context = replace(context, epoch=specification.epoch)
-        actor.starting = False
         fragments = range(len(world.layout.fragments))
+        # A replica that is far behind may know of no record for longer than a start has patience.
         loaded = [await load(context, fragment) for fragment in fragments]
+        actor.starting = False
         views = [item.view for item in loaded]
         starts = tuple(start_at(item) for item in loaded)
         replica = tensors.replica(self.index, world.settings.sync, world.layout, views)
@@ -447,12 +453,14 @@ class SimLearner:
         local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
         meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)
         life = await join(context, "sim")
+        self.incarnation = life.incarnation
         uploader = self._uploader(actor, context, replica)
         publisher = Publisher(context, background.post, uploader, peers, life)
         adopter = Adopter(
             context, background.post, Fetcher(context, replica), peers, starts, life.incarnation
         )
         background.spawn(adopter.follow())
+        background.spawn(self._end_when_superseded(context, life))
         background.spawn(
             publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_interval_s)
         )
@@ -464,18 +472,25 @@ class SimLearner:
             inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,
             asked_to_leave=lambda: self.leave_asked,
         )  # fmt: skip
-        trainer = SimTrainer(
-            replica=replica, inner_step=None, optimizer_state=None, batches=iter(()),
-            position=position, tokens_per_step=TOKENS, boundaries=planner,
+        synchronizer = SimSynchronizer(
+            replica=replica, position=position, tokens_per_step=TOKENS, boundaries=planner,
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
             saver=NoCheckpoints(), clock=actor.clock,
         )  # fmt: skip
         save = None
         if self.disk is not None:
-            save = partial(self.disk.save, actor, context, trainer, life.incarnation)
-        await self._train(actor, trainer, save)
+            save = partial(self.disk.save, actor, context, synchronizer, life.incarnation)
+        await self._train(actor, synchronizer, save)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(publisher.leave(trainer.position), LEAVE_S)
+            await asyncio.wait_for(publisher.leave(synchronizer.position), LEAVE_S)
+
+    async def _end_when_superseded(self, context: LearnerContext, life: Joined) -> None:
+        """As `diloco.learner.lead` does it: the error ends the process."""
+        try:
+            await end_when_superseded(context, life)
+        except SupersededError:
+            self.superseded = True
+            context.bus.actor.kill()
 
     def _uploader(self, actor: Actor, context: LearnerContext, replica: Any) -> Any:
         """Of as many hosts as this life has."""
@@ -486,27 +501,27 @@ class SimLearner:
         return MeshUploader(context, replica, actor.rng, hosts)
 
     async def _train(
-        self, actor: Actor, trainer: SimTrainer, save: Callable[[], None] | None
+        self, actor: Actor, synchronizer: SimSynchronizer, save: Callable[[], None] | None
     ) -> None:
-        world, meter, loop = self.world, trainer.meter, self.world.loop
+        world, meter, loop = self.world, synchronizer.meter, self.world.loop
         meter.step_time_s = self.step_s
         then = "step"
         while then != "end":
             if then == "hold":
                 await asyncio.sleep(HOLD_S)
                 actor.check()
-                then = trainer.turn().then
+                then = synchronizer.turn().then
                 continue
             await asyncio.sleep(self.step_s * actor.rng.uniform(0.95, 1.05))
             actor.check()
             began_s = loop.now_s
-            world.tensors.train(trainer.replica, self.index, trainer.position)
-            trainer.position += 1
+            world.tensors.train(synchronizer.replica, self.index, synchronizer.position)
+            synchronizer.position += 1
             self.steps += 1
             world.steps += 1
             meter.local_step += 1
             meter.tokens += TOKENS
             if save is not None:
                 save()
-            then = trainer.turn().then
+            then = synchronizer.turn().then
             world.checkers.on_stepped(self.name, loop.now_s - began_s)

@@ -1,5 +1,6 @@
 """The simulation finds bugs: each of these, planted in production code, within 500 seeds."""
 
+import asyncio
 from unittest import mock
 
 import pytest
@@ -84,6 +85,15 @@ def blocks_where_they_come():
 def position_from_any_replica():
     """A learner that comes back believes whatever replica answers where its data goes on."""
     return mock.patch("simworld.position_after_join", lambda c: data_position(c, c.learner))
+
+
+def deaf_to_newer_joins():
+    """A learner never looks whether another process has joined under its name."""
+
+    async def never(_context, _life):
+        await asyncio.Event().wait()
+
+    return mock.patch("simworld.end_when_superseded", never)
 
 
 def acknowledgement_believed():
@@ -234,8 +244,15 @@ def no_answer_taken_for_one():
     return mock.patch("diloco.common.service.Runtime.call", once)
 
 
+def deltas_taken_as_they_come():
+    """A learner does not compare a version's delta with the checksum in its record."""
+    return mock.patch("diloco.learner.fetch.get_object", lambda store, ref: store.get(ref.name))
+
+
 # Of each: the kinds of faults that find it, if not those of light seeds; and the rules it breaks.
 BUGS = {
+    # Beside a newer life for ever, it may hide how far that one got.
+    deaf_to_newer_joins: ((), {"superseded", "data"}),
     position_from_any_replica: ((), {"data"}),
     position_before_the_commit: ((), {"position"}),
     no_fence: ((), {"chain"}),
@@ -259,6 +276,7 @@ BUGS = {
     epoch_of_manifests_unchecked: (("hostile",), {"fooled", "resolved"}),
     epoch_not_asked_for: (("resume",), {"breaks", "chain", "ends"}),
     deltas_in_the_codec_of_updates: (("numbers",), {"view", "breaks"}),
+    deltas_taken_as_they_come: (("rot_version",), {"view", "breaks"}),
     checkpoints_in_string_order: (("checkpoints", "crash"), {"checkpoint"}),
     no_answer_taken_for_one: (
         ("power_cut", "store_lost_answer", "crash"),

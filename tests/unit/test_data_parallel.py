@@ -7,8 +7,8 @@ import pytest
 from bench import devices
 from bench.data_parallel import first_state, make_step
 from diloco.learner import tree
+from diloco.learner.inner_step import make_inner_step
 from diloco.learner.task import Params, Task
-from diloco.learner.train import make_inner_step
 
 
 def task_of() -> Task:

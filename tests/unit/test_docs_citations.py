@@ -134,7 +134,7 @@ def test_every_file_of_the_drawing_exists() -> None:
     drawing = (ROOT / "docs" / "architecture.md").read_text().split("```")[1].split("====")[0]
     left = {name for line in drawing.splitlines() for name in DRAWING.findall(line[:50])}
     right = {name for line in drawing.splitlines() for name in DRAWING.findall(line[50:])}
-    assert {"train.py", "sync.py"} <= left
+    assert {"library.py", "sync.py"} <= left
     assert {"tenure.py", "core/rounds.py", "arrays/"} <= right
     assert all((ROOT / "learner" / name).exists() for name in left)
     assert all((ROOT / "aggregator" / name).exists() for name in right)

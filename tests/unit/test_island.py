@@ -41,7 +41,7 @@ def updates(island):
         state, batches = island.init_state(replica.trained), island.feed(5)
         step = island.inner_step(island.constants)
         for number in range(STEPS):
-            replica.trained, state, loss = step(
+            replica.trained, state, outcome = step(
                 replica.trained, state, next(batches), np.int32(number)
             )
         found = []
@@ -52,7 +52,7 @@ def updates(island):
             jax.tree.leaves(state), jax.tree.leaves(island.state_shardings), strict=True
         ):
             assert leaf.sharding.is_equivalent_to(lies, leaf.ndim)
-    return found, float(loss)
+    return found, float(outcome.loss)
 
 
 @pytest.fixture(scope="module")

@@ -394,12 +394,33 @@ def test_the_view_follows_theta_and_readers_follow_the_view(codec, slab, monkeyp
     np.testing.assert_allclose(view, theta, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_number_of_threads_changes_no_bit(codec, monkeypatch):
+    monkeypatch.setattr(outer, "SLAB", 32)
+    monkeypatch.setattr(outer, "CHUNK", 16)
+    accumulator = accumulated(codec, random_updates(codec, 3, seed=4))
+    factor_S = np.random.default_rng(4).uniform(0.1, 1, 6).astype(np.float32)
+    start = np.random.default_rng(5).standard_normal(GRID.size).astype(np.float32)
+    found, readers = [], []
+    for threads in (1, 2, 16):
+        fragment, reader = _Fragment(start, make_outer("nesterov")), start.copy()
+        for _ in range(3):
+            delta = fragment.close(accumulator, factor_S, codec, threads)
+            apply_delta(codec, reader, delta, BLOCK, threads)
+        found.append(fragment.bits())
+        readers.append(reader.tobytes())
+    assert found[0] == found[1] == found[2]
+    assert readers == [found[0][1]] * 3
+
+
 class _Fragment:
     def __init__(self, start: np.ndarray, optimizer: outer.OuterOptimizer) -> None:
         self.theta, self.view = start.copy(), start.copy()
         self.optimizer, self.state = optimizer, optimizer.init(start.size)
 
-    def close(self, accumulator: Accumulator, factor_S: np.ndarray, codec: str) -> Encoded:
+    def close(
+        self, accumulator: Accumulator, factor_S: np.ndarray, codec: str, threads: int = 2
+    ) -> Encoded:
         return close_round(
             GRID,
             accumulator,
@@ -411,6 +432,7 @@ class _Fragment:
             learning_rate=0.7,
             momentum=0.9,
             delta_codec=codec,
+            threads=threads,
         )
 
     def bits(self) -> list[bytes]:

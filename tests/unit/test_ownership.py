@@ -150,7 +150,9 @@ def life(sizes, codec, asked, anchor="device"):
     views = [rng.standard_normal(f.size).astype(np.float32) for f in layout.fragments]
     found = []
     with within(mesh):
-        replica = Replica(sync, layout, like, views, shardings=shardings, anchor=anchor)
+        replica = Replica(
+            sync, layout, like, views, shardings=tree.by_name(shardings), anchor=anchor
+        )
         replica.warm_up()
         steps = {n: rng.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
         replica.trained = jax.tree.map(

@@ -1,0 +1,92 @@
+"""`diloco.load`: a run's global parameters in Python, without its task or an accelerator."""
+
+import asyncio
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diloco.cli.opening import open_run
+from diloco.common import shards, wire
+from diloco.common.errors import IntegrityError, RunMismatchError
+from diloco.common.layout import Layout, Piece
+from diloco.common.tape import RunContext
+from diloco.common.views import load_view
+
+Arrays = dict[str, np.ndarray]
+
+
+def load(run: str | Path, *, like: Any = None) -> Any:
+    """The newest global parameters of a run, as NumPy arrays.
+
+    Args:
+        run: its TOML file, the folder of a local run, a run's name, or an exported tape.
+        like: a tree of the same names, to be filled; without it, a dictionary by name.
+
+    Raises:
+        RunMismatchError: `like` is another model's.
+        DilocoError: no such run; bus or store are away; what is stored is damaged.
+    """
+    arrays = asyncio.run(_load(run))
+    return arrays if like is None else _fill(like, arrays)
+
+
+async def _load(run: str | Path) -> Arrays:
+    async with open_run(run, name="load", reads=True) as opened:
+        return await global_arrays(opened.context, opened.specification)
+
+
+async def global_arrays(context: RunContext, specification: wire.Specification) -> Arrays:
+    """The newest global parameters, and the run's constants, by name.
+
+    Raises:
+        DilocoError: as `diloco.common.views.load_view`.
+    """
+    fragments = range(len(context.layout.fragments))
+    views = [(await load_view(context, fragment)).view for fragment in fragments]
+    arrays = arrays_of(context.layout, views)
+    if specification.constants is not None:
+        data = await context.runtime.call(context.store.get, specification.constants)
+        if shards.digest(data) != specification.constants.rsplit("-", 1)[1]:
+            raise IntegrityError(f"the object of constants {specification.constants} is damaged")
+        with np.load(io.BytesIO(data), allow_pickle=False) as constants:
+            arrays |= {name: constants[name] for name in constants.files}
+    return arrays
+
+
+def arrays_of(layout: Layout, views: list[np.ndarray]) -> Arrays:
+    """The tensors that the views of all fragments make, in their own dtypes."""
+    import ml_dtypes  # noqa: F401 - so that NumPy knows bfloat16
+
+    arrays = {
+        tensor.name: np.empty(tensor.shape, np.dtype(tensor.dtype)) for tensor in layout.tensors
+    }
+    for fragment, view in zip(layout.fragments, views, strict=True):
+        for piece in fragment.pieces:
+            values = _values(piece, view)
+            if arrays[piece.tensor].shape:
+                arrays[piece.tensor][piece.start : piece.stop] = values
+            else:
+                arrays[piece.tensor][...] = values
+    return arrays
+
+
+def _values(piece: Piece, view: np.ndarray) -> np.ndarray:
+    """A piece's values, without the padding of its segments."""
+    padded = view[piece.offset : piece.offset + piece.stride]
+    groups = padded.reshape(piece.groups, piece.group_stride)[:, : piece.group_size]
+    return groups.reshape(piece.shape)
+
+
+def _fill(like: Any, arrays: Arrays) -> Any:
+    from diloco.learner import tree
+    from diloco.learner.task import named_leaves
+
+    names = [name for name, _ in named_leaves(like)]
+    if wrong := sorted(set(names) ^ set(arrays)):
+        raise RunMismatchError(
+            f"`like` is not the run's model; missing or unknown: {', '.join(wrong[:8])}",
+            hint="without `like`, the parameters come as a dictionary by name",
+        )
+    return tree.from_names(like, arrays)

@@ -1,0 +1,354 @@
+"""The learner as a library: a training loop of one's own takes part in a run.
+
+    with diloco.join("run.toml", learner="a", like=params) as island:
+        params = island.params
+        state = island.restore(optimizer.init(params))
+        for batch in loader(island.position):
+            params, state, loss = train_step(params, state, batch, island.global_step)
+            params = island.step(params, loss=loss, save=state)
+            if island.done:
+                break
+
+`diloco learner` is such a loop too (`train.py`), around a task. What happens at `step` is planned
+by the core and carried out by `synchronizer.py`; here is what a loop sees of it.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco.common import names
+from diloco.common.bus.jetstream import AskedToStopError
+from diloco.common.config import Config, load_config
+from diloco.common.errors import ConfigError, DilocoError, DivergedError, status_of
+from diloco.common.layout import Hint
+from diloco.common.probes import Probes, make_probes, serving
+from diloco.common.service import Runtime, asked_by_signals
+from diloco.learner import tree
+from diloco.learner.background import Background, running_loop
+from diloco.learner.boundary import Boundary
+from diloco.learner.follow import follow
+from diloco.learner.hosts.channel import HANGING_S, end_if_hanging
+from diloco.learner.lead import lead
+from diloco.learner.life import Host, Life
+from diloco.learner.member import Member
+from diloco.learner.placement import put_like
+from diloco.learner.task import Batch, Params
+
+
+class Learner:
+    """A training loop's place in a run; `join` makes it. One thread uses it.
+
+    Attributes:
+        done: the loop is to end: the run has stopped, or somebody asked this learner to leave. On
+            several hosts it becomes true at the same step.
+        global_step: the run's clock for the next step, which learning rates follow.
+    """
+
+    def __init__(self, life: Life, asked: threading.Event) -> None:
+        self.done = False
+        self.global_step = life.synchronizer.boundaries.first_step()
+        self._life = life
+        self._asked = asked
+        self._synchronizer = life.synchronizer
+        self._params = tree.join(life.synchronizer.replica.trained, life.constants)
+        self._loss: Any = None
+        self._save: Any = None
+        self._then = "step"
+        self._began_s = time.perf_counter()
+
+    @property
+    def params(self) -> Params:
+        """The parameters: the run's newest version, and from then on what `step` gave last."""
+        return self._params
+
+    @property
+    def position(self) -> int:
+        """Batches of this learner's data that are behind it; the loop's data goes on there."""
+        return self._synchronizer.position
+
+    def restore(self, state: Any) -> Any:
+        """What `step` was given to `save` in an earlier life, where there is a checkpoint of it.
+
+        Args:
+            state: the same tree, of arrays or shapes as they begin; it is given back where there
+                is no checkpoint.
+
+        Raises:
+            DilocoError: training has begun already.
+        """
+        meter = self._synchronizer.meter
+        if meter.local_step:
+            raise DilocoError(
+                "`restore` came after the first step, or twice",
+                hint="restore once, before the loop begins",
+            )
+        leaves = jax.tree.map(
+            lambda leaf: leaf if hasattr(leaf, "dtype") else np.asarray(leaf), state
+        )
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), leaves)
+        shardings = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), leaves)
+        found = self._life.find(like, shardings)
+        if found is None:
+            return state
+        meter.local_step, meter.earlier_tokens = found.local_step, found.tokens
+        return jax.tree.map(put_like, found.state, leaves)
+
+    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; time that the loop waits for them is a metric of its own."""
+        asked_s = time.perf_counter()
+        for batch in batches:
+            self._synchronizer.meter.data_s += time.perf_counter() - asked_s
+            yield batch
+            asked_s = time.perf_counter()
+
+    def step(self, params: Params, *, loss: Any, save: Any = None) -> Params:
+        """Take a step boundary: adopt what has arrived, send what is due. Waits for nothing.
+
+        Only in lockstep mode it waits, for the versions of what was sent.
+
+        Args:
+            params: the parameters after the loop's step; the caller gives them away.
+            loss: of that step, a scalar that may still be computing: it is read a step later.
+            save: what a checkpoint holds, such as the optimizer's state: a tree of arrays, copied
+                where a checkpoint is due.
+
+        Returns:
+            The parameters to go on with.
+
+        Raises:
+            DivergedError: the loss is infinite or not a number.
+            DilocoError: what ends this learner for good; the loop has gone on after `done`.
+        """
+        if self.done:
+            raise DilocoError(
+                "a step came after `done`: nothing of it would be sent",
+                hint="end the loop once `done` is true",
+            )
+        self._params, self._save = params, save
+        self._synchronizer.position += 1
+        self._synchronizer.meter.global_step = self.global_step
+        read, self._loss = self._read_loss(), loss
+        boundary = self._turn()
+        meter = self._synchronizer.meter
+        took_s = time.perf_counter() - self._began_s
+        meter.stepped(took_s, self._synchronizer.tokens_per_step, read)
+        if boundary.checkpoint and save is not None:
+            self._synchronizer.saver.save(save, self._synchronizer.progress())
+            self._save = None
+        meter.state = boundary.state
+        while boundary.then == "hold" and boundary.state == "training":
+            boundary = self._turn()
+        self.global_step, self._then = boundary.global_step, boundary.then
+        self.done = boundary.state != "training" or boundary.then == "end"
+        self._began_s = time.perf_counter()
+        return self._params
+
+    def leave(self) -> None:
+        """Ask this learner to leave the run, on all its hosts; `done` follows. From any thread."""
+        self._asked.set()
+
+    def finish(self) -> None:
+        """End in order: send what is unsent, within the drain timeout, and leave the run."""
+        synchronizer = self._synchronizer
+        self._read_loss()
+        if not self.done:
+            self._life.give_up()
+            self._asked.set()
+            if self._save is not None and not _is_gone(self._save):
+                synchronizer.saver.save(self._save, synchronizer.progress())
+        # What the loop has given away to a step that never came back cannot be sent.
+        while self._then != "end" and not _is_gone(self._params):
+            boundary = self._turn()
+            synchronizer.meter.state, self._then = boundary.state, boundary.then
+        self._life.leave()
+
+    def _turn(self) -> Boundary:
+        synchronizer, constants = self._synchronizer, self._life.constants
+        boundary = synchronizer.turn(lambda: tree.split(self._params)[0])
+        if boundary.effects:
+            self._params = tree.join(synchronizer.replica.trained, constants)
+        return boundary
+
+    def _read_loss(self) -> float | None:
+        """The loss of the step before, which must be one."""
+        if self._loss is None:
+            return None
+        loss = float(self._loss)
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"the training loss is {loss}: this learner's parameters have diverged",
+                hint="restart it: it resumes from the run's newest version; if it diverges again, "
+                "lower the learning rate or clip gradients",
+            )
+        return loss
+
+
+def _is_gone(values: Any) -> bool:
+    """Whether arrays were donated to a program, which has not given others for them."""
+    return any(
+        isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(values)
+    )
+
+
+@contextlib.contextmanager
+def join(
+    file: str | Path,
+    *,
+    learner: str,
+    like: Params,
+    hint: Hint | None = None,
+    tokens_per_step: int | None = None,
+    warm_up: Callable[[Params], object] | None = None,
+) -> Iterator[Learner]:
+    """Join a run, for as long as the block lasts.
+
+    Leaving the block sends what is unsent, within `learner.drain_timeout_s`. So does
+    KeyboardInterrupt, before it is raised again. After any other exception nothing is sent: what
+    the loop did since its last update is lost, as after a crash.
+
+    The first SIGINT or SIGTERM sets `done`; a second one does what it did before the block. (On the
+    main thread: signals are not looked at from others.)
+
+    Args:
+        file: the run's TOML file.
+        learner: name of this learner in the run.
+        like: the loop's parameters, of which names, shapes, dtypes and shardings matter, not the
+            values: any pytree of JAX arrays, NumPy arrays or shapes. Leaves that are no floats are
+            the run's constants.
+        hint: as the run was created with; None: as its layout says.
+        tokens_per_step: of all hosts together; None: `run.tokens_per_step` of the run's file.
+        warm_up: is given copies of the parameters before the run hears of this learner: compile
+            the training step here, on arrays that it may donate.
+
+    Yields:
+        What the loop uses.
+
+    Raises:
+        DilocoError: what is wrong, with what to do.
+    """
+    config = load_config(Path(file))
+    member = member_of(config, learner, like, hint, tokens_per_step, warm_up)
+    asked, runtime = threading.Event(), Runtime()
+    probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
+    joining = joined(config, member, asked, runtime, probes)
+    try:
+        with asked_by_signals(asked.set), serving(config.metrics, probes), joining as island:
+            yield island
+    except AskedToStopError as error:  # while it waited for NATS
+        raise KeyboardInterrupt from error
+
+
+@contextlib.contextmanager
+def joined(
+    config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
+) -> Iterator[Learner]:
+    """As `join`, for a process that has its own signals and probes."""
+    with alive(config, member, asked, runtime, probes) as life:
+        life.begin()
+        island = Learner(life, asked)
+        try:
+            yield island
+        except KeyboardInterrupt:
+            island.finish()
+            raise
+        island.finish()
+
+
+@contextlib.contextmanager
+def alive(
+    config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
+) -> Iterator[Life]:
+    """A life, and what runs beside it."""
+    hanging = _Hanging(config.learner.drain_timeout_s)
+    with contextlib.closing(hanging), running_loop() as loop:
+        host = Host(
+            config=config,
+            settings=config.settings(),
+            member=member,
+            runtime=runtime,
+            probes=probes,
+            background=Background(loop),
+            asked_to_leave=asked.is_set,
+            lost_host=hanging.begin,
+        )
+        with lead(host) if jax.process_index() == 0 else follow(host) as life:
+            yield life
+
+
+def member_of(
+    config: Config,
+    learner: str,
+    like: Params,
+    hint: Hint | None,
+    tokens_per_step: int | None,
+    warm_up: Callable[[Params], object] | None,
+) -> Member:
+    """What a loop brings with it; arguments and errors as of `join`."""
+    check_name(learner)
+    return Member.of(
+        like,
+        learner=learner,
+        anchor=config.learner.island(learner).anchor or config.sync.anchor,
+        tokens_per_step=_tokens_per_step(config, learner, tokens_per_step),
+        hint=hint,
+        warm_up=warm_up,
+    )
+
+
+class _Hanging:
+    """Ends a process that a lost host keeps in a collective; not one whose loop has ended."""
+
+    def __init__(self, within_s: float) -> None:
+        self._within_s = min(within_s, HANGING_S)
+        self._timers: list[threading.Timer] = []
+
+    def begin(self, error: BaseException) -> None:
+        """A host is gone, and why."""
+        self._timers.append(end_if_hanging(status_of(error), within_s=self._within_s))
+
+    def close(self) -> None:
+        """The loop has ended."""
+        for timer in self._timers:
+            timer.cancel()
+
+
+def check_name(learner: str) -> None:
+    """Refuse what is not a valid learner name.
+
+    Raises:
+        ConfigError: it is no name.
+    """
+    if not names.valid_name(learner):
+        raise ConfigError(
+            f"{learner!r} is not a valid learner name",
+            hint="use lower-case letters, digits and '-', at most 40, a letter or digit first",
+        )
+
+
+def _tokens_per_step(config: Config, learner: str, given: int | None) -> int:
+    """What the run's specification says of this learner's steps, or leaves to its loop.
+
+    Raises:
+        ConfigError: nobody says it, or the two disagree.
+    """
+    said = config.run.tokens_of(learner)
+    if said and given not in (None, said):
+        raise ConfigError(
+            f"the loop of {learner!r} says {given} tokens a step, the run's file {said}",
+            hint="leave it out: run.tokens_per_step says it for all",
+        )
+    tokens = said or given
+    if not tokens:
+        raise ConfigError(
+            f"the run's file does not say how many tokens a step of {learner!r} covers",
+            hint="set run.tokens_per_step: of a batch, of all hosts together",
+        )
+    return tokens

@@ -1,0 +1,163 @@
+"""What one host does at a step boundary: adopt what has arrived, send what is due.
+
+Nothing here waits for the network: `Background` has a thread for it. What to adopt and to send is
+planned (`planner.py`). A learner of several hosts has one of these on each of them, with
+the same boundaries. (A learner in lockstep does wait for versions; that mode is for tests and
+baselines.)
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from diloco.common import wire
+from diloco.common.clock import Clock
+from diloco.learner import sync
+from diloco.learner.boundary import Boundary, Done, Outbox, Outgoing
+from diloco.learner.context import Traffic
+from diloco.learner.recovery import Checkpoints, Progress
+from diloco.learner.replica import Delta, Replica, View
+from diloco.learner.task import Params
+
+# Weight of the newest step in the averages of loss and step time.
+EMA = 0.1
+
+
+@dataclass
+class Meter:
+    """What a learner knows of its own work; read by the heartbeat from another thread.
+
+    `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
+    `stall_s` is the training thread's time in synchronization, `data_s` that in waiting for
+    batches; `run_s` all its time since the first step.
+    """
+
+    learner: str
+    traffic: Traffic
+    state: str = "starting"
+    local_step: int = 0
+    global_step: int = 0
+    tokens: int = 0
+    earlier_tokens: int = 0
+    loss: float = 0.0
+    step_time_s: float = 0.0
+    tokens_per_s: float = 0.0
+    stall_s: float = 0.0
+    data_s: float = 0.0
+    run_s: float = 0.0
+    _began_s: float = field(default_factory=time.perf_counter)
+
+    def stepped(self, took_s: float, tokens: int, loss: float | None) -> None:
+        """Count a step; the first one, which may compile, gives no time."""
+        self.local_step += 1
+        self.tokens += tokens
+        self.run_s = time.perf_counter() - self._began_s
+        if loss is not None:
+            self.loss += (loss - self.loss) * (EMA if self.loss else 1.0)
+            self.step_time_s += (took_s - self.step_time_s) * (EMA if self.step_time_s else 1.0)
+            self.tokens_per_s = tokens / self.step_time_s
+
+    def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
+        """The newest figures as a message."""
+        return wire.Heartbeat(
+            learner=self.learner,
+            incarnation=incarnation,
+            local_step=self.local_step,
+            global_step=self.global_step,
+            tokens=self.tokens,
+            loss=self.loss,
+            tokens_per_s=self.tokens_per_s,
+            step_time_s=self.step_time_s,
+            stall_s=self.stall_s,
+            data_s=self.data_s,
+            run_s=self.run_s,
+            bytes_up=self.traffic.bytes_up,
+            bytes_down=self.traffic.bytes_down,
+            updates_sent=self.traffic.updates_sent,
+            state=self.state,
+            trouble=trouble,
+        )
+
+
+class Boundaries(Protocol):
+    """Where they come from: this host's `Planner`, or that of host 0."""
+
+    def first_step(self) -> int:
+        """The run's clock for the step before the first boundary."""
+
+    def next(self) -> Boundary:
+        """The next boundary."""
+
+    def payload(self, fragment: int, record_seq: int) -> Delta | View | None:
+        """What a record brought, on the devices; once."""
+
+
+@dataclass
+class Synchronizer:
+    """Carries out the boundaries of one life of a learner, on one host.
+
+    Attributes:
+        replica: its tensors.
+        position: in its data, in batches.
+        tokens_per_step: of all hosts together.
+        boundaries: what to do at each.
+        outbox: takes updates, and what else the learner has to say.
+        saver: of its checkpoints.
+    """
+
+    replica: Replica
+    position: int
+    tokens_per_step: int
+    boundaries: Boundaries
+    outbox: Outbox
+    meter: Meter
+    saver: Checkpoints
+    clock: Callable[[], float] = field(default_factory=Clock)
+
+    def progress(self) -> Progress:
+        """How far this learner is."""
+        meter = self.meter
+        tokens = meter.earlier_tokens + meter.tokens
+        return Progress(meter.local_step, tokens, self.position, meter.global_step)
+
+    def turn(self, trained: Callable[[], Params] | None = None) -> Boundary:
+        """A step boundary: ask what is to be done, and do it.
+
+        Args:
+            trained: gives the parameters after the step, which the loop has in its hands.
+        """
+        began_s = time.perf_counter()
+        boundary = self.boundaries.next()
+        if boundary.effects and trained is not None:
+            self.replica.trained = trained()
+        for effect in boundary.effects:
+            self._perform(effect)
+        self.meter.stall_s += time.perf_counter() - began_s
+        return boundary
+
+    def _perform(self, effect: sync.Effect) -> None:
+        match effect:
+            case sync.Adopt(ready, resolved):
+                payload = self.boundaries.payload(ready.fragment, ready.record_seq)
+                if ready.rolled_back:
+                    assert isinstance(payload, View)
+                    self.replica.roll_back(ready.fragment, payload)
+                else:
+                    self.replica.adopt(ready.fragment, payload, resolved=resolved)
+            case sync.Send():
+                self.outbox(
+                    Outgoing(
+                        send=effect,
+                        codes=self.replica.send(effect.fragment),
+                        position=self.position,
+                        local_step=self.meter.local_step,
+                        loss=self.meter.loss,
+                        step_time_s=self.meter.step_time_s,
+                        dispatched_at_s=self.clock(),
+                    )
+                )
+            case sync.Republish():
+                self.outbox(effect)
+            case sync.Finished(fragments):
+                self.outbox(Done(self.position, fragments))

@@ -1,0 +1,320 @@
+"""The learner as a library: loops of a user's own in a run, in this process."""
+
+import os
+import signal
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from audit import read_items, read_tape
+from harness import ENDLESS, eventually
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+import diloco
+from diloco.common import names
+from diloco.common.errors import ConfigError, DilocoError, DivergedError, RunMismatchError
+from diloco.common.exits import Exit
+
+TRUTH = np.random.default_rng(3).normal(size=(12, 3)).astype(np.float32)
+OPTIMIZER = optax.adam(0.01)
+SYNC = {
+    "interval_steps": 8,
+    "fragments": 3,
+    "block": 16,
+    "min_steps": 3,
+    "codec": "float32",
+    "delta_codec": "float32",
+}
+
+
+def initial():
+    rng = np.random.default_rng(0)
+    return {
+        "first": jnp.asarray(rng.normal(size=(12, 96)), jnp.float32) / 4,
+        "out": {"bias": jnp.zeros(96), "second": jnp.asarray(rng.normal(size=(96, 3)) / 16)},
+        "shift": jnp.asarray([3, -1, 4], jnp.int32),
+    }
+
+
+def loss_of(params, batch):
+    inputs, targets = batch
+    hidden = jnp.tanh(inputs @ params["first"] + params["out"]["bias"])
+    return jnp.square(hidden @ params["out"]["second"] + 0.01 * params["shift"] - targets).mean()
+
+
+def batch_at(position):
+    inputs = np.random.default_rng([5, position]).normal(size=(8, 12)).astype(np.float32)
+    return inputs, np.tanh(inputs @ TRUTH)
+
+
+def optimizer_init(params):
+    return OPTIMIZER.init({key: params[key] for key in ("first", "out")})
+
+
+@jax.jit
+def train_step(params, state, batch):
+    trained, constant = {key: params[key] for key in ("first", "out")}, {"shift": params["shift"]}
+    loss, gradient = jax.value_and_grad(lambda part: loss_of({**part, **constant}, batch))(trained)
+    moves, state = OPTIMIZER.update(gradient, state, trained)
+    return {**optax.apply_updates(trained, moves), **constant}, state, loss
+
+
+def train(island, steps=None):
+    """The loop of the documentation; the positions it trained at."""
+    params, seen = island.params, []
+    state = island.restore(optimizer_init(params))
+    while not island.done and (steps is None or len(seen) < steps):
+        seen.append(island.position)
+        params, state, loss = train_step(params, state, batch_at(island.position))
+        params = island.step(params, loss=loss, save=state)
+    return seen, params, state
+
+
+@pytest.fixture
+def own_run(new_world, request):
+    """A run without a task, created from parameters; nothing aggregates."""
+
+    def make(learner=None):
+        run = {**ENDLESS, "tokens_per_step": 8}
+        learner = {"heartbeat_interval_s": 0.25, "drain_timeout_s": 1.0, **(learner or {})}
+        world = new_world(create=False, run=run, learner=learner)
+        del world.document["task"]
+        world.document["sync"] = SYNC
+        world.variant("run", {})
+        diloco.create(world.config_path, initial())
+        return world
+
+    return make
+
+
+def said(world, learner):
+    """Kinds of what a learner has on the tape, in order."""
+    found = [names.parse_subject(item.subject) for item in read_items(world)]
+    return [one.kind for one in found if one is not None and one.learner == learner]
+
+
+def test_two_loops_train_one_model(own_run):
+    world = own_run({"checkpoint_dir": "checkpoints", "drain_timeout_s": 60.0})
+    aggregator = world.aggregator()
+    before = float(loss_of(initial(), batch_at(10**6)))
+    with diloco.join(world.config_path, learner="a", like=initial()) as island:
+        assert island.position == island.global_step == 0
+        seen, _, _ = train(island, 40)
+        assert seen == list(range(40))
+        with pytest.raises(DilocoError, match="after the first step"):
+            island.restore(())
+    merged = eventually(lambda: diloco.load(world.config_path), "it can be loaded")
+    assert sorted(merged) == ["first", "out/bias", "out/second", "shift"]
+    np.testing.assert_array_equal(merged["shift"], [3, -1, 4])
+
+    def learned():
+        params = diloco.load(world.config_path, like=initial())
+        return float(loss_of(params, batch_at(10**6))) < 0.8 * before
+
+    eventually(learned, "the global model has what the loop learned")
+    tape = read_tape(world)
+    assert {update.learner for update in tape.merged()} == {"a"}
+    with diloco.join(world.config_path, learner="a", like=initial()) as island:
+        seen, _, state = train(island, 3)
+    assert seen == [40, 41, 42]
+    assert int(state[0].count) == 43
+    with diloco.join(world.config_path, learner="b", like=initial()) as island:
+        train(island, 2)
+        world.stop()
+        params = island.params
+        while not island.done:
+            params = island.step(params, loss=1.0)
+        assert island.done
+        with pytest.raises(DilocoError, match="after `done`"):
+            island.step(params, loss=0.0)
+    assert aggregator.wait() == 0
+    read_tape(world).check()
+
+
+class OwnError(Exception):
+    """Of a user's own program."""
+
+
+def test_a_run_is_made_from_a_file_of_parameters_without_a_task(new_world, tmp_path):
+    world = new_world(create=False, run={**ENDLESS, "tokens_per_step": 8})
+    del world.document["task"]
+    world.variant("run", {})
+    params = {"a/w": np.ones((64, 16), np.float32), "b": np.arange(48, dtype=np.float32)}
+    save_file(params, tmp_path / "first.safetensors")
+    source = str(tmp_path / "first.safetensors")
+    create = world.start(
+        "create", "run", "create", "--config", str(world.config_path), "--from", source
+    )
+    assert create.wait() == 0, create.log()
+    found = diloco.load(world.config_path, like={"a": {"w": 0}, "b": 0})
+    np.testing.assert_array_equal(found["a"]["w"], params["a/w"])
+    np.testing.assert_array_equal(found["b"], params["b"])
+
+
+def run_loop(world, body, learner="a"):
+    with diloco.join(world.config_path, learner=learner, like=initial()) as island:
+        body(island)
+
+
+def stop_by(error):
+    def body(island):
+        train(island, 2)
+        raise error
+
+    return body
+
+
+def step_over(*losses):
+    def body(island):
+        params = island.params
+        for loss in losses:
+            params = island.step(params, loss=loss)
+
+    return body
+
+
+def test_an_exception_sends_nothing_further_and_is_raised_again(own_run):
+    world = own_run()
+    with pytest.raises(OwnError):
+        run_loop(world, stop_by(OwnError()))
+    assert said(world, "a") == ["join"]
+
+
+@pytest.mark.parametrize("losses", [(jnp.nan, 1.0), (1.0, jnp.inf)], ids=["amid", "last"])
+def test_a_loss_that_is_no_number_ends_the_loop_before_anything_of_it_is_sent(own_run, losses):
+    world = own_run()
+    with pytest.raises(DivergedError, match=r"the training loss is (nan|inf)"):
+        run_loop(world, step_over(*losses))
+    assert said(world, "a") == ["join"]
+
+
+def test_an_interrupt_is_a_leave(own_run):
+    world = own_run()
+    with pytest.raises(KeyboardInterrupt):
+        run_loop(world, stop_by(KeyboardInterrupt()))
+    assert said(world, "a") == ["join", "update", "update", "update", "leave"]
+
+
+def test_parameters_that_a_step_took_and_did_not_give_back_are_not_sent(own_run):
+    world = own_run()
+    take = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), donate_argnums=0)
+    with diloco.join(world.config_path, learner="a", like=initial()) as island:
+        _, params, _ = train(island, 1)
+        take(params)
+    assert said(world, "a") == ["join", "leave"]
+
+
+def test_signals_ask_the_loop_to_end_and_are_put_back(own_run):
+    world, heard = own_run(), []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        installed = signal.getsignal(signal.SIGTERM)
+        with diloco.join(world.config_path, learner="a", like=initial()) as island:
+            params = island.step(island.params, loss=1.0)
+            assert not island.done
+            os.kill(os.getpid(), signal.SIGTERM)
+            island.step(params, loss=1.0)
+            assert island.done
+        assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is installed
+        assert signal.getsignal(signal.SIGINT) is interrupt
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert said(world, "a")[-1] == "leave"
+
+
+def test_a_loop_on_another_thread_takes_no_signals(own_run):
+    world, handlers = own_run(), [signal.getsignal(signal.SIGINT)]
+
+    def loop():
+        with diloco.join(world.config_path, learner="a", like=initial()) as island:
+            handlers.append(signal.getsignal(signal.SIGINT))
+            train(island, 2)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+    assert handlers[0] is handlers[1]
+    assert said(world, "a")[-1] == "leave"
+
+
+def test_parameters_of_another_model_are_refused_by_name(own_run):
+    world = own_run()
+    other = {**initial(), "first": jnp.zeros((12, 95))}
+    joining = diloco.join(world.config_path, learner="a", like=other)
+    words = r"first: float32\[12, 95\] here, float32\[12, 96\] in the run"
+    with pytest.raises(RunMismatchError, match=words), joining:
+        pass
+    with pytest.raises(RunMismatchError, match="missing or unknown: first"):
+        diloco.load(world.config_path, like={"out": other["out"], "shift": other["shift"]})
+
+
+def test_tokens_are_the_specifications(own_run):
+    world = own_run()
+    joining = diloco.join(world.config_path, learner="a", like=initial(), tokens_per_step=9)
+    with pytest.raises(ConfigError, match="says 9 tokens a step, the run's file 8"), joining:
+        pass
+
+
+def lying(params):
+    """The parameters over a mesh of the user's own, cut where fragments would have them whole."""
+    kinds = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2), ("rows", "columns"), devices=jax.devices()[:4], axis_types=kinds)
+    cuts = {
+        "first": PartitionSpec("rows", "columns"),
+        "out": {"bias": PartitionSpec("columns"), "second": PartitionSpec("rows")},
+        "shift": PartitionSpec(),
+    }
+    shardings = jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts)
+    return jax.device_put(params, shardings)
+
+
+@pytest.mark.parametrize("form", ["one device", "mesh", "host"])
+def test_parameters_come_as_the_caller_has_them(own_run, form):
+    """And are sent the same, whichever way they lie."""
+    world = own_run()
+    world.aggregator()
+    like = lying(initial()) if form == "mesh" else initial()
+    if form == "host":
+        like = jax.tree.map(np.asarray, like)
+
+    def check(params):
+        for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(like), strict=True):
+            assert type(found) is type(wanted) or isinstance(wanted, jax.Array)
+            if isinstance(wanted, jax.Array) and jnp.issubdtype(wanted.dtype, jnp.floating):
+                assert found.sharding == wanted.sharding
+
+    with diloco.join(world.config_path, learner="a", like=like) as island:
+        params = island.params
+        check(params)
+        for _ in range(10):
+            params = jax.tree.map(
+                lambda leaf: leaf + 0.5 if leaf.dtype == np.float32 else leaf, params
+            )
+            params = island.step(params, loss=1.0)
+            check(params)
+
+    def merged():
+        found = diloco.load(world.config_path)
+        moved = found["first"] - np.asarray(initial()["first"])
+        return np.abs(moved).min() > 0.1
+
+    eventually(merged, "what was sent is merged")
+    found = diloco.load(world.config_path)
+    moved = found["first"] - np.asarray(initial()["first"])  # its rows lie in several fragments
+    np.testing.assert_allclose(moved, np.broadcast_to(moved[:, :1], moved.shape), rtol=1e-3)
+    moved = found["out/bias"]
+    np.testing.assert_allclose(moved, moved[0], rtol=1e-3)
+
+
+def test_a_task_whose_optimizer_goes_uphill_ends_before_anything_is_sent(new_world):
+    world = new_world(task={"build": "tiny_task:build", "options": {"uphill": True}})
+    learner = world.learner("a")
+    assert learner.wait() == Exit.TASK
+    assert "goes uphill" in learner.log()
+    assert said(world, "a") == ["join"]

@@ -1,0 +1,82 @@
+"""The inner step: whose clock the learning rate follows, and what goes uphill."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco.common.errors import TaskError
+from diloco.learner import tree
+from diloco.learner.inner_step import by_clock, make_inner_step
+from diloco.learner.task import Task
+from diloco.learner.train import _judge
+
+RATE = optax.linear_schedule(0.0, 1.0, 100)
+AFTER = 40
+
+
+def task_of(optimizer, schedule=None):
+    return Task(
+        init=lambda key: {"w": jnp.ones(4)},
+        loss=lambda params, batch: jnp.square(params["w"] * batch).sum(),
+        batches=lambda learner, position: iter(()),
+        evaluate=lambda params: 0.0,
+        tokens_per_batch=1,
+        optimizer=optimizer,
+        schedule=schedule,
+    )
+
+
+def steps(task, numbers):
+    """The parameters after steps at these points of the run, and the last outcome."""
+    trained, constants = tree.split(task.init(jax.random.key(0)))
+    inner_step, state = make_inner_step(task, constants), task.optimizer.init(trained)
+    for number in numbers:
+        batch = np.ones(4, np.float32)
+        trained, state, outcome = inner_step(trained, state, batch, np.int32(number))
+    return np.asarray(trained["w"]), state, outcome
+
+
+ORDINARY = {
+    "a schedule": optax.sgd(RATE),
+    "a schedule within a chain": optax.chain(optax.clip(9.0), optax.sgd(RATE)),
+    "injected": optax.inject_hyperparams(optax.sgd)(learning_rate=RATE),
+    "masked": optax.masked(optax.sgd(RATE), {"w": True}),
+}
+
+
+@pytest.mark.parametrize("optimizer", ORDINARY.values(), ids=ORDINARY.keys())
+def test_a_late_joiners_rate_is_that_of_its_fleet(optimizer):
+    """Its first step at the run's step 40 moves as far as anybody's there."""
+    late, _, _ = steps(task_of(optimizer), [AFTER])
+    expected = 1.0 - float(RATE(AFTER)) * 2.0  # the gradient of a square at 1
+    np.testing.assert_allclose(late, expected, rtol=1e-6)
+
+
+def test_adams_own_count_stays_its_own():
+    _, state, _ = steps(task_of(optax.adam(RATE)), [AFTER, AFTER + 1])
+    adam, scheduled = state
+    assert (int(adam.count), int(scheduled.count)) == (2, AFTER + 2)
+    assert int(by_clock(state, 7)[1].count) == 7
+
+
+def test_an_ordinary_optimizer_moves_as_its_direction_and_schedule_do():
+    ordinary, _, _ = steps(task_of(optax.adam(RATE)), range(5, 9))
+    apart, _, _ = steps(task_of(optax.scale_by_adam(), RATE), range(5, 9))
+    np.testing.assert_allclose(ordinary, apart, rtol=1e-6)
+
+
+def test_an_ordinary_optimizer_beside_a_schedule_goes_uphill_and_is_found():
+    _, _, outcome = steps(task_of(optax.adam(1e-3), RATE), [AFTER])
+    with pytest.raises(TaskError, match="goes uphill"):
+        _judge(float(outcome.descent))
+
+
+@pytest.mark.parametrize("schedule", [None, RATE], ids=["ordinary", "apart"])
+def test_what_goes_downhill_is_found_once_it_moves(schedule):
+    optimizer = optax.adam(RATE) if schedule is None else optax.scale_by_adam()
+    _, _, outcome = steps(task_of(optimizer, schedule), [AFTER])
+    assert _judge(float(outcome.descent))
+    _, _, outcome = steps(task_of(optax.adam(RATE)), [0])
+    assert not _judge(float(outcome.descent))
