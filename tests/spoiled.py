@@ -125,7 +125,7 @@ class _Fleet:
             layout=tree.task_layout(self.task, settings.sync),
             epoch=0,
             bus=self.bus,
-            store=open_store(str(store)),
+            store=open_store(str(store), create=True),
             runtime=Runtime(),
             logger=log.get(),
         )

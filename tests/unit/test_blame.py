@@ -37,6 +37,8 @@ def runs(tmp_path_factory):
 def asked(runs, capsys):
     def ask(kind, **options):
         use_place(Place(None, str(runs[kind].store)))
+        # Its making is logged to the same output.
+        capsys.readouterr()
         console = Console(file=io.StringIO(), width=200)
         assert run_replay(str(runs[kind].tape), Options(**options), console) == 0
         return capsys.readouterr().out if options.get("json") else console.file.getvalue()
