@@ -27,6 +27,8 @@ from diloco.common.tape import decode_as
 
 # How often one looks for fragments to take, at most.
 LOOK_S = 0.5
+# An aggregator whose leases are not stored for so long warns: longer than a leader's election.
+SILENT_S = 8.0
 # What others have said is read for so long before the first look.
 SETTLE_S = 0.3
 # A fragment that is given up is free for all at once; its key need not stay.
@@ -67,6 +69,8 @@ class Leases:
         self._membership = 0
         self._renewed_at_s = 0.0
         self._renewing = asyncio.Lock()
+        self._stored_at_s = _now_s()
+        self._warned = False
         self._lost: set[int] = set()
         self._done: set[int] = set()
 
@@ -202,8 +206,21 @@ class Leases:
             # It has expired, or the answer of a renewal was lost; the next renewal is right again.
             last = await self._last(subject)
             self._membership = last.revision if last else 0
-        except BusUnavailableError:
-            pass
+        except BusUnavailableError as error:
+            self._not_stored(error)
+        else:
+            self._stored()
+
+    def _stored(self) -> None:
+        if self._warned:
+            self._context.logger.info("renewals_resumed")
+        self._stored_at_s, self._warned = _now_s(), False
+
+    def _not_stored(self, error: BusUnavailableError) -> None:
+        """While the bus is away nobody can take anything; but its disk may be full for ever."""
+        if _now_s() - self._stored_at_s > SILENT_S and not self._warned:
+            self._context.logger.warning("renewals_lost", error=error.message)
+            self._warned = True
 
     async def _renew_one(self, fragment: int) -> None:
         subject = names.fragment_lease(self._context.run, fragment)

@@ -1,10 +1,11 @@
-"""Which learners are heard of."""
+"""Tells the machines which learners are heard of."""
 
 import asyncio
 from collections.abc import Collection
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
+from diloco.aggregator.core.hearing import Hearing
 from diloco.aggregator.owner import FragmentOwner
 from diloco.aggregator.tenure import Tenure
 from diloco.common import metrics, names, wire
@@ -14,18 +15,12 @@ from diloco.common.tape import decode_as
 
 
 class LivenessWatch:
-    """Tells the owners' machines which learners are heard of.
-
-    A learner is dead once it was silent for `quorum.liveness_timeout_s` while another was heard:
-    when nobody is heard it is the bus that is silent, and nobody is taken for dead.
-    """
+    """Reads heartbeats, and tells the owners' machines what follows (`core/hearing.py`)."""
 
     def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
         self._context = context
         self._owners = owners
-        self._heard_at_s: dict[str, float] = {}
-        self._signs: dict[tuple[int, str], tuple[int, float]] = {}
-        self._newest_s = context.runtime.clock()
+        self._hearing = Hearing(context.runtime.clock())
 
     def _live_s(self) -> float:
         """The longest silence of a live learner; owners follow changed settings one by one."""
@@ -50,13 +45,8 @@ class LivenessWatch:
             except WireError as error:
                 context.metrics.add(metrics.IGNORED, 1, error.reason)
                 continue
-            self._hear(beat.learner, context.runtime.clock())
-
-    def _hear(self, learner: str, now_s: float) -> None:
-        if now_s - self._newest_s > self._live_s():
-            # After a silence of all, everybody has as long again to be heard.
-            self._heard_at_s = dict.fromkeys(self._heard_at_s, now_s)
-        self._newest_s = self._heard_at_s[learner] = now_s
+            now_s = context.runtime.clock()
+            self._hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
 
     async def _compare(self) -> None:
         while True:
@@ -68,14 +58,8 @@ class LivenessWatch:
 
     def _tell(self, tenure: Tenure) -> None:
         now_s = self._context.runtime.clock()
+        timeout_s = tenure.rules.quorum.liveness_timeout_s
         for name, member in tenure.state.members.items():
-            # One that was never heard of counts from its join, or from our own beginning.
-            self._heard_at_s.setdefault(name, now_s)
-            # Joins and updates are signs of life too, from when we see them: the server's clock,
-            # which their times are of, may differ from ours by hours.
-            key, sign = (tenure.fragment, name), (member.incarnation, member.heard_at_s)
-            if self._signs.setdefault(key, sign) != sign:
-                self._signs[key], self._heard_at_s[name] = sign, now_s
-            live = self._newest_s - self._heard_at_s[name] < tenure.rules.quorum.liveness_timeout_s
+            live = self._hearing.is_live(tenure.fragment, name, member, now_s, timeout_s)
             if live != member.live and not member.left:
                 tenure.tell(events.Liveness(now_s, name, member.incarnation, live))

@@ -108,6 +108,12 @@ class CheckpointError(DilocoError):
     status = Exit.DAMAGED
 
 
+class SupersededError(DilocoError):
+    """Another process has joined the run under this learner's name."""
+
+    status = Exit.SUPERSEDED
+
+
 class HostLostError(DilocoError):
     """A host of this learner is gone; the others cannot train without it."""
 
@@ -133,6 +139,10 @@ class StoreUnavailableError(StoreError):
 
     status = Exit.PASSING
     retry = True
+
+
+class StoreMissingError(StoreUnavailableError):
+    """The folder of the store is not there: not mounted, or no run was created in it."""
 
 
 class ObjectMissingError(StoreError):

@@ -40,8 +40,13 @@ class Exit(IntEnum):
     DAMAGED = 74, "stored bytes are gone, or differ from what was recorded", True
     PASSING = 75, "a fault that passes: bus or store were away for long, a host was lost", True
     MISMATCH = 76, "the run has other settings or layout, or messages of a newer release", False
-    SHUT_OUT = 77, "the credentials are refused, or the learner is quarantined", False
+    SHUT_OUT = 77, "the server refuses the credentials: revoked, or not for this", False
     # fmt: on
+
+
+def find(status: int) -> Exit:
+    """The status of this number; FAILED for one of another release."""
+    return next((one for one in Exit if one == status), Exit.FAILED)
 
 
 def final() -> tuple[Exit, ...]:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from diloco.common import log
 from diloco.common.clock import Clock
@@ -233,7 +233,7 @@ async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
         await cancel(*tasks)
 
 
-async def cancel(*tasks: "asyncio.Future[None]") -> None:
+async def cancel(*tasks: "asyncio.Future[Any]") -> None:
     """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()

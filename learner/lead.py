@@ -12,6 +12,7 @@ import numpy as np
 from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
+from diloco.common.errors import DilocoError
 from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync
 from diloco.learner.adopt import Adopter, load
@@ -21,6 +22,7 @@ from diloco.learner.fetch import Fetcher, start_at, whole
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.channel import exchange_secret
 from diloco.learner.hosts.coordinator import Coordinator, Listener, listen
+from diloco.learner.incarnation import Joined, end_when_superseded, join
 from diloco.learner.life import (
     Host,
     Life,
@@ -39,7 +41,7 @@ from diloco.learner.life import (
 from diloco.learner.peers import Alone
 from diloco.learner.planner import Planner
 from diloco.learner.position import position_after_join
-from diloco.learner.publish import Joined, Publisher, Uploader, join
+from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import (
     CheckpointId,
     Checkpoints,
@@ -70,7 +72,11 @@ def lead(host: Host) -> Iterator[Life]:
         peers = Alone() if jax.process_count() == 1 else _meet(host, stack)
         stack.callback(background.close)
         constants = _check_run(context, host.member.constants, specification)
-        yield _leading_life(host, context, specification, constants, peers)
+        try:
+            yield _leading_life(host, context, specification, constants, peers)
+        except DilocoError as error:
+            peers.give_up(error)
+            raise
 
 
 async def _connect(host: Host) -> Bus:
@@ -105,7 +111,7 @@ async def _coordinator(listener: Listener, secret: str, host: Host) -> Coordinat
     connections = await listener.meet(jax.process_count(), secret)
 
     def lost(error: BaseException) -> None:
-        host.lost_host()
+        host.lost_host(error)
         host.background.fail(error)
 
     return Coordinator(host.background.loop, connections, lost)
@@ -210,6 +216,7 @@ def _publish_and_adopt(
     fetcher = Fetcher(context, tensors)
     adopter = Adopter(context, background.post, fetcher, peers, starts, life.incarnation)
     background.spawn(adopter.follow())
+    background.spawn(end_when_superseded(context, life))
     every_s = host.config.learner.heartbeat_interval_s
     health = context.health
     background.spawn(

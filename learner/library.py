@@ -27,7 +27,7 @@ import numpy as np
 from diloco.common import names
 from diloco.common.bus.jetstream import AskedToStopError
 from diloco.common.config import Config, load_config
-from diloco.common.errors import ConfigError, DilocoError, DivergedError
+from diloco.common.errors import ConfigError, DilocoError, DivergedError, status_of
 from diloco.common.layout import Hint
 from diloco.common.probes import Probes, make_probes, serving
 from diloco.common.service import Runtime, asked_by_signals
@@ -310,9 +310,9 @@ class _Hanging:
         self._within_s = min(within_s, HANGING_S)
         self._timers: list[threading.Timer] = []
 
-    def begin(self) -> None:
+    def begin(self, error: BaseException) -> None:
         """A host is gone."""
-        self._timers.append(end_if_hanging(within_s=self._within_s))
+        self._timers.append(end_if_hanging(status_of(error), self._within_s))
 
     def close(self) -> None:
         """The loop has ended."""

@@ -70,7 +70,7 @@ class Host:
     probes: Probes
     background: Background
     asked_to_leave: Callable[[], bool]
-    lost_host: Callable[[], None]
+    lost_host: Callable[[BaseException], None]
 
     def open_store(self) -> ObjectStore:
         """The run's."""

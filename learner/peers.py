@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from diloco.common import wire
+from diloco.common.errors import DilocoError
 from diloco.learner.boundary import Boundary
 from diloco.learner.fetch import Change
 
@@ -38,6 +39,9 @@ class Peers(Protocol):
     def tell(self, boundary: Boundary) -> None:
         """Send them a boundary; may be called from any thread."""
 
+    def give_up(self, error: DilocoError) -> None:
+        """Tell them what ends this life; may be called from any thread."""
+
     def prepare(self, change: Change) -> Preparation:
         """Ask them to bring a change onto their devices; on the event loop."""
 
@@ -66,6 +70,9 @@ class Alone:
         return False
 
     def tell(self, boundary: Boundary) -> None:
+        """Nobody has to know."""
+
+    def give_up(self, _error: DilocoError) -> None:
         """Nobody has to know."""
 
     def prepare(self, _change: Change) -> Preparation:

@@ -17,6 +17,7 @@ from diloco.common.errors import DilocoError
 from diloco.learner import sync
 from diloco.learner.boundary import Done, Outgoing, Post
 from diloco.learner.context import Context, Tensors
+from diloco.learner.incarnation import Joined
 from diloco.learner.peers import Peers
 
 # A learner whose heartbeats are not stored for so long warns: longer than a leader's election.
@@ -104,28 +105,6 @@ class Uploader:
             crc32c=shards.crc32c(data),
             slices=slices.describe(blocks),
         )
-
-
-class Joined(NamedTuple):
-    """One life of a learner on the tape.
-
-    Attributes:
-        incarnation: sequence of its join in the stream.
-        nonce: 128 random bits in the ids of its messages, so that none is taken for another life's.
-    """
-
-    incarnation: int
-    nonce: str
-
-
-async def join(context: Context, host: str) -> Joined:
-    """Begin a life; `host` is the machine's name, for people."""
-    nonce = f"{context.runtime.rng.getrandbits(128):032x}"
-    message = wire.Join(
-        run=context.run, learner=context.learner, layout=context.layout.digest, host=host
-    )
-    subject = names.join(context.run, context.learner)
-    return Joined(await _publish(context, subject, message, f"join-{nonce}"), nonce)
 
 
 async def _publish(context: Context, subject: str, body: wire.Body, msg_id: str) -> int:

@@ -1,11 +1,12 @@
 """From a TOML file to a checked configuration."""
 
+import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from diloco.common.config.daemon import Config
 from diloco.common.config.environment import with_environment
@@ -90,9 +91,21 @@ def _explain(error: ValidationError) -> str:
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             new = RENAMED.get(key)
-            lines.append(f"{key!r} is now {new!r}" if new else f"unknown key {key!r}")
+            lines.append(f"{key!r} is now {new!r}" if new else _unknown(key))
         elif item["type"] == "missing":
             lines.append(f"{key!r} is missing")
         else:
             lines.append(f"{key!r}: {item['msg']}, got {item['input']!r}"[:300])
     return "; ".join(lines)
+
+
+def _unknown(key: str) -> str:
+    """Says of an unknown key which known one is meant, if one is like it."""
+    known = [
+        f"{section}.{name}"
+        for section, field in Config.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        for name in field.annotation.model_fields
+    ]
+    alike = difflib.get_close_matches(key, [*known, *Config.model_fields], n=1, cutoff=0.7)
+    return f"unknown key {key!r}{f': did you mean {alike[0]!r}?' if alike else ''}"

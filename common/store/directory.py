@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from diloco.common.errors import ObjectMissingError, StoreError, StoreUnavailableError
+from diloco.common.errors import (
+    ObjectMissingError,
+    StoreError,
+    StoreMissingError,
+    StoreUnavailableError,
+)
 from diloco.common.store.protocol import (
     RESERVED,
     ObjectInfo,
@@ -48,14 +53,22 @@ class DirectoryStore:
     operator runs as root leaves nothing behind that the daemons cannot write to.
 
     Args:
-        root: the folder; made if it is not there.
+        root: the folder.
+        create: make it if it is not there, or empty.
 
     Raises:
+        StoreMissingError: there is no such folder, or it is empty: it may not be mounted.
         StoreError: the folder cannot be used.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, create: bool = True) -> None:
         self.root = root
+        with _os_errors("open", str(root)):
+            if not create and not (root.is_dir() and any(root.iterdir())):
+                raise StoreMissingError(
+                    f"there is no store in the folder {str(root)!r}",
+                    hint="mount it, or correct store.url; diloco run create makes a new one",
+                )
         with _os_errors("open", str(root)):
             (root / RESERVED).mkdir(parents=True, exist_ok=True)
             self._keep_owner(root / RESERVED)

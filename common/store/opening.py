@@ -9,27 +9,30 @@ from diloco.common.store.directory import DirectoryStore
 from diloco.common.store.protocol import ObjectStore
 
 
-def open_store(url: str, *, emulator: bool = False) -> ObjectStore:
+def open_store(url: str, *, emulator: bool = False, create: bool = False) -> ObjectStore:
     """The store at `url`: `gs://bucket/prefix`, `file:///absolute/path`, or the path of a folder.
 
     Args:
         url: where the objects are.
+        create: make a folder that is not there, as who creates a run does. For all others it is not
+            mounted: an empty one in its place would hide that.
         emulator: a gs:// URL means the server at STORAGE_EMULATOR_HOST.
 
     Raises:
         ConfigError: the URL is of a kind that this version does not know, or `emulator` and the
             environment disagree.
+        StoreMissingError: there is no such folder.
         StoreError: the folder cannot be used, or there are no credentials.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
         if not url:
             raise ConfigError("the store's URL is empty", hint="file:///path, or a folder's path")
-        return DirectoryStore(Path(url).absolute())
+        return DirectoryStore(Path(url).absolute(), create=create)
     if scheme == "file":
         if not rest.startswith("/"):
             raise ConfigError(f"{url!r} names no absolute path", hint="write file:///path")
-        return DirectoryStore(Path(urllib.parse.unquote(rest)))
+        return DirectoryStore(Path(urllib.parse.unquote(rest)), create=create)
     if scheme == "gs":
         # Only here, because to load the client of Google takes a second that most never need.
         from diloco.common.store.gcs import open_gcs

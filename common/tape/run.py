@@ -1,7 +1,7 @@
 """A run as one daemon or command has it: its context, its specification, its settings."""
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -131,11 +131,17 @@ async def data_position(
     run = context.run
     last = last or partial(_last, context)
     specification = await _first(context, names.spec(run), wire.Specification)
+    fragments = range(len(context.layout.fragments))
+    kinds: dict[str, type[wire.Manifest | wire.Leave]] = {
+        names.leave(run, learner): wire.Leave,
+        **{names.update(run, learner, fragment): wire.Manifest for fragment in fragments},
+    }
+    newest = {subject: await last(subject) for subject in kinds}
+    joins = await _sequences(context, await last(names.join(run, learner)))
     positions = [specification.positions.get(learner, 0)]
-    positions.append(await _position_on(context, names.leave(run, learner), wire.Leave, last))
-    for fragment in range(len(context.layout.fragments)):
-        subject = names.update(run, learner, fragment)
-        positions.append(await _position_on(context, subject, wire.Manifest, last))
+    for subject, message in newest.items():
+        if message is not None:
+            positions.append(await _position_on(context, kinds[subject], message, joins))
     return max(positions)
 
 
@@ -156,20 +162,39 @@ async def _last(context: RunContext, subject: str) -> Message | None:
     )
 
 
+async def _sequences(context: RunContext, newest: Message | None) -> list[int]:
+    """Sequences of all messages of a subject up to this one."""
+    found: list[int] = []
+    if newest is None:
+        return found
+    messages = context.bus.read(context.tape, [newest.subject], 1)
+    async with contextlib.aclosing(messages):  # type: ignore[type-var]
+        async for message in messages:
+            found.append(message.seq)
+            if message.seq >= newest.seq:
+                break
+    return found
+
+
 async def _position_on(
     context: RunContext,
-    subject: str,
     kind: type[wire.Manifest | wire.Leave],
-    last: Callable[[str], Awaitable[Message | None]],
+    newest: Message,
+    joins: Sequence[int],
 ) -> int:
-    """Position in the last message of a subject; in all of them, if that is not readable."""
-    newest = await last(subject)
-    if newest is None:
-        return 0
+    """Position in the last message of a subject; in all of them, if that one does not count.
+
+    It is not readable, or of a life that a newer one had superseded before: that one may have got
+    further.
+    """
+    subject = newest.subject
     try:
-        return decode_as(kind, subject, newest.payload).position
+        said = decode_as(kind, subject, newest.payload)
     except WireError as error:
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
+    else:
+        if not any(said.incarnation < seq < newest.seq for seq in joins):
+            return said.position
     position = 0
     async for message in context.bus.read(context.tape, [subject], 1):
         with contextlib.suppress(WireError):

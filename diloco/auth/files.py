@@ -28,6 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pydantic import BaseModel, ConfigDict
 
 from diloco.auth.permissions import Identity, render_accounts
+from diloco.cli.folders import make_folder
 from diloco.common.credentials import Credentials, Role, render_credentials
 from diloco.common.errors import ConfigError
 from diloco.common.names import valid_name
@@ -88,7 +89,7 @@ def init(
             f"{folder} holds the credentials of a run already",
             hint="add to it with: diloco auth add-learner; or give each run a folder of its own",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _write_certificates(folder / "tls", run, hosts)
     home = installed_at or folder.absolute()
     streams = streams_at or home / "jetstream"

@@ -7,6 +7,7 @@ leaves nothing behind but one line among the rejected copies. `symptoms.py` has 
 import asyncio
 import json as json_module
 import secrets
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -32,8 +33,10 @@ from diloco.common.errors import (
     RunMismatchError,
     RunMissingError,
     StoreError,
+    StoreMissingError,
     StoreUnavailableError,
 )
+from diloco.common.exits import Exit
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
 from diloco.projections.history import History, read_history
@@ -46,21 +49,26 @@ LOOKS = 3
 
 @dataclass
 class Report:
-    """What the doctor found; `account` is None when the tape could not be read."""
+    """What the doctor found; `account` is None when the tape could not be read.
+
+    `exists` is False where nothing is amiss but that the run was not created yet.
+    """
 
     run: str
     findings: list[Finding] = field(default_factory=list)
     account: Account | None = None
+    exists: bool = True
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is an error."""
-        return all(finding.severity != "error" for finding in self.findings)
+        """Whether the run is there, and nothing is an error."""
+        return self.exists and all(finding.severity != "error" for finding in self.findings)
 
     def document(self) -> dict[str, object]:
         """The report as JSON has it."""
         return {
             "run": self.run,
+            "exists": self.exists,
             "healthy": self.healthy,
             "findings": [asdict(finding) for finding in self.findings],
             "account": None if self.account is None else asdict(self.account),
@@ -89,7 +97,8 @@ def run_doctor(target: str, *, deep: bool, json: bool) -> int:
         print(json_module.dumps(report.document()), flush=True)  # noqa: T201 - the result itself
     else:
         show(report, console)
-    return 0 if report.healthy else 1
+    amiss = report.exists and not report.healthy
+    return Exit.FAILED if amiss else Exit.ENDED
 
 
 async def examine(
@@ -109,14 +118,16 @@ async def examine(
     report = Report(config.run.name)
     found = report.findings
     found += symptoms.configuration(config.settings())
-    found += await asyncio.to_thread(_probe_store, config)
+    store, probed = await asyncio.to_thread(_probe_store, config)
+    found += probed
     try:
         async with open_run(target, name="doctor") as run:
             found += await asyncio.to_thread(_compare, run)
             found += await _probe_bus(run.context)
             await _examine_run(report, run.context, deep=deep, progress=progress)
     except RunMissingError as error:
-        found.append(_no_run(error))
+        found += await asyncio.to_thread(_no_run, config, error, store)
+        report.exists = any(finding.severity == "error" for finding in found)
         found += await asyncio.to_thread(_try_task, config)
     except BusUnavailableError as error:
         found.append(_failed("bus", error, symptoms.NATS_AWAY))
@@ -145,28 +156,53 @@ def _failed(about: str, error: DilocoError, runbook: str) -> Finding:
     )
 
 
-def _no_run(error: DilocoError) -> Finding:
-    return Finding(
+def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> Iterator[Finding]:
+    """A run that is not on the bus: not created yet, unless the store has something of it."""
+    try:
+        # What it holds stands behind a tape that was there, and is lost or on another server.
+        objects = len(store.list(f"{config.run.name}/")) if store is not None else 0
+    except StoreError as failed:
+        yield _failed("run", failed, symptoms.STORE_AWAY)
+        return
+    if objects:
+        yield Finding(
+            severity="error",
+            about="run",
+            sentence=f"{error.message}, but the store holds {objects:,} objects of it: its tape is "
+            "lost, or on another server",
+            advice="check bus.url; if the server's disk is lost, resume from the store",
+            runbook=symptoms.RESTORE,
+        )
+        return
+    yield Finding(
         severity="note", about="run", sentence=f"{error.message}: it does not exist yet",
         advice=error.hint or "", runbook=symptoms.RUN_MISMATCH,
     )  # fmt: skip
 
 
-def _probe_store(config: Config) -> list[Finding]:
-    """Write, read and delete an object, where that is permitted."""
+def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
+    """The store, if it is there; and what came of writing, reading and deleting an object."""
     name = f"{config.run.name}/doctor/{secrets.token_hex(8)}"
+    store = None
     try:
         store = open_store(config.store.url, emulator=config.store.emulator)
         _round_trip(store, name)
         taken = f"{config.store.url} accepts objects{service.probed_as(store)}"
-        return [
+        return store, [
             Finding(severity="ok", about="store", sentence=taken),
             *service.store_owner(store),
         ]
+    except StoreMissingError as error:
+        # Of a run that is there it is an error, and `open_run` says so.
+        note = Finding(
+            severity="note", about="store", sentence=error.message, advice=error.hint or "",
+            runbook=symptoms.STORE_AWAY,
+        )  # fmt: skip
+        return None, [note]
     except StoreUnavailableError as error:
-        return [_failed("store", error, symptoms.STORE_AWAY)]
+        return store, [_failed("store", error, symptoms.STORE_AWAY)]
     except DilocoError as error:
-        return [_failed("store", error, symptoms.PERMISSIONS)]
+        return store, [_failed("store", error, symptoms.PERMISSIONS)]
 
 
 def _round_trip(store: ObjectStore, name: str) -> None:
@@ -336,5 +372,6 @@ def show(report: Report, console: Console) -> None:
         for severity in ORDER[:-1]
     }
     listed = ", ".join(f"{count} {severity}s" for severity, count in counts.items() if count)
-    state = "healthy" if report.healthy else "[bold red]not healthy[/]"
-    console.print(f"run [bold]{report.run}[/] is {state}{f' ({listed})' if listed else ''}")
+    state = "is healthy" if report.healthy else "is [bold red]not healthy[/]"
+    state = state if report.exists else "does not exist yet"
+    console.print(f"run [bold]{report.run}[/] {state}{f' ({listed})' if listed else ''}")

@@ -37,6 +37,8 @@ DIGEST_MISMATCH = "runbooks/digest-mismatch.md"
 BROKEN_INVARIANT = "runbooks/broken-invariant.md"
 TAPE_FULL = "runbooks/tape-full.md"
 DISK_FULL = "runbooks/disk-full.md"
+QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
+RESTORE = "runbooks/restore-from-bucket.md"
 
 # Clocks that differ by more confuse deadlines and people; what breaks is
 # `quorum.liveness_timeout_s`.
@@ -123,16 +125,22 @@ def aggregator_clocks(history: History) -> Iterator[Finding]:
 
 
 def learners(history: History, views: dict[str, LastHeartbeat], now_s: float) -> Iterator[Finding]:
-    """Learners that are silent, or whose work hardly counts."""
+    """Learners that are shut out, silent or superseded, or whose work hardly counts."""
     stop_seq = history.stop[0] if history.stop else 0
+    words = {word.learner: word for _, word in history.quarantines}
+    newest = [chain[-1][1].policy for _, chain in sorted(history.records.items())]
     for name in sorted({join.learner for _, join in history.joins}):
         life = history.lives(name)[-1]
         leaves = [seq for seq, leave in history.full_leaves(name) if leave.incarnation == life]
         view = views.get(name)
-        found = []
+        found = [*shut_out(name, newest, words.get(name))]
         if not leaves and not stop_seq:
             liveness_timeout_s = history.settings.quorum.liveness_timeout_s
-            found = [*silence(name, view, now_s, liveness_timeout_s), *_usefulness(history, name)]
+            found += superseded(name, life, view)
+            found += silence(name, of_life(view, life), now_s, liveness_timeout_s)
+            found += _usefulness(history, name)
+        if not leaves and stop_seq and not found:
+            found = [*_missing_at_the_end(name, life, newest)]
         if found:
             yield from found
             continue
@@ -141,6 +149,63 @@ def learners(history: History, views: dict[str, LastHeartbeat], now_s: float) ->
         yield Finding(severity="ok", about=f"learner {name}", sentence=state)
     if not history.joins and not stop_seq:
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
+
+
+def shut_out(
+    name: str, newest: Iterable[wire.PolicyState], word: wire.Quarantine | None = None
+) -> Iterator[Finding]:
+    """A learner that is quarantined, whatever else it does: nothing of it is merged.
+
+    Args:
+        name: the learner.
+        newest: what the fragments' machines remember.
+        word: the newest of it on the tape, which may be trimmed.
+    """
+    remembered = any(name in memory.quarantined for memory in newest)
+    if not (word.active if word is not None else remembered):
+        return
+    yield Finding(
+        severity="warning",
+        about=f"learner {name}",
+        sentence=f"is quarantined{f': {word.reason}' if word is not None else ''}",
+        advice=f"find out why; `diloco learners RUN --release {name}` lets it in again",
+        runbook=QUARANTINED_LEARNER,
+    )
+
+
+def of_life(view: LastHeartbeat | None, life: int) -> LastHeartbeat | None:
+    """A learner's heartbeat, if it is not one of an earlier life than its newest."""
+    return view if view is not None and view.heartbeat.incarnation >= life else None
+
+
+def superseded(name: str, life: int, view: LastHeartbeat | None) -> Iterator[Finding]:
+    """A process of an earlier life that goes on under a learner's name."""
+    if view is None or of_life(view, life) is not None:
+        return
+    yield Finding(
+        severity="warning",
+        about=f"learner {name}",
+        sentence=f"its last heartbeat is of incarnation {view.heartbeat.incarnation}, "
+        f"but {life} has joined since: the earlier process is superseded",
+        advice="if it still runs, end it, or give it a name of its own",
+        runbook=LAGGING_LEARNER,
+    )
+
+
+def _missing_at_the_end(
+    name: str, life: int, newest: Iterable[wire.PolicyState]
+) -> Iterator[Finding]:
+    """A learner that was silent when the run stopped: it did not take part to the end."""
+    known = [
+        member
+        for memory in newest
+        for member in memory.members
+        if (member.learner, member.incarnation) == (name, life)
+    ]
+    if known and not any(member.live or member.final for member in known):
+        yield Finding(
+            severity="note", about=f"learner {name}", sentence="was silent when the run stopped"
+        )
 
 
 def _pace(view: LastHeartbeat | None) -> str:

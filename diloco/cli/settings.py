@@ -28,6 +28,11 @@ def assign(document: dict[str, Any], assignment: str) -> None:
     section = document
     for part in path[:-1]:
         section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise ConfigError(
+                f"--set {assignment!r}: {part!r} is a value, and has no keys",
+                hint=f"for example --set {key.partition(f'.{part}')[0]}.{part}={text}",
+            )
     section[path[-1]] = value
 
 

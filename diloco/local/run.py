@@ -21,6 +21,7 @@ import tomli_w
 from rich.console import Console
 from rich.live import Live
 
+from diloco.cli.folders import make_folder
 from diloco.cli.opening import open_run
 from diloco.common.accelerators import find_accelerators, unused
 from diloco.common.config import Config, allows_accelerators, make_config, warnings
@@ -64,10 +65,12 @@ def run_local(options: LocalOptions) -> int:
     document, hardware = local_document(options, name, learners, run_dir)
     aggregators = aggregator_names(options.aggregators)
     kills = _plan_kills(options.kill, learners, aggregators, document["run"]["steps"])
+    # What is misspelt leaves nothing behind.
+    make_config(document, source="the options")
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
     hardware = _place(console, options, document, hardware)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(run_dir)
     with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
         fleet.adopt(server)
         document["bus"] = {**document.get("bus", {}), "url": server.url}

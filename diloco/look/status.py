@@ -12,7 +12,7 @@ from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
 from diloco.common.tape import Recorded, RunContext, last_record, read_tape
-from diloco.projections.live import Follower, LastHeartbeat, LiveState, read_heartbeats, read_leases
+from diloco.projections.live import Follower, LiveState, read_heartbeats, read_leases
 
 # Messages at the end of the tape that rates and averages are taken of.
 WINDOW = 2000
@@ -22,7 +22,7 @@ WINDOW = 2000
 class LearnerStatus:
     """One learner; `staleness` is the mean of its recent updates, in versions.
 
-    `state` is its own word while it is heard of, else "shut out", "silent" or "left".
+    `state` is "shut out" whatever it does, else "left" or "silent", else its own word.
     """
 
     name: str
@@ -172,8 +172,12 @@ class Watch:
         if observed.stopped or observed.ended:
             return
         for name in sorted(_known(observed)):
+            memories = [item.record.policy for item in observed.records.values()]
+            yield from symptoms.shut_out(name, memories)
             if not _has_left(observed, name):
-                view = observed.learners.get(name)
+                view, life = observed.learners.get(name), _newest_life(observed, name)
+                yield from symptoms.superseded(name, life, view)
+                view = symptoms.of_life(view, life)
                 yield from symptoms.silence(name, view, now_s, settings.quorum.liveness_timeout_s)
                 yield from symptoms.usefulness(name, symptoms.answers(observed.recent, name))
         longest_s = symptoms.patience_s(settings)
@@ -206,6 +210,19 @@ def _known(observed: LiveState) -> set[str]:
     return members | observed.joined | observed.learners.keys()
 
 
+def _newest_life(observed: LiveState, name: str) -> int:
+    """The newest incarnation of a learner that the records know; 0 for none."""
+    return max(
+        (
+            member.incarnation
+            for item in observed.records.values()
+            for member in item.record.policy.members
+            if member.learner == name
+        ),
+        default=0,
+    )
+
+
 def _has_left(observed: LiveState, name: str) -> bool:
     members = [
         member
@@ -225,19 +242,20 @@ def _has_left(observed: LiveState, name: str) -> bool:
 def _learner(
     observed: LiveState, name: str, now_s: float, liveness_timeout_s: float
 ) -> LearnerStatus:
-    view: LastHeartbeat | None = observed.learners.get(name)
+    view = symptoms.of_life(observed.learners.get(name), _newest_life(observed, name))
     beat = view.heartbeat if view is not None else None
     heard_s = None if view is None else max(0.0, now_s - view.heard_at_s)
     silent = heard_s is None or heard_s > liveness_timeout_s
-    left = _has_left(observed, name) or observed.ended
+    left = _has_left(observed, name)
     answers = symptoms.answers(observed.recent, name)
     stale = [answer.staleness for answer in answers if answer.staleness is not None]
     there = beat is not None and not silent and not left
-    shut_out = any(name in item.record.policy.quarantined for item in observed.records.values())
-    word = "shut out" if shut_out else beat.state if beat else ""
+    memories = [item.record.policy for item in observed.records.values()]
+    shut_out = any(symptoms.shut_out(name, memories))
+    word = "left" if left else "silent" if silent or beat is None else beat.state
     return LearnerStatus(
         name=name,
-        state="left" if left else "silent" if silent or beat is None else word,
+        state="shut out" if shut_out else word,
         heard_s=heard_s,
         local_step=beat.local_step if beat else 0,
         loss=beat.loss if beat and beat.loss else None,

@@ -10,6 +10,7 @@ import numpy as np
 import tomli_w
 
 from diloco.aggregator.arrays.merge import Vector
+from diloco.cli.folders import make_folder
 from diloco.common import wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError
@@ -66,7 +67,7 @@ async def write_model(
     model = await GlobalModel.of_run(context, task)
     params = model.params([views[fragment] for fragment in sorted(views)])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         layout = {"digest": context.layout.digest, **msgpack.unpackb(layout_bytes(context.layout))}
         _write_json(folder / "layout.json", layout)
         _write_json(folder / "about.json", _about(context, records))

@@ -80,7 +80,7 @@ async def _create(config: Config, layout: Layout, params: Params) -> None:
         tls_ca=config.bus.tls_ca,
     )
     try:
-        store = open_store(config.store.url, emulator=config.store.emulator)
+        store = open_store(config.store.url, emulator=config.store.emulator, create=True)
         await create_run(config.settings(), config.bus, layout, params, bus, store, Runtime())
     finally:
         await bus.close()

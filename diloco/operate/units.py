@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.cli.folders import make_folder
 from diloco.common.errors import ConfigError
 from diloco.operate import unit_files
 from diloco.operate.unit_files import Options
@@ -161,7 +162,7 @@ def systemd_version() -> int:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         path.write_text(text)
         path.chmod(0o644)
     except OSError as error:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
+from diloco.cli.folders import make_folder
 from diloco.cli.opening import open_run
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.tape import RunContext
@@ -194,7 +195,7 @@ def write(shown: Shown, folder: Path, stage: Stage) -> Path:
     sections = []
     path = folder / "report.html"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with style.look():
             for count, drawing in enumerate(DRAWINGS):
                 stage("drawing", count, len(DRAWINGS))

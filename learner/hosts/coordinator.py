@@ -13,7 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from diloco.common import wire
-from diloco.common.errors import HostLostError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.errors import (
+    DilocoError,
+    HostLostError,
+    IntegrityError,
+    ObjectMissingError,
+    WireError,
+)
 from diloco.common.service import cancel
 from diloco.learner.boundary import Boundary
 from diloco.learner.fetch import Change
@@ -28,6 +34,7 @@ from diloco.learner.hosts.messages import (
     Prepare,
     Prepared,
     Stored,
+    ending_of,
     frame,
     turn_of,
 )
@@ -192,6 +199,11 @@ class Coordinator:
         if boundary.then == "end":
             self._loop.call_soon_threadsafe(self._let_go)
         self.say(turn_of(boundary))
+
+    def give_up(self, error: DilocoError) -> None:
+        """Tell them what ends this life; may be called from any thread."""
+        self._loop.call_soon_threadsafe(self._let_go)
+        self.say(ending_of(error))
 
     def write(self, message: HostMessage) -> None:
         """Send a message to all workers; on the loop."""

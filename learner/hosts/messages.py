@@ -7,6 +7,7 @@
                        Turn      what to do at the next boundary
                        Prepare   bring a version onto the devices: an attempt, with a number
                        Drop      the attempt came to nothing: free what there is of it
+                       Ending    host 0 ends here, and why: so do the others
     workers -> host 0  Hello     who I am
                        Have      checkpoints of which this host has its part
                        Prepared  the attempt has succeeded here, or why it has not
@@ -25,7 +26,8 @@ import msgpack
 from pydantic import BaseModel, ValidationError
 
 from diloco.common import wire
-from diloco.common.errors import WireError
+from diloco.common.errors import DilocoError, WireError
+from diloco.common.exits import find
 from diloco.common.reasons import Reason
 from diloco.common.wire import Part
 from diloco.learner import sync
@@ -100,6 +102,14 @@ class Drop(HostMessage):
     attempt: int
 
 
+class Ending(HostMessage):
+    """What ends the life of this learner, on all hosts alike; `status` as of `Exit`."""
+
+    status: int
+    message: str
+    hint: str | None
+
+
 class Hello(HostMessage):
     """A worker, and the secret that it has from the collective."""
 
@@ -142,10 +152,22 @@ class LeaveAsked(HostMessage):
 _KINDS: Final[dict[str, type[HostMessage]]] = {
     kind.__name__: kind
     for kind in (
-        *(Begin, Load, Go, Resume, Turn, Prepare, Drop),
+        *(Begin, Load, Go, Resume, Turn, Prepare, Drop, Ending),
         *(Hello, Have, Prepared, Stored, LeaveAsked),
     )
 }
+
+
+def ending_of(error: DilocoError) -> Ending:
+    """An error that ends host 0 as a message."""
+    return Ending(status=error.status, message=error.message, hint=error.hint)
+
+
+def error_of(ending: Ending) -> DilocoError:
+    """The error of a message."""
+    error = DilocoError(ending.message, hint=ending.hint)
+    error.status = find(ending.status)
+    return error
 
 
 def turn_of(boundary: Boundary) -> Turn:

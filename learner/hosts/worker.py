@@ -15,6 +15,7 @@ from diloco.learner.fetch import Change, Fetcher
 from diloco.learner.hosts.channel import MEET_S, host_gone, read_message
 from diloco.learner.hosts.messages import (
     Drop,
+    Ending,
     Failure,
     Go,
     Hello,
@@ -25,6 +26,7 @@ from diloco.learner.hosts.messages import (
     Stored,
     Turn,
     boundary_of,
+    error_of,
     frame,
 )
 from diloco.learner.publish import Uploader
@@ -38,7 +40,7 @@ class Link:
     Args:
         loop: the event loop.
         reader, writer: the connection.
-        lost: called, on the loop, when host 0 is gone, which may hold this process in a collective.
+        lost: told, on the loop, why host 0 is gone, which may hold this process in a collective.
 
     Attributes:
         requests: `Prepare` and `Drop`, in order, for the event loop.
@@ -49,7 +51,7 @@ class Link:
         loop: asyncio.AbstractEventLoop,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        lost: Callable[[], None],
+        lost: Callable[[BaseException], None],
     ) -> None:
         self.requests: asyncio.Queue[Prepare | Drop] = asyncio.Queue()
         self._loop = loop
@@ -92,19 +94,27 @@ class Link:
         try:
             while True:
                 message = await read_message(reader)
+                if isinstance(message, Ending):
+                    self._end(error_of(message))
+                    return
                 if isinstance(message, Prepare | Drop):
                     self.requests.put_nowait(message)
                 else:
                     self._inbox.put(message)
         except (OSError, EOFError):
             if not self._ended:
-                self._lost()
-                self.fail(host_gone("host 0"))
+                self._end(host_gone("host 0"))
         except WireError as error:
             self.fail(error)
 
+    def _end(self, error: BaseException) -> None:
+        self._lost(error)
+        self.fail(error)
 
-async def connect(host: int, address: str, secret: str, lost: Callable[[], None]) -> Link:
+
+async def connect(
+    host: int, address: str, secret: str, lost: Callable[[BaseException], None]
+) -> Link:
     """Connect to host 0, as host number `host`; `lost` as of `Link`."""
     name, _, port = address.rpartition(":")
     async with asyncio.timeout(MEET_S):

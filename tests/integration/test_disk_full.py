@@ -21,8 +21,9 @@ from diloco.common.nats_server import NatsServer
 from diloco.common.service import Runtime
 from diloco.common.store import MemoryStore
 from diloco.learner.context import Context
+from diloco.learner.incarnation import Joined
 from diloco.learner.peers import Alone
-from diloco.learner.publish import Joined, Publisher, Uploader
+from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.synchronizer import Meter
 
 RUN = "full"

@@ -21,6 +21,7 @@ from diloco.check.doctor import Report, examine
 from diloco.check.remake import check_objects, remake
 from diloco.check.symptoms import Finding
 from diloco.common import names, wire
+from diloco.common.exits import Exit
 from diloco.common.nats_server import NatsServer
 
 STEPS = 64
@@ -103,11 +104,44 @@ def test_a_configuration_without_a_run(finished: World) -> None:
         "planned", {"run": {"name": "planned"}, "quorum": {"pace": 0.0, "grace_fraction": 0.0}}
     )
     report = examined(finished, planned)
-    assert report.healthy
+    assert (report.exists, report.healthy) == (False, False)
     assert any("does not exist yet" in note.sentence for note in findings(report, "note"))
     assert {warning.runbook for warning in findings(report, "warning")} == {
         "runbooks/bad-configuration.md"
     }
+
+
+def test_a_run_whose_tape_is_lost_is_no_run_that_does_not_exist_yet(
+    finished: World, tmp_path: Path
+) -> None:
+    with NatsServer(tmp_path / "nats") as empty:
+        path = finished.variant("elsewhere", {"bus": {"url": empty.url}})
+        report = asyncio.run(examine(str(path)))
+    (error,) = findings(report, "error")
+    assert "its tape is lost, or on another server" in error.sentence
+    assert error.runbook == "runbooks/restore-from-bucket.md"
+    assert (report.exists, report.healthy) == (True, False)
+
+
+def test_who_only_reads_makes_no_folder_for_a_store(finished: World, tmp_path: Path) -> None:
+    """An empty one in the place of one that is not mounted would hide that."""
+    nowhere = tmp_path / "not" / "mounted"
+    here = finished.variant("here", {"store": {"url": str(nowhere)}})
+    planned = finished.variant("soon", {"run": {"name": "soon"}, "store": {"url": str(nowhere)}})
+    (error,) = findings(examined(finished, here), "error")
+    assert f"there is no store in the folder {str(nowhere)!r}" in error.sentence
+    report = examined(finished, planned)
+    assert not findings(report, "error")
+    assert not report.exists
+    with NatsServer(finished.folder / "nats", port=int(finished.url.rpartition(":")[2])):
+        for command in ("status", "learners", "report"):
+            once = ["--once"] if command == "status" else []
+            done = subprocess.run(
+                [sys.executable, "-m", "diloco", command, str(here), *once],
+                capture_output=True, text=True, env=environment(), check=False,
+            )  # fmt: skip
+            assert done.returncode == Exit.PASSING, done.stdout + done.stderr
+    assert not nowhere.exists()
 
 
 def test_a_task_that_cannot_be_built_here(finished: World) -> None:

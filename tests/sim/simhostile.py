@@ -18,7 +18,8 @@ from diloco.common import names, wire
 from diloco.common.errors import DilocoError
 from diloco.learner import sync
 from diloco.learner.context import Context as LearnerContext
-from diloco.learner.publish import Uploader, join
+from diloco.learner.incarnation import join
+from diloco.learner.publish import Uploader
 
 # Seconds between two lies, and how many of them are no manifests.
 EVERY_S = 3.0

@@ -60,6 +60,7 @@ PROCESSES = (
     "standby",
     "rivals",
     "clock_step",
+    "twin",
 )
 KINDS = (*OPERATIONS, *PROCESSES)
 # What a full world has besides: operations again, then what befalls the run.
@@ -81,6 +82,8 @@ OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75
 PATIENCE_S = 1800.0
+# In calm, whoever is superseded has ended after so long: a pause or a partition may still last.
+SUPERSEDED_S = 45.0
 # Simulations between two collections of what they leave.
 COLLECT_EVERY = 8
 _simulated = itertools.count(1)
@@ -258,7 +261,9 @@ class Scenario:
         if plan.has("rivals"):
             names["rival"] = None  # It asks nobody, and believes that it owns everything.
             world.injected["rivals"] += 1
-        work = [asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()]
+        self._work = work = [
+            asyncio.ensure_future(self._keep_aggregating(*item)) for item in names.items()
+        ]
         work += [asyncio.ensure_future(self._keep_learning(learner)) for learner in self.learners]
         if plan.has("resume"):
             work.append(asyncio.ensure_future(self._lose_the_server(plan.rng("resume"))))
@@ -271,6 +276,7 @@ class Scenario:
                 ("membership", self._ask_to_leave),
                 ("operator", self._operate),
                 ("clock_step", self._set_clock),
+                ("twin", self._start_twin),
                 ("commands", self._command_more),
                 ("disk_full", self._fill_disks),
             )
@@ -282,6 +288,7 @@ class Scenario:
         for task in trouble:
             task.cancel()
         self._calm_down()
+        work.append(asyncio.ensure_future(self._check_superseded()))
         await asyncio.gather(*work)
 
     def _calm_down(self) -> None:
@@ -312,6 +319,8 @@ class Scenario:
             await asyncio.sleep(rng.uniform(0, self.plan.minutes * 30))
         await self._opened()
         while not await learner.live(self._begin) or learner.leave_asked:
+            if learner.superseded:
+                return
             await asyncio.sleep(rng.uniform(0.1, 6.0))
             await self._opened()
 
@@ -411,6 +420,34 @@ class Scenario:
             actor.spawn(Liar(context, self.world, rng, positions).live())
             await ended(actor)
             await asyncio.sleep(rng.uniform(0.1, 6.0))
+
+    async def _start_twin(self, rng: random.Random) -> None:
+        """Somebody starts a second process with a learner's name."""
+        while True:
+            await self._every(rng, 30.0)
+            self.world.injected["twin"] += 1
+            twin = self._learner(rng.randrange(self.plan.learners))
+            self.learners.append(twin)
+            self._work.append(asyncio.ensure_future(self._keep_learning(twin)))
+
+    async def _check_superseded(self) -> None:
+        """Of two processes with one name, one ends once nothing keeps the word from it."""
+        await asyncio.sleep(SUPERSEDED_S)
+        before = self._superseded()
+        await asyncio.sleep(SUPERSEDED_S)
+        for learner, incarnation in before & self._superseded():
+            what = f"incarnation {incarnation} goes on beside a newer one"
+            self.world.fail(Violation("superseded", learner, what))
+
+    def _superseded(self) -> set[tuple[str, int]]:
+        """Lives that go on though a newer one of their name has joined."""
+        joined = self.world.checkers.joined
+        living = [learner for learner in self.learners if learner.actor is not None]
+        return {
+            (learner.name, learner.incarnation)
+            for learner in living
+            if 0 < learner.incarnation < joined.get(learner.name, 0)
+        }
 
     async def _lose_the_server(self, rng: random.Random) -> None:
         """All processes die, the server with its disk too; the run goes on from a checkpoint."""

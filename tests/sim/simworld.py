@@ -39,6 +39,7 @@ from diloco.common.config import (
     check_same_run,
     parse_settings,
 )
+from diloco.common.errors import SupersededError
 from diloco.common.layout import Layout, Tensor, make_layout
 from diloco.common.service import cancel
 from diloco.common.tape import load_specification
@@ -47,10 +48,11 @@ from diloco.learner.adopt import Adopter, load
 from diloco.learner.boundary import NOTHING, Arrived, Decoded
 from diloco.learner.context import Context as LearnerContext
 from diloco.learner.fetch import Fetcher, start_at
+from diloco.learner.incarnation import Joined, end_when_superseded, join
 from diloco.learner.peers import Alone
 from diloco.learner.planner import HOLD_S, Planner
 from diloco.learner.position import position_after_join
-from diloco.learner.publish import Publisher, Uploader, join
+from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import NoCheckpoints
 from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.operate.create import create_run
@@ -412,11 +414,14 @@ class SimLearner:
         self.steps = 0
         self.actor: Actor | None = None
         self.leave_asked = False
+        self.superseded = False
+        self.incarnation = 0
 
     async def live(self, begin: Callable[[Actor], None] | None = None) -> bool:
         """One life, to its end; True if it ended on purpose. `begin` may change the actor."""
         world = self.world
         self.leave_asked = False
+        self.incarnation = 0
         life = {"faults": world.faults, "reads_replicas": True, **self.life}
         self.actor = actor = Actor(self.name, world, **life)
         if begin is not None:
@@ -447,12 +452,14 @@ class SimLearner:
         local_step, tokens = (found.local_step, found.tokens) if found else (0, 0)
         meter = Meter(self.name, context.traffic, local_step=local_step, earlier_tokens=tokens)
         life = await join(context, "sim")
+        self.incarnation = life.incarnation
         uploader = self._uploader(actor, context, replica)
         publisher = Publisher(context, background.post, uploader, peers, life)
         adopter = Adopter(
             context, background.post, Fetcher(context, replica), peers, starts, life.incarnation
         )
         background.spawn(adopter.follow())
+        background.spawn(self._end_when_superseded(context, life))
         background.spawn(
             publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_interval_s)
         )
@@ -475,6 +482,14 @@ class SimLearner:
         await self._train(actor, synchronizer, save)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(publisher.leave(synchronizer.position), LEAVE_S)
+
+    async def _end_when_superseded(self, context: LearnerContext, life: Joined) -> None:
+        """As `diloco.learner.lead` does it: the error ends the process."""
+        try:
+            await end_when_superseded(context, life)
+        except SupersededError:
+            self.superseded = True
+            context.bus.actor.kill()
 
     def _uploader(self, actor: Actor, context: LearnerContext, replica: Any) -> Any:
         """Of as many hosts as this life has."""

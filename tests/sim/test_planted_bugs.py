@@ -1,5 +1,6 @@
 """The simulation finds bugs: each of these, planted in production code, within 500 seeds."""
 
+import asyncio
 from unittest import mock
 
 import pytest
@@ -84,6 +85,15 @@ def blocks_where_they_come():
 def position_from_any_replica():
     """A learner that comes back believes whatever replica answers where its data goes on."""
     return mock.patch("simworld.position_after_join", lambda c: data_position(c, c.learner))
+
+
+def deaf_to_newer_joins():
+    """A learner never looks whether another process has joined under its name."""
+
+    async def never(_context, _life):
+        await asyncio.Event().wait()
+
+    return mock.patch("simworld.end_when_superseded", never)
 
 
 def acknowledgement_believed():
@@ -236,6 +246,8 @@ def no_answer_taken_for_one():
 
 # Of each: the kinds of faults that find it, if not those of light seeds; and the rules it breaks.
 BUGS = {
+    # Beside a newer life for ever, it may hide how far that one got.
+    deaf_to_newer_joins: ((), {"superseded", "data"}),
     position_from_any_replica: ((), {"data"}),
     position_before_the_commit: ((), {"position"}),
     no_fence: ((), {"chain"}),

@@ -3,9 +3,13 @@
 import asyncio
 
 import pytest
-from simactor import CALM, Faults
+from simactor import CALM, Actor, Faults
 from simtensors import Ledger, Light
 from simworld import SimLearner, World, ended
+
+from diloco.common import names, wire
+from diloco.learner.context import Traffic
+from diloco.learner.synchronizer import Meter
 
 LEDGER = {
     "sync": {
@@ -182,6 +186,66 @@ def test_no_step_waits_while_bus_and_store_are_away():
 
     world.run(scenario)
     assert finished(world)["steps"] == 2 * sum(learner.steps for learner in learners)
+
+
+EVERYBODY = {"quorum": {"min_learners": 2, "deadline_s": 3600.0, "liveness_timeout_s": 4.0}}
+
+
+def test_the_first_of_two_processes_with_one_name_ends_and_the_second_goes_on():
+    world = make_world(6, **EVERYBODY)
+    first, second, other = (SimLearner(world, index) for index in (0, 0, 1))
+
+    async def scenario():
+        await world.create()
+        aggregating = asyncio.ensure_future(
+            world.keep_aggregating(lambda: (world.aggregator(), 1.0))
+        )
+        lives = [asyncio.ensure_future(one.live()) for one in (first, other)]
+        await asyncio.sleep(20)
+        lives.append(asyncio.ensure_future(second.live()))
+        assert await asyncio.gather(*lives) == [False, True, True]
+        await aggregating
+
+    world.run(scenario)
+    finished(world)
+    assert first.superseded
+    assert not second.superseded
+    assert first.steps < 30
+    assert second.steps > 30
+
+
+def test_a_superseded_life_that_goes_on_is_not_waited_for():
+    """It knows nothing of the second process with its name, which has died: of another release."""
+    world = make_world(7, steps=120, **EVERYBODY)
+    first, second, other = (SimLearner(world, index) for index in (0, 0, 1))
+
+    async def beat_for_ever():
+        bus = Actor("ghost", world).bus
+        subject = names.heartbeat(world.run_name, first.name)
+        beat = Meter(first.name, Traffic()).heartbeat(first.incarnation)
+        while True:
+            await bus.publish(subject, wire.encode(beat))
+            await asyncio.sleep(1.0)
+
+    async def scenario():
+        await world.create()
+        aggregator = world.aggregator()
+        lives = [asyncio.ensure_future(one.live()) for one in (first, other)]
+        await asyncio.sleep(20)
+        lives.append(asyncio.ensure_future(second.live()))
+        ghost = asyncio.ensure_future(beat_for_ever())
+        await asyncio.sleep(10)
+        second.actor.kill()
+        made = len(world.digests()[0])
+        await asyncio.sleep(40)
+        found = len(world.digests()[0])
+        for task in (ghost, *lives):
+            task.cancel()
+        aggregator.kill()
+        return found - made
+
+    # A round of the other alone takes about H steps.
+    assert world.run(scenario) >= 3
 
 
 def test_a_damaged_fragment_stops_alone():

@@ -12,7 +12,16 @@ import structlog
 from diloco.common import wire
 from diloco.common.bus import MemoryBus
 from diloco.common.config import RunSettings
-from diloco.common.errors import HostLostError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.errors import (
+    DilocoError,
+    HostLostError,
+    IntegrityError,
+    ObjectMissingError,
+    SupersededError,
+    WireError,
+    status_of,
+)
+from diloco.common.exits import Exit
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.service import Runtime, cancel
 from diloco.common.store import MemoryStore
@@ -140,7 +149,7 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
         tasks.add(asyncio.ensure_future(coroutine))
 
     listener = await listen("127.0.0.1")
-    link = await connect(1, listener.address, "secret", lambda: None)
+    link = await connect(1, listener.address, "secret", lambda _: None)
     coordinator = Coordinator(loop, await listener.meet(2, "secret"), lambda error: None)
     go = messages.Go(incarnation=1, position=0, global_step=0)
     worker = Worker(make_context(), link, hands, None, spawn, lambda: False, go)
@@ -160,7 +169,7 @@ def test_a_lost_host_is_reported_and_ends_no_process_by_itself(run_async):
     async def scenario():
         reported = []
         listener = await listen("127.0.0.1")
-        link = await connect(1, listener.address, "secret", lambda: reported.append("link"))
+        link = await connect(1, listener.address, "secret", lambda _: reported.append("link"))
         (connection,) = (await listener.meet(2, "secret")).values()
         connection.writer.close()
         with pytest.raises(HostLostError, match="host 0 of this learner is gone"):
@@ -251,8 +260,8 @@ def test_host_0_drops_what_it_cannot_read_itself(run_async):
 def test_a_stranger_does_not_get_in(run_async):
     async def scenario():
         listener = await listen("127.0.0.1")
-        strangers = [await connect(1, listener.address, "guess", lambda: None) for _ in range(2)]
-        friend = await connect(1, listener.address, "secret", lambda: None)
+        strangers = [await connect(1, listener.address, "guess", lambda _: None) for _ in range(2)]
+        friend = await connect(1, listener.address, "secret", lambda _: None)
         found = await listener.meet(2, "secret")
         assert list(found) == [1]
         for link in (*strangers, friend):
@@ -260,5 +269,19 @@ def test_a_stranger_does_not_get_in(run_async):
             await link.close()
         for connection in found.values():
             connection.writer.close()
+
+    run_async(scenario())
+
+
+def test_what_ends_host_0_ends_the_others_for_the_same_reason(run_async):
+    """With its status too: systemd must not start the hosts of a superseded learner again."""
+
+    async def scenario():
+        async with pair(Hands()) as hosts:
+            hosts.coordinator.give_up(SupersededError("another has joined", hint="one at a time"))
+            with pytest.raises(DilocoError, match="another has joined") as ended:
+                await asyncio.to_thread(hosts.link.receive, messages.Turn)
+            assert ended.value.hint == "one at a time"
+            assert status_of(ended.value) == Exit.SUPERSEDED
 
     run_async(scenario())

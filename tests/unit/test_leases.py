@@ -1,9 +1,17 @@
 """How aggregators divide fragments: `diloco.aggregator.core.division`, step by step until nothing moves."""
 
+import asyncio
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
+from runlab import Lab
+from structlog.testing import capture_logs
 
+from diloco.aggregator import leases
 from diloco.aggregator.core.division import divide
+from diloco.common.bus import MemoryBus
+from diloco.common.errors import BusUnavailableError
 
 lives = st.lists(st.from_regex(r"[0-9a-f]{4}", fullmatch=True), min_size=1, max_size=6, unique=True)
 
@@ -91,3 +99,33 @@ def test_what_is_done_is_nobodys(found, fragments, data):
     holders = {f: None for f in range(fragments) if f not in done}
     settle(members, holders, fragments)
     assert None not in holders.values()
+
+
+class FullDisk(MemoryBus):
+    """Its leases stream stores nothing while `full`."""
+
+    full = True
+
+    async def publish(self, subject, payload, **how):
+        if self.full:
+            raise BusUnavailableError("insufficient resources")
+        return await super().publish(subject, payload, **how)
+
+
+def test_leases_that_cannot_be_stored_are_a_warning_after_seconds(run_async, monkeypatch):
+    monkeypatch.setattr(leases, "SILENT_S", 0.0)
+
+    async def scenario():
+        lab = Lab()
+        await lab.create()
+        bus = FullDisk(lab.bus.broker)
+        held = leases.Leases(replace(lab.context, bus=bus), 5.0)
+        for full in (True, True, False, False):
+            bus.full = full
+            await asyncio.sleep(0.01)
+            await held.still_ours(0)
+
+    with capture_logs() as logged:
+        run_async(scenario())
+    said = [entry["event"] for entry in logged if entry["event"].startswith("renewals")]
+    assert said == ["renewals_lost", "renewals_resumed"]

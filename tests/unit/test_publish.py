@@ -15,8 +15,9 @@ from diloco.common.store import MemoryStore
 from diloco.learner import sync
 from diloco.learner.boundary import Outgoing
 from diloco.learner.context import Context
+from diloco.learner.incarnation import join
 from diloco.learner.peers import Alone
-from diloco.learner.publish import Publisher, Uploader, join
+from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.replica import Replica
 
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)

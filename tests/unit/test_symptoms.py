@@ -133,3 +133,78 @@ def test_owners() -> None:
     (finding,) = symptoms.owners(history, {0: lease("one", "held"), 1: lease("two", "released")})
     assert (finding.severity, finding.runbook) == ("warning", symptoms.FRAGMENT_STOPPED)
     assert "fragment 1, 2" in finding.sentence
+
+
+async def _said(lab: Lab, subject: str, body: wire.Body) -> None:
+    await lab.bus.publish(subject, wire.encode(body))
+
+
+def test_a_learner_that_is_shut_out_is_not_well_whatever_else_it_does() -> None:
+    """It beats, and later it has left: in both cases nothing of it was merged."""
+
+    async def run() -> tuple[History, History]:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("fast")
+            life = await lab.join("odd")
+            word = wire.Quarantine(run=RUN, learner="odd", active=True, reason="norms", by="agg")
+            await _said(lab, names.quarantine(RUN, "odd"), word)
+            await lab.send("fast")
+            beating = await read_history(lab.context)
+            leave = wire.Leave(run=RUN, learner="odd", incarnation=life, position=0, fragments=())
+            await _said(lab, names.leave(RUN, "odd"), leave)
+            await lab.send("fast")
+        return beating, await read_history(lab.context)
+
+    for history in ask(run()):
+        (finding,) = of_learner(history, "odd")
+        assert (finding.severity, finding.sentence) == ("warning", "is quarantined: norms")
+        assert finding.runbook == "runbooks/quarantined-learner.md"
+        (finding,) = of_learner(history, "fast")
+        assert finding.severity == "ok"
+
+
+def test_heartbeats_of_a_superseded_life_do_not_make_the_newer_one_well() -> None:
+    async def run() -> tuple[History, int]:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("fast")
+            life = await lab.join("twice")
+            await lab.join("twice")
+            await lab.send("fast")
+        return await read_history(lab.context), life
+
+    history, first = ask(run())
+    now_s = time.time()
+    views = {"twice": beat("twice", first, now_s), "fast": beat("fast", 10**6, now_s)}
+    found = [f for f in symptoms.learners(history, views, now_s) if f.about == "learner twice"]
+    assert {finding.severity for finding in found} == {"warning"}
+    assert f"is of incarnation {first}, but" in found[0].sentence
+    assert "silent" in found[1].sentence
+
+
+def test_who_was_silent_when_the_run_stopped_did_not_take_part_to_the_end() -> None:
+    async def run() -> History:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("fast")
+            await lab.join("dead")
+            await lab.send("fast")
+            await _said(lab, names.stop(RUN), wire.Stop(run=RUN, global_step=1, reason="steps"))
+        history = await read_history(lab.context)
+        seq, record = history.records[0][-1]
+        members = tuple(
+            one.model_copy(update={"live": one.learner == "fast"}) for one in record.policy.members
+        )
+        policy = record.policy.model_copy(update={"members": members})
+        history.records[0][-1] = (seq, record.model_copy(update={"policy": policy}))
+        return history
+
+    history = ask(run())
+    (finding,) = of_learner(history, "dead")
+    assert (finding.severity, finding.sentence) == ("note", "was silent when the run stopped")
+    (finding,) = of_learner(history, "fast")
+    assert (finding.severity, finding.sentence) == ("ok", "took part to the end")
