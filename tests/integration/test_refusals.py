@@ -173,7 +173,7 @@ def test_from_safetensors(new_world):
     wrong = {"missing": "gain", "text": "cannot read", "absent": "cannot read"}
     processes = {name: create(name) for name in wrong}
     for name, process in processes.items():
-        refused(process, Exit.TASK, wrong[name], f"{name}.safetensors")
+        refused(process, Exit.CONFIG, wrong[name], f"{name}.safetensors")
     assert create("fits").wait() == 0
     found = world.params()
     assert found.keys() == wanted.keys()

@@ -9,7 +9,7 @@ from simworld import SimLearner, World, ended
 
 from diloco.common import names, wire
 from diloco.learner.context import Traffic
-from diloco.learner.train import Meter
+from diloco.learner.synchronizer import Meter
 
 LEDGER = {
     "sync": {
