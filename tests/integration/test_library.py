@@ -97,8 +97,9 @@ def said(world, learner):
     return [one.kind for one in found if one is not None and one.learner == learner]
 
 
-def test_two_loops_train_one_model(own_run):
-    world = own_run({"checkpoint_dir": "checkpoints", "drain_timeout_s": 60.0})
+def test_two_loops_train_one_model(own_run, tmp_path):
+    kept = str(tmp_path / "checkpoints")
+    world = own_run({"checkpoint_dir": kept, "drain_timeout_s": 60.0})
     aggregator = world.aggregator()
     before = float(loss_of(initial(), batch_at(10**6)))
     with diloco.join(world.config_path, learner="a", like=initial()) as island:
