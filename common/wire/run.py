@@ -140,7 +140,7 @@ class Stop(Body):
     kind: ClassVar[str] = "stop"
     run: Name = Field(description="the run")
     global_step: Count = Field(description="the run's clock")
-    reason: Text = Field(description="`steps` or `tokens`")
+    reason: Text = Field(description="`steps` or `tokens`; another: somebody ended the run early")
 
 
 class End(Body):

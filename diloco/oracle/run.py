@@ -116,12 +116,13 @@ class Oracle:
     def _newest_settings(self) -> RunSettings:
         return self._changed[max(self._changed)] if self._changed else self._created
 
-    def _stop(self, _stop: wire.Stop, seq: int) -> Iterator[Finding]:
+    def _stop(self, stop: wire.Stop, seq: int) -> Iterator[Finding]:
         if self._stopped:
             yield Finding("stop", seq, "run", "", "one stop", "another one")
         self._stopped = True
         newest = {c.fragment: c.base for c in self.chains if c.base is not None}
-        if len(newest) < len(self.chains):
+        # With another reason somebody has ended the run early, who may at any time.
+        if len(newest) < len(self.chains) or stop.reason not in ("steps", "tokens"):
             return
         settings = self._newest_settings()
         run = settings.run

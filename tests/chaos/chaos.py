@@ -85,10 +85,9 @@ class Follower:
     async def _follow(self) -> None:
         bus = await jetstream.connect(self._url, name="chaos")
         reading = asyncio.ensure_future(self._read(bus))
-        stopped = asyncio.ensure_future(asyncio.to_thread(self._stop.wait))
-        await asyncio.wait([reading, stopped], return_when=asyncio.FIRST_COMPLETED)
-        self._stop.set()
-        await stopped
+        # Asked again and again: a thread of the loop's that waited would outlive what failed.
+        while not self._stop.is_set() and not reading.done():
+            await asyncio.wait([reading], timeout=0.1)
         await bus.close()
         await reading
 
