@@ -26,7 +26,7 @@ class Context(RunContext):
     """
 
     name: str
-    record_bytes: int = wire.RECORD_BYTES
+    record_bytes: int = field(default_factory=lambda: wire.RECORD_BYTES)
     gc: GcSection = field(default_factory=GcSection)
     arithmetic: "Arithmetic | None" = None
     metrics: Metrics = field(default_factory=Metrics)

@@ -35,7 +35,12 @@ async def judge(context: RunContext) -> Judged:
     async for item in read_tape(context):
         await context.runtime.call(oracle.take, item)
     return Judged(
-        [Breach(one.rule, f"message {one.seq}", one.sentence) for one in oracle.findings],
+        [
+            Breach(one.rule, f"message {one.seq}", one.sentence)
+            for one in oracle.findings
+            # An object that is damaged is told of as such: no rule was broken.
+            if one.rule != "input"
+        ],
         sum(chain.followed for chain in oracle.chains),
         sum(len(chain.unknown) for chain in oracle.chains),
         remaker.remade,

@@ -424,7 +424,7 @@ def test_open_store_takes_file_urls_and_paths(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for url in (f"file://{tmp_path}/s%20x", f"{tmp_path}/s x", "s x"):
-        store = open_store(url)
+        store = open_store(url, create=True)
         assert isinstance(store, DirectoryStore)
         assert store.root == tmp_path / "s x"
 

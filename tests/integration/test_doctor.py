@@ -369,16 +369,30 @@ def test_a_bit_of_an_old_update_is_flipped(copied: World, tape: Tape) -> None:
     assert found_in(copied) == {"runbooks/digest-mismatch.md"}
 
 
-def test_what_nobody_needs_may_be_gone(copied: World, tape: Tape) -> None:
-    """All shards but those behind the newest states; nothing is amiss, and an orphan is a note."""
+def test_an_orphan_is_a_note(copied: World) -> None:
+    orphan = copied.store / names.version_object(copied.name, 0, 1, "delta", "0" * 32)
+    orphan.write_bytes(b"orphan")
+    assert found_in(copied) == set()
+    report = asyncio.run(examine(str(copied.folder)))
+    assert "runbooks/orphaned-objects.md" in {note.runbook for note in findings(report, "note")}
+
+
+def test_an_object_of_a_version_that_the_tape_does_not_have_shows_that_it_was_cut(
+    copied: World,
+) -> None:
+    late = copied.store / names.version_object(copied.name, 0, 10**6, "delta", "0" * 32)
+    late.write_bytes(b"late")
+    assert found_in(copied) == {"runbooks/debug-with-replay.md"}
+
+
+def test_what_garbage_collection_would_not_have_taken_yet_was_deleted(
+    copied: World, tape: Tape
+) -> None:
+    """Shards that recovery needs no more, of records that stand: somebody else deleted them."""
     covered = {f: chain[-1][1].outer_seq or chain[-1][0] for f, chain in tape.records.items()}
     for fragment, chain in tape.records.items():
         for seq, record in chain:
             for taken in record.inputs if seq <= covered[fragment] else ():
                 for shard in taken.shards:
                     (copied.store / shard.name).unlink()
-    orphan = copied.store / names.version_object(copied.name, 0, 10**6, "delta", "0" * 32)
-    orphan.write_bytes(b"orphan")
-    assert found_in(copied) == set()
-    report = asyncio.run(examine(str(copied.folder)))
-    assert "runbooks/orphaned-objects.md" in {note.runbook for note in findings(report, "note")}
+    assert found_in(copied) == {"runbooks/missing-object.md"}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
+from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.state import Admitted
 from diloco.common import slices, wire
@@ -190,7 +191,7 @@ def test_a_unit_is_the_first_weights_own_and_rises_when_a_later_one_is_far_heavi
 @pytest.mark.parametrize("codec", ["int4", "int8"])
 def test_zeros_with_the_greatest_scale_stay_zeros(codec):
     """A block's scale is the sender's: one of zeros may say 2^40 beside the least of norms."""
-    grid = merge.make_grid(LAYOUT.fragments[0], BLOCK, 1 << 20)
+    grid = make_grid(LAYOUT.fragments[0], BLOCK, 1 << 20)
     (encoded,) = [encode(codec, np.zeros(SIZE, np.float32), BLOCK)]
     scales = np.full(SIZE // BLOCK, 2.0**40, ml_dtypes.bfloat16)
     total = merge.Accumulator(grid)
@@ -200,7 +201,7 @@ def test_zeros_with_the_greatest_scale_stay_zeros(codec):
 
 
 def test_raising_the_unit_divides_the_sum_by_a_power_of_two():
-    grid = merge.make_grid(LAYOUT.fragments[0], BLOCK, 64)
+    grid = make_grid(LAYOUT.fragments[0], BLOCK, 64)
     values = np.random.default_rng(0).normal(size=SIZE).astype(np.float32)
     parts = [encode("int4", values[a:b], BLOCK) for a, b in grid.ranges]
     ones = np.ones(len(grid.radial), ml_dtypes.bfloat16)
