@@ -33,7 +33,8 @@ def values_of(annotation: Any, bounds: tuple[Any, ...]) -> st.SearchStrategy[Any
         return st.lists(items, min_size=least, max_size=min(most, 3)).map(tuple)
     if annotation is int:
         low = limits[Ge].ge if Ge in limits else -(1 << 63)
-        high = limits[Lt].lt - 1 if Lt in limits else (1 << 63) - 1
+        high = limits[Le].le if Le in limits else (1 << 63) - 1
+        high = min(high, limits[Lt].lt - 1) if Lt in limits else high
         return st.integers(low, high)
     if annotation is float:
         low = limits[Ge].ge if Ge in limits else None
