@@ -24,6 +24,7 @@ from typing import Any
 import structlog
 
 Logger = structlog.typing.FilteringBoundLogger
+STDOUT = 1
 STDERR = 2
 # At its end, a process waits so long for what was written last.
 LAST_WORDS_S = 2.0
@@ -53,7 +54,7 @@ def configure(level: str = "info") -> None:
 
 
 def take_stderr() -> None:
-    """Have all that is written to standard error become log lines; for a daemon, and once.
+    """Have all that is written to standard error or output become log lines; for a daemon, once.
 
     Python's own `sys.stderr` stays as it is: the log itself goes there, and the trace of a bug.
     Call it before `configure`, and before other libraries are loaded.
@@ -66,6 +67,9 @@ def take_stderr() -> None:
         stdin=ours, stdout=real, stderr=real, cwd="/", start_new_session=True,
     )  # fmt: skip
     os.close(ours)
+    # Gloo writes to standard output, where a daemon has nothing to say.
+    output = os.dup(STDOUT)
+    os.dup2(theirs, STDOUT)
     os.dup2(theirs, STDERR)
     os.close(theirs)
     sys.stderr = os.fdopen(real, "w", buffering=1, errors="backslashreplace", closefd=False)
@@ -73,7 +77,9 @@ def take_stderr() -> None:
     logging.getLogger().addHandler(_Handler(logging.WARNING))
 
     def give_back() -> None:
+        sys.stdout.flush()
         sys.stderr.flush()
+        os.dup2(output, STDOUT)
         os.dup2(real, STDERR)
         # A child of ours may write on.
         with contextlib.suppress(subprocess.TimeoutExpired):

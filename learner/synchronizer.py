@@ -58,6 +58,11 @@ class Meter:
             self.step_time_s += (took_s - self.step_time_s) * (EMA if self.step_time_s else 1.0)
             self.tokens_per_s = tokens / self.step_time_s
 
+    def stalled(self, took_s: float) -> None:
+        """Count time in synchronization, after the last step too."""
+        self.stall_s += took_s
+        self.run_s = time.perf_counter() - self._began_s
+
     def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
         """The newest figures as a message."""
         return wire.Heartbeat(
@@ -133,7 +138,7 @@ class Synchronizer:
             self.replica.trained = trained()
         for effect in boundary.effects:
             self._perform(effect)
-        self.meter.stall_s += time.perf_counter() - began_s
+        self.meter.stalled(time.perf_counter() - began_s)
         return boundary
 
     def _perform(self, effect: sync.Effect) -> None:

@@ -10,7 +10,13 @@ import pytest
 from harness import World, make_world
 
 from diloco.cli.opening import open_run
-from diloco.common.errors import BusError, BusUnavailableError, ConfigError, RunMismatchError
+from diloco.common.errors import (
+    BusError,
+    BusUnavailableError,
+    ConfigError,
+    RunMismatchError,
+    StoreMissingError,
+)
 from diloco.common.nats_server import NatsServer
 
 FRAGMENTS = 3
@@ -74,8 +80,9 @@ def moved(path: Path) -> Iterator[None]:
 
 
 def test_the_store_has_no_such_run(ended_run: World) -> None:
-    with moved(ended_run.store), pytest.raises(RunMismatchError, match=r"check store\.url"):
+    with moved(ended_run.store), pytest.raises(StoreMissingError) as caught:
         opened(ended_run.folder)
+    assert "store.url" in caught.value.hint
     assert opened(ended_run.folder)[0] == ended_run.name
 
 

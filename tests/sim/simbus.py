@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Messages that a reader may get again.
 REDELIVERED = 64
+# The least time that moves the virtual clock.
+TICK_S = 1e-3
 
 
 class Reader:
@@ -322,7 +324,8 @@ class ActorBus:
         actor = self.actor
         actor.world.delivered += 1
         while actor.bus_is_cut():  # noqa: ASYNC110 - virtual time
-            await asyncio.sleep(actor.bus_cut_until_s - actor.world.loop.now_s)
+            # At least a tick: what is left may be too little to move the time at all.
+            await asyncio.sleep(max(actor.bus_cut_until_s - actor.world.loop.now_s, TICK_S))
         await actor.delay()
 
     async def broadcast(self, subject: str, payload: bytes) -> None:
