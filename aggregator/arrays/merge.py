@@ -189,7 +189,8 @@ def _vector_norms(grid: Grid, spans: Iterable[tuple[int, Vector]]) -> Norms:
 
 def _square(values: Vector) -> float:
     """Sum of squares; in float64 where float32 would leave its range."""
-    total = float(np.dot(values, values))
+    with np.errstate(over="ignore"):
+        total = float(np.dot(values, values))
     if not 1e-20 < total < 1e30:
         exact = values.astype(np.float64)
         total = float(np.dot(exact, exact))

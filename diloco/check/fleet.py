@@ -13,11 +13,12 @@ from diloco.check.symptoms import RECENT, Finding
 from diloco.common import wire
 
 LOSS_SPIKE = "runbooks/loss-spike.md"
-# Times the median of the others, over a learner's last updates.
-FAR_LOSS = 2.0
+# Times the median of the others, over a learner's last updates. What learners say is a moving
+# average: while losses fall fast, one that began later is honestly above the others.
+FAR_LOSS = 4.0
 FAR_NORM = 4.0
 # Fewer updates than this say nothing.
-FEWEST = 4
+FEWEST = RECENT
 
 
 class Beside(NamedTuple):

@@ -24,7 +24,7 @@ def rounds(**of_c):
                 for name in "abc"
             ),
         )
-        for version in range(1, 9)
+        for version in range(1, 17)
     ]
 
 
