@@ -181,7 +181,7 @@ def test_the_wheel_has_every_module_and_all_data(wheel: Path) -> None:
 
 
 # Folders at the top that are the repository's, not the package's.
-NOT_PACKAGED = {"bench", "docs", "examples", "tests"}
+NOT_PACKAGED = {"bench", "docs", "examples", "locks", "tests"}
 
 
 def test_the_sdist_makes_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
