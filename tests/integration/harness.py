@@ -27,7 +27,6 @@ from diloco.common.bus import jetstream
 from diloco.common.bus.jetstream import NatsBus
 from diloco.common.config import Config, load_config
 from diloco.common.service import Runtime
-from diloco.common.store import open_store
 from diloco.common.tape import RunContext
 from diloco.learner import tree
 from diloco.learner.task import load_task
@@ -282,8 +281,8 @@ class World:
         )  # fmt: skip
 
         async def load(bus: NatsBus) -> dict[str, np.ndarray]:
-            store, runtime = open_store(str(self.store)), Runtime()
-            layout, epoch = await load_run(self.config, bus, store, runtime)
+            runtime = Runtime()
+            store, layout, epoch = await load_run(self.config, bus, runtime)
             context = RunContext(
                 settings=settings,
                 layout=layout,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.common.accelerators import Accelerators, find_accelerators, unused
-from diloco.common.config import environment_with
+from diloco.common.config import environment, environment_with
 from diloco.common.errors import ConfigError
 from diloco.local.division import CONTEXT_BYTES, LEAST_BYTES, Share, Wanted, divide
 from diloco.local.hardware import on_accelerators, on_cpu, set_hardware
@@ -189,6 +189,8 @@ def test_a_local_run_on_them() -> None:
 
 
 def test_the_users_own_choice_reaches_learners(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A command that another test ran in this process may have kept off accelerators.
+    monkeypatch.setattr(environment._Platforms, "pinned", False)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert environment_with({})["JAX_PLATFORMS"] == "cuda"
     assert os.environ["JAX_PLATFORMS"] == "cuda"
