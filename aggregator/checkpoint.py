@@ -118,7 +118,6 @@ async def _beginning(context: Context, at: Recorded, quarantined: tuple[str, ...
             floor=source.version,
             quorum_s=source.policy.quorum_s,
             sync_s=source.policy.sync_s,
-            norms=source.policy.norms,
         ),
         final=False,
         opened_at_s=source.opened_at_s,

@@ -107,7 +107,7 @@ class Conductor:
                 version=record.version,
                 record_seq=seq,
                 global_step=record.global_step,
-                tokens=record.totals.tokens_merged,
+                tokens=record.totals.believed_tokens,
                 final=record.final,
             )
 

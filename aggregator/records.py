@@ -135,7 +135,12 @@ def cited(record: wire.Record, record_seq: int) -> wire.Record:
 
 
 NOTHING = wire.Totals(
-    updates_merged=0, updates_rejected=0, tokens_merged=0, tokens_rejected=0, steps_merged=0
+    updates_merged=0,
+    updates_rejected=0,
+    tokens_merged=0,
+    tokens_rejected=0,
+    steps_merged=0,
+    tokens_credited=0,
 )
 
 
@@ -149,6 +154,7 @@ def sum_up(
         tokens_merged=_sum(before.tokens_merged, *(taken.tokens for taken in inputs)),
         tokens_rejected=_sum(before.tokens_rejected, *(taken.tokens for taken in rejected)),
         steps_merged=_sum(before.steps_merged, *(taken.steps for taken in inputs)),
+        tokens_credited=_sum(before.believed_tokens, *(taken.believed_tokens for taken in inputs)),
     )
 
 
@@ -173,7 +179,7 @@ async def make_version(context: Context, arrays: FragmentArrays, state: State) -
         state: the machine's at the close.
     """
     settings = arrays.settings
-    part = rounds.share(state) if settings.outer.participation else 1.0
+    part = rounds.step_share(state, participation=settings.outer.participation)
     with instruments.timing(context.metrics, context.runtime.clock, "merge"):
         made = await context.runtime.call(arrays.close_round, state.admitted, part)
     due = (state.version + 1) % settings.sync.snapshot_interval_versions == 0

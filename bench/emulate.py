@@ -186,10 +186,10 @@ class _Owner:
         digest, payload, version = state.view_digest, None, state.version
         clock = state.global_step
         if commit.what == "version":
-            part = rounds.share(state) if world.settings.outer.participation else 1.0
+            part = rounds.step_share(state, participation=world.settings.outer.participation)
             made = self.arrays.close_round(state.admitted, part)
             self.inputs += [taken.staleness for taken in state.admitted]
-            self.tokens += sum(taken.manifest.tokens for taken in state.admitted)
+            self.tokens += sum(taken.credit.tokens for taken in state.admitted)
             digest, version = made.view_digest, version + 1
             clock = rounds.global_step_after(rules, state)
             payload = _decoded(world.settings, made.delta, self.arrays.grid.size)

@@ -87,11 +87,12 @@ class Reason(StrEnum):
     LAYOUT = "layout", "manifest", "not the run's layout", _MISMATCH
     CODEC = "codec", "manifest", "not the run's codec", _MISMATCH
     TOKENS = (
-        "tokens", "manifest", "more than bounds.max_tokens_per_step in each step", _LAGGING,
+        "tokens", "manifest",
+        "given by earlier releases: more than bounds.max_tokens_per_step in each step", _LAGGING,
     )
     STEPS = (
         "steps", "manifest",
-        "more steps than bounds.max_steps_per_s allows since the learner's last join or update",
+        "given by earlier releases: more steps than bounds.max_steps_per_s allows",
         _LAGGING,
     )
     SHARDS = (
@@ -120,7 +121,8 @@ class Reason(StrEnum):
     BAD_CODE = "bad_code", "objects", "a code that no encoder gives"
     NON_FINITE = "non_finite", "objects", "a value that is infinite or not a number"
     NORM = (
-        "norm", "objects", "its norm per step is beyond bounds.norm_reject running medians",
+        "norm", "objects",
+        "given by earlier releases: its norm per step was far above the running median",
     )
     INTERNAL = (
         "internal", "objects",

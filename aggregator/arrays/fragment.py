@@ -308,6 +308,8 @@ def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input
         final=manifest.final,
         coefficients=coefficients,
         weight_unit=unit,
+        steps_credited=admitted.credit.steps,
+        tokens_credited=admitted.credit.tokens,
     )
 
 

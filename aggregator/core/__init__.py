@@ -1,6 +1,7 @@
 """The aggregator's core: what it decides, without IO, clock, randomness, threads or logging.
 
-policy.py     the numbers: weights, discounts, pace, quorum, grace, what is believed
+policy.py     the numbers: weights, discounts, pace, quorum, grace, what is well formed
+credit.py     what is believed of an update: its steps, tokens, weight and norm
 state.py      what the machine of one fragment knows
 events.py     what it can be told
 effects.py    what it can ask for

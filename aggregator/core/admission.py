@@ -34,12 +34,6 @@ def judge(rules: FragmentRules, state: State, event: events.Announced) -> tuple[
     wrong = policy.malformed(rules, manifest)
     if wrong is not None:
         return wrong
-    # Steps make the weight: more of them than a machine can do since it was last heard of is a
-    # claim and not work. Judged once, when `heard_at_s` is the one that was true then.
-    since_s = event.stored_at_s - member.heard_at_s
-    met_before = event.stream_seq <= state.known_seq
-    if not met_before and policy.too_many_steps(rules.bounds, manifest.steps, since_s):
-        return Reason.STEPS, f"{manifest.steps} steps within {since_s:.0f} s"
     return wrong_base(rules, state, manifest)
 
 
@@ -121,14 +115,6 @@ def wrong_base(
     if rules.staleness.max_versions and staleness > rules.staleness.max_versions:
         return Reason.STALE, f"{staleness} versions old, at most {rules.staleness.max_versions}"
     return None
-
-
-def norms(state: State) -> tuple[float, ...]:
-    """The newest norms per step of merged updates, the open round's with them."""
-    # As they were merged, so that one huge update cannot raise the bar for the next; per step, so
-    # that the honest work of an outage is judged like any other.
-    merged = (one.clip * one.norm / one.manifest.steps for one in state.admitted)
-    return (*state.norms, *merged)[-policy.NORM_WINDOW :]
 
 
 def offenders(

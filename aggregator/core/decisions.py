@@ -174,6 +174,9 @@ class _Follower:
 
     def follow(self, base: wire.Record, base_seq: int, record: wire.Record) -> str:
         """Bring the machine from one record to the next; why it cannot be done, or ''."""
+        if record.policy.rules != memory.RULES:
+            self.state = None
+            return OTHER_RULES
         first = record.observations[0].what if record.observations else ""
         if first == "committed" and base.what == "version":
             # Since the version is heard of before its record, only the rules before these do so.
@@ -187,7 +190,6 @@ class _Follower:
             if observation.what == "resumed":
                 self._began_at_s = observation.at_s
                 why = "the tape is trimmed before it" if base.position < self._whole_from else ""
-                why = why if observation.value == memory.RULES else OTHER_RULES
                 self.state = None
                 if not why:
                     self._begin(base, base_seq, observation.at_s)

@@ -28,7 +28,7 @@ Rules of the core:
 from collections.abc import Callable
 from typing import Any
 
-from diloco.aggregator.core import admission, events, memory, policy, rounds
+from diloco.aggregator.core import admission, credit, events, memory, policy, rounds
 from diloco.aggregator.core.effects import Discard, Ignored, Merge, Result
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import (
@@ -89,13 +89,12 @@ def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Res
     # A new life is believed to be as fast and as heavy as the one before until it says otherwise:
     # pace and grace must not jump at each restart. Its offences stay as well, or a crash would wash
     # them off.
-    member = Member(
-        event.stream_seq,
-        step_time_s=known.step_time_s if known else 0.0,
-        weight=known.weight if known else 0.0,
-        heard_at_s=event.stored_at_s,
-        offences=known.offences if known else 0,
-    )
+    if known is not None:
+        # What it had not sent when it ended on purpose it may send now: its time counts on.
+        # And whoever did nothing but join for some rounds is awaited no longer for another join.
+        member = known._replace(incarnation=event.stream_seq, live=True, left=False, final=False)
+    else:
+        member = Member(event.stream_seq, heard_at_s=event.stored_at_s, read_at_s=state.now_s)
     return with_member(state, event.learner, member), ()
 
 
@@ -150,23 +149,20 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         refused = refuse(manifest, event.stream_seq, *verdict)
         return rounds.reject(rules, state, refused, state.now_s)
     member = state.members[manifest.learner]
-    current = manifest.incarnation == member.incarnation
-    # The averages in the record have this update already. Taken twice they would differ from those
-    # of a machine that never died (invariant 3).
-    if current and event.stream_seq <= state.known_seq:
+    given = state.credits.get(update)
+    if given is not None:
+        # The memory has this update already. Taken twice it would differ from that of a machine
+        # that never died (invariant 3).
         member = member._replace(final=member.final or manifest.final)
-    elif current:
-        member = member._replace(
-            final=member.final or manifest.final,
-            step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
-            weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
-            heard_at_s=event.stored_at_s,
-        )
+    else:
+        given = credit.credit(rules.bounds, state, manifest, event.stored_at_s)
+        if manifest.incarnation == member.incarnation:
+            member = credit.observed(rules.bounds, state, manifest, given, event.stored_at_s)
     state = state._replace(
         members={**state.members, manifest.learner: member},
         pending={
             **state.pending,
-            update: Pending(manifest, event.stream_seq, state.now_s),
+            update: Pending(manifest, event.stream_seq, state.now_s, given),
         },
     )
     return rounds.go_on(rules, state, state.now_s)
@@ -227,12 +223,9 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
         refused = refuse(manifest, pending.stream_seq, *wrong)
         return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
     # The norm is measured, not claimed: the one bound on an update's effect that no manifest can
-    # talk around.
-    clip = policy.judge_norm(rules.bounds, admission.norms(state), event.norm, manifest.steps)
-    if clip is None:
-        detail = f"norm {event.norm:.3g} over {manifest.steps} steps is far above the median"
-        refused = refuse(manifest, pending.stream_seq, Reason.NORM, detail)
-        return rounds.reject(rules, without_pending(state, event.update), refused, event.at_s)
+    # talk around. What is too long is shortened and never refused: norms fall by orders of
+    # magnitude as a model converges, and honest learners differ.
+    clip = credit.clip(rules.bounds, state, manifest.learner, pending.credit, event.norm)
     return _admit(rules, without_pending(state, event.update), pending, clip, event)
 
 
@@ -245,7 +238,7 @@ def _admit(
     admitted = Admitted(
         manifest,
         pending.stream_seq,
-        policy.weight(manifest.tokens, manifest.steps),
+        pending.credit,
         staleness,
         policy.discount(rules.staleness, staleness),
         clip,

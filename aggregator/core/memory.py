@@ -4,13 +4,16 @@ from collections.abc import Mapping
 
 from diloco.aggregator.core.state import (
     NOBODY,
+    PATIENCE,
     Admitted,
     Allowance,
+    Credit,
     Mark,
     Member,
     Refused,
     State,
     UpdateId,
+    live_members,
     newest_incarnation,
     to_resolve,
     update_id,
@@ -22,9 +25,10 @@ from diloco.common.reasons import is_offence
 # How many earlier lives of a learner keep their mark. An update of a life older than that, which
 # is announced once more, is ignored instead of answered.
 LIVES = 4
-# Says in each life's first observation by which rules it decides: 0 were those of a round that
-# opened with pace. A record of other rules cannot be decided again by these.
-RULES = 1.0
+# Says in each record, and in each life's first observation, by which rules it decides: 0 were
+# those of a round that opened with pace, 1 believed what learners claim. A record of other rules
+# cannot be decided again by these.
+RULES = 2.0
 
 
 def beginning(
@@ -33,7 +37,6 @@ def beginning(
     floor: int = 0,
     quorum_s: float = 0.0,
     sync_s: float = 0.0,
-    norms: tuple[float, ...] = (),
 ) -> wire.PolicyState:
     """What the first record of a tape remembers: nothing that has a sequence number.
 
@@ -42,7 +45,6 @@ def beginning(
         floor: the oldest version that an update may be based on.
         quorum_s: moving average of the tape before, from a round's opening to its quorum.
         sync_s: likewise, from its close to its record.
-        norms: of the updates merged last.
     """
     return wire.PolicyState(
         members=(),
@@ -56,7 +58,9 @@ def beginning(
         stopping_at_s=0.0,
         quorum_s=quorum_s,
         sync_s=sync_s,
-        norms=norms,
+        norms=(),
+        credits=(),
+        rules=RULES,
     )
 
 
@@ -101,7 +105,10 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         stopping_at_s=min(memory.stopping_at_s, now_s),
         quorum_s=memory.quorum_s,
         sync_s=memory.sync_s,
-        norms=memory.norms,
+        credits={
+            UpdateId(c.learner, c.incarnation, c.seq): Credit(c.steps, c.tokens, c.weight)
+            for c in memory.credits
+        },
         # Up to here the predecessor's averages and allowances have everything; what it did not read
         # it has not counted.
         known_seq=memory.seen_seq,
@@ -140,7 +147,20 @@ def policy_after(state: State) -> wire.PolicyState:
         stopping_at_s=committed.stopping_at_s,
         quorum_s=committed.quorum_s,
         sync_s=committed.sync_s,
-        norms=committed.norms,
+        norms=(),
+        credits=_credits(committed),
+        rules=RULES,
+    )
+
+
+def _credits(state: State) -> tuple[wire.Credit, ...]:
+    """What is to be met again counts as it does now: the time that its sender had has passed."""
+    unresolved = dict(state.credits) if not has_met_all(state) else {}
+    unresolved |= {update: pending.credit for update, pending in state.pending.items()}
+    return tuple(
+        wire.Credit(**update._asdict(), **credit._asdict())
+        for update, credit in unresolved.items()
+        if not is_answered(state, update)
     )
 
 
@@ -158,9 +178,7 @@ def has_met_all(state: State) -> bool:
 
 def is_known(state: State, update: UpdateId) -> bool:
     """Whether an update was met before: it is resolved, or on its way through this machine."""
-    mark = state.marks.get((update.learner, update.incarnation))
-    # Lower sequences of a life were resolved before: it has one update in flight at a time.
-    if mark is not None and update.seq <= mark.seq:
+    if is_answered(state, update):
         return True
     if update in state.pending:
         return True
@@ -169,7 +187,7 @@ def is_known(state: State, update: UpdateId) -> bool:
         for taken in to_resolve(state)
     ):
         return True
-    if mark is not None:
+    if (update.learner, update.incarnation) in state.marks:
         return False
     # Memory has a bound: without one, a learner that restarts for a year would fill every record.
     # A life so old that its mark is gone was answered long ago.
@@ -182,8 +200,15 @@ def is_known(state: State, update: UpdateId) -> bool:
     return len(lives) >= LIVES and update.incarnation < min(lives)
 
 
+def is_answered(state: State, update: UpdateId) -> bool:
+    """Whether a record has resolved an update."""
+    mark = state.marks.get((update.learner, update.incarnation))
+    # Lower sequences of a life were resolved before: it has one update in flight at a time.
+    return mark is not None and update.seq <= mark.seq
+
+
 def after_record(state: State) -> State:
-    """Marks, offences and allowances once the record being committed is on the tape."""
+    """Marks and members once the record being committed is on the tape."""
     marks = dict(state.marks)
     resolved = to_resolve(state)
     for taken in resolved:
@@ -218,4 +243,17 @@ def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[s
         change = 1 if isinstance(taken, Refused) else -1
         count = max(0, members[learner].offences + change)
         members[learner] = members[learner]._replace(offences=count)
+    if state.admitted:
+        _take_part(state, members)
     return members
+
+
+def _take_part(state: State, members: dict[str, Member]) -> None:
+    """Note who had work in the round that ends with a version, and of which size."""
+    norms = {one.manifest.learner: one.norm_per_step for one in state.admitted}
+    for learner in members.keys() & (live_members(state).keys() | norms.keys()):
+        now = members[learner]
+        if learner in norms:
+            members[learner] = now._replace(norm=norms[learner], missed=0)
+        else:
+            members[learner] = now._replace(missed=min(PATIENCE, now.missed + 1))

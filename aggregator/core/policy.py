@@ -20,14 +20,6 @@ from diloco.common.shards import shard_bytes, shard_ranges
 # Weight of the newest observation in the moving averages of times. The paper names EMAs without
 # constants (P §3); a half follows a learner that changed its speed within a few rounds.
 EMA = 0.5
-# How many norms the running median looks back, and how many it needs before it judges.
-NORM_WINDOW = 32
-NORM_LEAST = 8
-# A claim of tokens or steps is judged with this much room for clocks and batching.
-CLAIM_SLACK_S = 60.0
-# Nobody is believed to be so many times as fast as the median learner: what it says of its step
-# time sets the pace for all.
-FASTEST = 10.0
 # A learner may announce at once what it may announce in so many seconds.
 BURST_S = 10.0
 # A rejection takes so many announcements from its sender: outside of rounds it costs a record.
@@ -135,57 +127,38 @@ def effective_quorum(quorum: QuorumSection, live: int) -> int:
 def pace_s(
     rules: FragmentRules, step_times_s: Sequence[float], interval_steps: int | None = None
 ) -> float:
-    """Shortest time between two rounds of a fragment: about H steps of the fastest learner.
+    """Shortest time between two rounds of a fragment: about H steps of the median learner.
 
     `interval_steps`: between these two, where it is not H.
     """
     # Lockstep waits for all anyway; before anybody has said how fast it is, there is nothing to
     # hold back by.
-    known = [step for step in step_times_s if step > 0]
-    if rules.lockstep or not known:
+    usual_s = usual_step_s(step_times_s)
+    if rules.lockstep or not usual_s:
         return 0.0
-    # A step time is a claim: a learner that says 0 would take all pace away, and rounds of one
-    # would race. So nobody counts as faster than a multiple of the median, which no single learner
-    # moves far.
-    median = sorted(known)[len(known) // 2]
-    steps = interval_steps or rules.rhythm.interval_steps
-    return rules.quorum.pace * steps * max(min(known), median / FASTEST)
+    return rules.quorum.pace * (interval_steps or rules.rhythm.interval_steps) * usual_s
+
+
+def usual_step_s(step_times_s: Sequence[float]) -> float:
+    """The lower median of what learners say that a step takes them; 0 if nobody said it."""
+    # A step time is a claim. By the fastest, one that says 0 would take all pace away, and rounds
+    # of one would race; by the slowest, one could stop the run. The lower one of two: of a fleet
+    # of two the faster has its pace.
+    known = sorted(step for step in step_times_s if step > 0)
+    return known[(len(known) - 1) // 2] if known else 0.0
 
 
 def grace_s(
     rules: FragmentRules, step_times_s: Sequence[float], quorum_s: float, sync_s: float
 ) -> float:
     """Grace after the quorum: gamma x (tau x step - (quorum + sync)) in [0, cap] (P Eq. 3)."""
-    known = [step for step in step_times_s if step > 0]
-    if not known:
+    usual_s = usual_step_s(step_times_s)
+    if not usual_s:
         return 0.0
-    # The window is what the fastest learner's overlap leaves, so that waiting for more updates
-    # costs nobody a step (P, Eq. 3).
-    slack_s = rules.overlap_steps * min(known) - (quorum_s + sync_s)
+    # The window is what the median learner's overlap leaves, so that waiting for more updates
+    # costs it no step (P, Eq. 3).
+    slack_s = rules.overlap_steps * usual_s - (quorum_s + sync_s)
     return min(max(0.0, rules.quorum.grace_fraction * slack_s), rules.quorum.grace_cap_s)
-
-
-def judge_norm(
-    bounds: BoundsSection, norms_per_step: Sequence[float], norm: float, steps: int
-) -> float | None:
-    """Factor that an update's norm is clipped by (1: none), or None to refuse it.
-
-    The norm is judged per covered step, so that the honest work of an outage passes.
-    """
-    # A median of a few says little, and the first norms of a run are its largest.
-    if len(norms_per_step) < NORM_LEAST or norm == 0:
-        return 1.0
-    ordered = sorted(norms_per_step)
-    # The median and not the mean: up to half of the window may lie without moving it far.
-    median = ordered[len(ordered) // 2]
-    if median == 0:
-        return 1.0
-    multiple = norm / steps / median
-    if multiple > bounds.norm_reject:
-        return None
-    # Clipped before it is refused: most of what is somewhat too large is honest work after a bad
-    # batch.
-    return 1.0 if multiple <= bounds.norm_clip else bounds.norm_clip / multiple
 
 
 def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, str] | None:
@@ -195,11 +168,6 @@ def malformed(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason, st
         return Reason.LAYOUT, f"layout {manifest.layout}, the run has {rules.layout}"
     if manifest.codec != rules.codec:
         return Reason.CODEC, f"codec {manifest.codec}, the run has {rules.codec}"
-    # Tokens enter the weight squared, so that claiming more of them is the cheapest way to own the
-    # model.
-    limit = manifest.steps * rules.bounds.max_tokens_per_step
-    if manifest.tokens > limit:
-        return Reason.TOKENS, f"{manifest.tokens} tokens in {manifest.steps} steps, at most {limit}"
     return _wrong_shards(rules, manifest)
 
 
@@ -272,9 +240,3 @@ def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> 
     # burst's time.
     most = max(1.0, bounds.max_updates_per_s * BURST_S)
     return min(most, left + bounds.max_updates_per_s * max(0.0, now_s - at_s))
-
-
-def too_many_steps(bounds: BoundsSection, steps: int, since_s: float) -> bool:
-    """Whether nobody can have taken so many steps since the learner's last update."""
-    # By the time since the last update, so that the work of an outage is believed in full.
-    return steps > bounds.max_steps_per_s * (max(0.0, since_s) + CLAIM_SLACK_S)

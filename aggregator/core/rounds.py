@@ -14,6 +14,7 @@ from diloco.aggregator.core.state import (
     Storing,
     announcers,
     answered,
+    awaited_members,
     awaiting,
     contributors,
     live_members,
@@ -56,14 +57,21 @@ def has_next(rules: FragmentRules, state: State) -> bool:
     return _next_step(rules, state) <= rules.steps
 
 
+def step_share(state: State, *, participation: bool) -> float:
+    """How much of an outer step the round takes, in (0, 1]."""
+    # Nobody moves the model for all: who is alone in a round takes its own part of a step.
+    alone = len(contributors(state)) == 1
+    return share(state) if participation or alone else 1.0
+
+
 def share(state: State) -> float:
-    """Part of the live fleet's weight that the round holds, in (0, 1]."""
+    """Part of the fleet's weight that the round holds, in (0, 1]."""
     held = sum(admitted.weight for admitted in state.admitted)
     # A weight that is not known yet is 0, so that a learner that has just joined does not shrink
     # everybody else's step.
     present = contributors(state)
     absent = sum(
-        member.weight for name, member in live_members(state).items() if name not in present
+        member.weight for name, member in awaited_members(state).items() if name not in present
     )
     return held / (held + absent) if held else 1.0
 
@@ -141,8 +149,7 @@ def close(
     if not state.admitted:
         return give_verdicts(rules, state, now_s, reason, final=final)
     # Pace counts from version to version: a rejection between two rounds must not delay the next.
-    norms = admission.norms(state)
-    closing = state._replace(phase="closing", final=final, closed_at_s=now_s, norms=norms, cut=None)
+    closing = state._replace(phase="closing", final=final, closed_at_s=now_s, cut=None)
     return closing, (Commit("version", reason, final, now_s, closing),)
 
 
@@ -180,7 +187,7 @@ def _next_step(rules: FragmentRules, state: State) -> int:
 
 
 def _pace_time_s(rules: FragmentRules, state: State) -> float:
-    """When pace allows the round to close: about H steps of a fast learner after the last one."""
+    """When pace allows the round to close: about H steps of the median learner after the last."""
     # The last round takes what there is, and the first one is awaited by everybody: pace holds back
     # only what would follow too soon. Without it whoever is quickest starts a race of small rounds,
     # which costs quality (P, Table 5).
@@ -242,8 +249,8 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
     """
     # A fleet smaller than K must still make versions; in lockstep it must not.
     least = rules.quorum.min_learners
-    live = len(live_members(state))
-    quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, live)
+    there = len(awaited_members(state))
+    quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, there)
     reached = len(announcers(state)) >= quorum
     if state.phase == "open" and reached:
         reached_at_s = max(state.opened_at_s, now_s)
@@ -257,10 +264,11 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
 
 
 def _is_complete(rules: FragmentRules, state: State) -> bool:
-    """Whether nobody is left to wait for: all live learners are in, and read."""
+    """Whether nobody is left to wait for: all who are awaited are in, and read."""
     those = answered(state)
+    awaited = live_members(state) if rules.lockstep else awaited_members(state)
     enough = len(those) >= rules.quorum.min_learners or not rules.lockstep
-    return not unread(state) and those >= live_members(state).keys() and enough
+    return not unread(state) and those >= awaited.keys() and enough
 
 
 def _advance_cut(rules: FragmentRules, state: State, cut: Cut, now_s: float) -> Result:

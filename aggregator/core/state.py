@@ -15,8 +15,19 @@ class UpdateId(NamedTuple):
     seq: int
 
 
+# A round waits for a learner that had work in one of the last so many in which anybody's work came.
+PATIENCE = 3
+
 # Whom an observation is about that is about nobody: a timer, a commit.
 NOBODY = UpdateId("", 0, 0)
+
+
+class Credit(NamedTuple):
+    """What an update counts for: of what it claims, as much as can be believed (`credit.py`)."""
+
+    steps: int
+    tokens: int
+    weight: float
 
 
 class Pending(NamedTuple):
@@ -30,6 +41,7 @@ class Pending(NamedTuple):
     manifest: wire.Manifest
     stream_seq: int
     announced_at_s: float
+    credit: Credit
     fetching: bool = False
     passed: bool = False
     broke: int = 0
@@ -40,12 +52,22 @@ class Admitted(NamedTuple):
 
     manifest: wire.Manifest
     stream_seq: int
-    weight: float
+    credit: Credit
     staleness: int
     discount: float
     clip: float
     norm: float
     announced_at_s: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Its weight in the merge."""
+        return self.credit.weight
+
+    @property
+    def norm_per_step(self) -> float:
+        """As it was merged, by each step that it is credited with."""
+        return self.clip * self.norm / self.credit.steps
 
 
 class Refused(NamedTuple):
@@ -77,11 +99,24 @@ class Member(NamedTuple):
     left: bool = False
     # Its last update of this fragment is announced, so that the run's last round need not wait.
     final: bool = False
-    # Moving averages of what its updates claim; 0 while there was none.
+    # Moving averages of what its updates claim; 0 while there was none. They are voices: only
+    # medians of several learners' are used.
     step_time_s: float = 0.0
+    tokens_per_step: float = 0.0
+    # Moving average of the weights that its updates are credited with; 0 while there was none.
     weight: float = 0.0
-    # When its last join or update was stored: steps are believed for the time since then.
+    # When its last update, or its first join, was stored: steps are credited for the time since
+    # then; and when the owner read it, by its own clock.
     heard_at_s: float = 0.0
+    read_at_s: float = 0.0
+    # Steps a second that it was last seen to take (0: never seen), and time that it had and did not
+    # claim: what an outage held back comes in two updates, the first of which claims little.
+    speed: float = 0.0
+    unused_s: float = 0.0
+    # Norm per credited step of its update merged last, as it was merged; 0 while there was none.
+    norm: float = 0.0
+    # Rounds of others' work, up to `PATIENCE`, since one had work of it.
+    missed: int = 0
     # How many more of its updates were rejected for what they are than were merged.
     offences: int = 0
 
@@ -185,7 +220,8 @@ class State(NamedTuple):
     # Moving averages: from a round's opening to its quorum, from its close to its record.
     quorum_s: float = 0.0
     sync_s: float = 0.0
-    norms: tuple[float, ...] = ()
+    # What updates were credited with that an earlier life met and no record has resolved.
+    credits: Mapping[UpdateId, Credit] = MappingProxyType({})
     # This life began at `began_at_s` from a record whose maker had met everything up to
     # `known_seq`: it counted it in the averages and allowances, which must not be done again.
     known_seq: int = 0
@@ -232,7 +268,9 @@ def passed_on(state: State) -> State:
 def awaiting(state: State) -> State:
     """The state with what the round has merged waiting again, as if it had not been read."""
     again = {
-        update_id(one.manifest): Pending(one.manifest, one.stream_seq, one.announced_at_s)
+        update_id(one.manifest): Pending(
+            one.manifest, one.stream_seq, one.announced_at_s, one.credit
+        )
         for one in state.admitted
     }
     return state._replace(admitted=(), pending={**state.pending, **again})
@@ -254,12 +292,25 @@ def is_current(state: State, manifest: wire.Manifest) -> bool:
 
 
 def live_members(state: State) -> dict[str, Member]:
-    """Those whom a round waits for."""
+    """Those who are here: the run's end and lockstep wait for all of them."""
     return {
         name: member
         for name, member in state.members.items()
         if member.live and name not in state.quarantined
     }
+
+
+def awaited_members(state: State) -> dict[str, Member]:
+    """Those whom a round waits for: who is here, and had work of late.
+
+    Heartbeats cost nothing: whoever sends nothing else would make every round wait.
+    """
+    return {name: m for name, m in live_members(state).items() if m.missed < PATIENCE}
+
+
+def others(state: State, learner: str) -> list[Member]:
+    """All who are here but one: who judges it must not be moved by its own word."""
+    return [member for name, member in live_members(state).items() if name != learner]
 
 
 def step_times(state: State) -> list[float]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from diloco.common.config.daemon import Config
 from diloco.common.config.environment import with_environment
-from diloco.common.config.renamed import RENAMED, with_new_names
+from diloco.common.config.renamed import REMOVED, RENAMED, with_new_names
 from diloco.common.config.run import RunSettings
 from diloco.common.errors import ConfigError
 
@@ -90,13 +90,21 @@ def _explain(error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            new = RENAMED.get(key)
-            lines.append(f"{key!r} is now {new!r}" if new else _unknown(key))
+            lines.append(_strange(key))
         elif item["type"] == "missing":
             lines.append(f"{key!r} is missing")
         else:
             lines.append(f"{key!r}: {item['msg']}, got {item['input']!r}"[:300])
     return "; ".join(lines)
+
+
+def _strange(key: str) -> str:
+    """Says of a key that is not one what became of it, or which one is meant."""
+    if key in RENAMED:
+        return f"{key!r} is now {RENAMED[key]!r}"
+    if key in REMOVED:
+        return f"{key!r} is gone, remove it: {REMOVED[key]}"
+    return _unknown(key)
 
 
 def _unknown(key: str) -> str:

@@ -1,4 +1,4 @@
-"""Keys that had another name once.
+"""Keys that had another name once, or are gone.
 
 A file with an old name is refused with the new one. A run's specification is on its tape and cannot
 be edited, so there the old names are read as the new ones.
@@ -14,7 +14,6 @@ RENAMED = {
     "staleness.knee": "staleness.threshold",
     "staleness.maximum": "staleness.max_versions",
     "quorum.live_s": "quorum.liveness_timeout_s",
-    "bounds.norm_refuse": "bounds.norm_reject",
     "learner.heartbeat_s": "learner.heartbeat_interval_s",
     "learner.compile_cache": "learner.compilation_cache_dir",
     "learner.leave_s": "learner.drain_timeout_s",
@@ -23,6 +22,10 @@ RENAMED = {
     "aggregator.lease_s": "aggregator.lease_ttl_s",
     "gc.replay_s": "gc.replay_window_s",
 }
+
+# Keys that mean nothing any more, with the reason; a specification's are passed over.
+_NORMS = "an update that is too long is shortened, and never rejected"
+REMOVED = {"bounds.norm_reject": _NORMS, "bounds.norm_refuse": _NORMS}
 
 
 def with_new_names(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,4 +40,5 @@ def _renamed(name: str, section: Any) -> Any:
     return {
         new[key] if new[key] and new[key] not in section else key: value
         for key, value in section.items()
+        if f"{name}.{key}" not in REMOVED
     }

@@ -225,31 +225,48 @@ class QuorumSection(Section):
     pace: NonNegative = Field(
         default=0.9,
         description="shortest time from one round's close to the next one's opening, in shares of"
-        " the time that the fastest live learner needs for H steps; 0: none",
+        " the time that the median live learner needs for H steps; 0: none",
     )
     liveness_timeout_s: Seconds = Field(
         default=10.0, description="rounds stop waiting for a learner that is silent for this long"
     )
 
 
+class LearnerBounds(Section):
+    """What an operator knows of one learner; 0: not declared."""
+
+    max_steps_per_s: NonNegative = Field(
+        default=0.0,
+        description="inner steps that it is credited with for each second, whatever others do",
+    )
+    max_tokens_per_step: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="most tokens of one inner step that it is credited with"
+    )
+
+
+UNDECLARED = LearnerBounds()
+
+
 class BoundsSection(Section):
-    """What the aggregator accepts in a manifest."""
+    """What the aggregator believes of a manifest."""
 
     max_tokens_per_step: Annotated[int, Field(ge=1)] = Field(
-        default=1 << 32, description="most tokens that one inner step may claim"
+        default=1 << 32, description="most tokens of one inner step that a learner is credited with"
     )
     max_steps_per_s: Annotated[float, Field(gt=0)] = Field(
         default=1000.0,
-        description="most inner steps that a learner may claim for each second since its last"
-        " message, plus 60 s",
+        description="most inner steps that a learner is credited with for each second; below it,"
+        " twice those that it was seen to take, and ten times those of the median of the others",
+    )
+    learners: dict[Annotated[str, Field(pattern=f"^{NAME.pattern}$")], LearnerBounds] = Field(
+        default={},
+        description="by name, what is known of a learner: `max_steps_per_s`, `max_tokens_per_step`."
+        " With both, its weight is not capped by the others'",
     )
     norm_clip: Annotated[float, Field(gt=1)] = Field(
         default=10.0,
-        description="an update whose norm per step exceeds this many running medians is clipped"
-        " to them",
-    )
-    norm_reject: Annotated[float, Field(gt=1)] = Field(
-        default=100.0, description="beyond this many running medians it is rejected"
+        description="an update whose norm per step exceeds this many medians of the other learners'"
+        " newest is shortened to them, where there are two others",
     )
     max_updates_per_s: Annotated[float, Field(gt=0)] = Field(
         default=20.0,
@@ -261,6 +278,10 @@ class BoundsSection(Section):
         description="a learner is quarantined once its offences exceed its merged updates by this"
         " many, in one fragment; 0: never",
     )
+
+    def of(self, learner: str) -> LearnerBounds:
+        """What is declared of a learner."""
+        return self.learners.get(learner, UNDECLARED)
 
 
 class RunSettings(Section):

@@ -48,6 +48,7 @@ from diloco.common.wire.fields import (
 )
 from diloco.common.wire.records import (
     Allowance,
+    Credit,
     Input,
     Mark,
     MemberState,
@@ -93,6 +94,7 @@ __all__ = [
     "CheckpointFile",
     "CheckpointName",
     "Count",
+    "Credit",
     "Digest",
     "End",
     "Heartbeat",

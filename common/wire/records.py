@@ -13,6 +13,7 @@ from diloco.common.wire.fields import (
     Part,
     Positive,
     PowerOfTwo,
+    Rate,
     Seconds,
     Several,
     Text,
@@ -37,7 +38,7 @@ class Input(Part):
     stream_seq: Positive = Field(description="of the manifest in the stream")
     codec: str = Field(description="the manifest's")
     shards: Several[Shard] = Field(description="the manifest's")
-    weight: float = Field(description="tokens² / steps")
+    weight: float = Field(description="of its credited tokens and steps: tokens² / steps")
     staleness: Count = Field(description="version being built on less base version")
     discount: float = Field(description="S(staleness)")
     clip: float = Field(description="factor that its norm was shortened by; 1 for none")
@@ -55,6 +56,21 @@ class Input(Part):
         " if it is more, the sum so far is divided by 2 to the power of the difference. 0 in"
         " records of earlier releases",
     )
+    # Records of earlier releases lack what follows.
+    steps_credited: Count = Field(
+        default=0, description="the steps that it counts for; 0: as the manifest claims"
+    )
+    tokens_credited: Count = Field(default=0, description="likewise, of its tokens")
+
+    @property
+    def believed_steps(self) -> int:
+        """The steps that it counts for, whichever release says so."""
+        return self.steps_credited or self.steps
+
+    @property
+    def believed_tokens(self) -> int:
+        """Likewise, its tokens."""
+        return self.tokens_credited or self.tokens
 
 
 class Rejected(Part):
@@ -114,11 +130,35 @@ class MemberState(Part):
     live: bool = Field(description="rounds wait for it")
     left: bool = Field(description="it ended on purpose")
     final: bool = Field(description="its last update of this fragment is announced")
-    step_time_s: Seconds = Field(description="moving average")
+    step_time_s: Seconds = Field(description="moving average of what its updates claim")
     weight: float = Field(description="moving average of its updates' weights")
-    heard_at_s: float = Field(description="when its last join or update was stored")
+    heard_at_s: float = Field(description="when its last update, or its first join, was stored")
     offences: Count = Field(
         description="how many more of its updates were rejected for what they are than were merged"
+    )
+    # Records of earlier releases lack what follows.
+    tokens_per_step: Rate = Field(
+        default=0.0, description="moving average of what its updates claim; 0: none did"
+    )
+    read_at_s: float = Field(
+        default=0.0, description="when its last update, or its first join, was read; 0: unknown"
+    )
+    speed: Rate = Field(
+        default=0.0,
+        description="steps a second that it was seen to take: the greatest of its last updates, a"
+        " quarter of which is forgotten with each; 0: unknown",
+    )
+    unused_s: Seconds = Field(
+        default=0.0, description="time that it had and that no update has claimed"
+    )
+    norm: float = Field(
+        default=0.0,
+        description="norm per credited step of its update merged last, as merged; 0: none was",
+    )
+    missed: Count = Field(
+        default=0,
+        description="rounds in which others had work, since one had work of it; at most 3: then"
+        " rounds do not wait for it",
     )
 
 
@@ -132,6 +172,17 @@ class Allowance(Part):
     learner: Name = Field(description="who")
     left: float = Field(description="how many")
     at_s: float = Field(description="at this time")
+
+
+class Credit(Part):
+    """What an update counts for that no record has resolved yet."""
+
+    learner: Name = Field(description="whose")
+    incarnation: Positive = Field(description="of which life")
+    seq: Positive = Field(description="the manifest's")
+    steps: Positive = Field(description="at most those that it claims")
+    tokens: Positive = Field(description="likewise")
+    weight: float = Field(description="that it is merged with")
 
 
 class PolicyState(Part):
@@ -155,7 +206,16 @@ class PolicyState(Part):
     stopping_at_s: float = Field(description="when the stop was stored; 0: not stopped")
     quorum_s: Seconds = Field(description="moving average: from opening to quorum")
     sync_s: Seconds = Field(description="moving average: from closing to the committed record")
-    norms: Several[float] = Field(description="norms per step of the last 32 merged updates")
+    # Records of earlier releases lack what follows, but `norms`.
+    norms: Several[float] = Field(
+        default=(), description="of earlier releases: norms per step of the last merged updates"
+    )
+    credits: Several[Credit] = Field(
+        default=(), description="what the updates that are met again from `position` on count for"
+    )
+    rules: float = Field(
+        default=1.0, description="number of the rules by which the machine decides; now 2"
+    )
 
 
 class Totals(Part):
@@ -166,6 +226,18 @@ class Totals(Part):
     tokens_merged: Count = Field(description="their tokens")
     tokens_rejected: Count = Field(description="tokens of the rejected ones")
     steps_merged: Count = Field(description="inner steps of the merged ones")
+    # Records of earlier releases lack it.
+    tokens_credited: Count | None = Field(
+        default=None,
+        description="tokens that the merged ones count for, and `run.tokens` with them; nil: as"
+        " `tokens_merged`",
+    )
+
+    @property
+    def believed_tokens(self) -> int:
+        """Tokens that count towards the run's, whichever release says so."""
+        credited = self.tokens_credited
+        return self.tokens_merged if credited is None else credited
 
 
 class Record(Body):

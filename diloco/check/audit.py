@@ -198,14 +198,18 @@ def _follows_clock(history: History, before: wire.Record, record: wire.Record) -
 def _check_totals(found: Audit, fragment: int, chain: Chain) -> None:
     """A record's totals are the sums over all up to it."""
     sums = chain[0][1].totals.model_dump()
+    sums["tokens_credited"] = chain[0][1].totals.believed_tokens
     for seq, record in chain[1:]:
         sums["updates_merged"] += len(record.inputs)
         sums["updates_rejected"] += len(record.rejected)
         sums["tokens_merged"] += sum(taken.tokens for taken in record.inputs)
         sums["tokens_rejected"] += sum(taken.tokens for taken in record.rejected)
         sums["steps_merged"] += sum(taken.steps for taken in record.inputs)
+        sums["tokens_credited"] += sum(taken.believed_tokens for taken in record.inputs)
         capped = {name: min(count, wire.GREATEST) for name, count in sums.items()}
         totals = record.totals.model_dump()
+        if totals["tokens_credited"] is None:  # Of an earlier release.
+            totals["tokens_credited"] = capped["tokens_credited"]
         where = f"fragment {fragment}, record {seq}"
         found.hold(totals == capped, "totals", where, f"says {totals}, the sums are {capped}")
 

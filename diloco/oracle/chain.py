@@ -15,7 +15,7 @@ from diloco.oracle.rounds import recorded, time_up_s
 from diloco.oracle.watching import watch
 
 # By these rules an owner decides that says so as its life begins.
-RULES = 1.0
+RULES = 2.0
 # So many observations get a record of their own.
 OBSERVATIONS = 1 << 13
 
@@ -147,6 +147,8 @@ class Chain:
 
     def _follow(self, base: wire.Record, record: wire.Record) -> str:
         """Bring the life to where its maker was; why that cannot be done, or ''."""
+        if record.policy.rules != RULES:
+            return "an earlier release decided it, by other rules"
         for count, seen in enumerate(record.observations, 1):
             if seen.what == "resumed":
                 why = self._begin(base, seen)
@@ -183,8 +185,6 @@ class Chain:
 
     def _begin(self, base: wire.Record, seen: wire.Observation) -> str:
         """A life begins from the record before."""
-        if seen.value != RULES:
-            return "an earlier release decided it, by other rules"
         settings = self._settings_at(base.policy.settings_seq)
         if base.position < self._whole_from or settings is None:
             return "the tape is trimmed before it"

@@ -16,8 +16,6 @@ def wrong_claim(
         return Reason.LAYOUT
     if manifest.codec != settings.sync.codec:
         return Reason.CODEC
-    if manifest.tokens > manifest.steps * settings.bounds.max_tokens_per_step:
-        return Reason.TOKENS
     return _wrong_shards(settings, layout, epoch, manifest)
 
 

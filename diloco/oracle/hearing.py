@@ -7,8 +7,9 @@ from diloco.common.reasons import Reason
 from diloco.common.tape import Entry, changed_settings
 from diloco.oracle import numbers
 from diloco.oracle.claims import wrong_claim
+from diloco.oracle.credit import Judge
 from diloco.oracle.life import Life, Waiting, update_id
-from diloco.oracle.memory import Member
+from diloco.oracle.memory import Credit, Member
 from diloco.oracle.rounds import settle
 
 
@@ -58,10 +59,10 @@ def _settings(life: Life, created: RunSettings, body: wire.Settings, seq: int) -
 def _join(life: Life, learner: str, seq: int, stored_at_s: float) -> None:
     known = life.memory.members.get(learner)
     if known is None:
-        life.memory.members[learner] = Member(seq, heard_at_s=stored_at_s)
+        life.memory.members[learner] = Member(seq, heard_at_s=stored_at_s, read_at_s=life.now_s)
     elif known.incarnation < seq:
         life.memory.members[learner] = known._replace(
-            incarnation=seq, live=True, left=False, final=False, heard_at_s=stored_at_s
+            incarnation=seq, live=True, left=False, final=False
         )
 
 
@@ -91,26 +92,30 @@ def _quarantine(life: Life, word: wire.Quarantine) -> None:
 def _announcement(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> None:
     if _is_dropped(life, manifest, seq, stored_at_s):
         return
-    reason = _reason(life, manifest, seq, stored_at_s)
+    reason = _reason(life, manifest, seq)
     if reason is not None:
         life.charge(manifest, seq)
         life.refuse(manifest, seq, reason)
         settle(life)
         return
-    learner = manifest.learner
-    member = life.memory.members[learner]
-    if manifest.incarnation == member.incarnation:
-        member = member._replace(final=member.final or manifest.final)
-        if seq > life.known_seq:
-            worth = numbers.weight(manifest.tokens, manifest.steps)
-            member = member._replace(
-                step_time_s=numbers.moved(member.step_time_s, manifest.step_time_s),
-                weight=numbers.moved(member.weight, worth),
-                heard_at_s=stored_at_s,
-            )
-        life.memory.members[learner] = member
-    life.waiting[update_id(manifest)] = Waiting(manifest, seq, life.now_s)
+    life.waiting[update_id(manifest)] = Waiting(
+        manifest, seq, life.now_s, _credit(life, manifest, stored_at_s)
+    )
     settle(life)
+
+
+def _credit(life: Life, manifest: wire.Manifest, stored_at_s: float) -> Credit:
+    """What an update counts for; its sender is known by it, unless an earlier life counted it."""
+    learner, member = manifest.learner, life.memory.members[manifest.learner]
+    met = life.memory.credits.get(update_id(manifest))
+    if met is not None:
+        life.memory.change(learner, final=member.final or manifest.final)
+        return met
+    judge = Judge(life.settings.bounds, life.memory, manifest, stored_at_s, life.now_s)
+    credit = judge.credit()
+    if manifest.incarnation == member.incarnation:
+        life.memory.members[learner] = judge.known_after(credit)
+    return credit
 
 
 def _is_dropped(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> bool:
@@ -128,7 +133,7 @@ def _is_dropped(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: floa
     return left < 1
 
 
-def _reason(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> str | None:
+def _reason(life: Life, manifest: wire.Manifest, seq: int) -> str | None:
     """Why a manifest is rejected as it is read, or None."""
     member = life.memory.members.get(manifest.learner)
     if member is None or manifest.incarnation > member.incarnation:
@@ -142,10 +147,6 @@ def _reason(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -
     claim = wrong_claim(life.settings, life.layout, life.epoch, manifest)
     if claim is not None:
         return claim
-    if seq > life.known_seq:
-        bounds, since_s = life.settings.bounds, max(0.0, stored_at_s - member.heard_at_s)
-        if manifest.steps > bounds.max_steps_per_s * (since_s + numbers.ROOM_S):
-            return Reason.STEPS
     return wrong_base(life, manifest)
 
 

@@ -12,7 +12,7 @@ from diloco.common import wire
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
 from diloco.oracle import numbers
-from diloco.oracle.memory import Memory, UpdateId
+from diloco.oracle.memory import Credit, Memory, UpdateId
 
 
 @dataclass
@@ -22,6 +22,7 @@ class Waiting:
     manifest: wire.Manifest
     stream_seq: int
     announced_at_s: float
+    credit: Credit
     passed: bool = False
     broke: int = 0
 
@@ -33,10 +34,15 @@ class Merged(NamedTuple):
     stream_seq: int
     announced_at_s: float
     norm: float
-    weight: float
+    credit: Credit
     staleness: int
     discount: float
     clip: float
+
+    @property
+    def weight(self) -> float:
+        """In the merge."""
+        return self.credit.weight
 
 
 class Refused(NamedTuple):
@@ -150,10 +156,22 @@ class Life:
             and members[one.manifest.learner].incarnation == one.manifest.incarnation
         }
 
-    def norms(self) -> tuple[float, ...]:
-        """The newest norms per step, as merged, the round's with them."""
-        round_s = (one.clip * one.norm / one.manifest.steps for one in self.merged)
-        return (*self.memory.norms, *round_s)[-numbers.NORMS :]
+    def norms(self) -> dict[str, float]:
+        """The newest norm by credited step of everybody here, as merged; the round's with them."""
+        found = {name: member.norm for name, member in self.memory.waited_for().items()}
+        return found | {n: norm for n, norm in self.round_norms().items() if n in found}
+
+    def round_norms(self) -> dict[str, float]:
+        """Those of the round alone."""
+        return {one.manifest.learner: one.clip * one.norm / one.credit.steps for one in self.merged}
+
+    def credits(self, *, without_sum: bool) -> dict[UpdateId, Credit]:
+        """What everything counts for that the next record leaves unresolved."""
+        found = dict(self.memory.credits) if self.read_seq < self.known_seq else {}
+        found |= {update: one.credit for update, one in self.waiting.items()}
+        if without_sum:
+            found |= {update_id(one.manifest): one.credit for one in self.merged}
+        return found
 
     def next_clock(self) -> int:
         """The run's clock at the next version, if the run were long enough."""
@@ -169,8 +187,13 @@ class Life:
         """Part of the live fleet's weight that the round holds."""
         held = sum(one.weight for one in self.merged)
         there = self.merged_learners()
-        away = sum(m.weight for name, m in self.memory.waited_for().items() if name not in there)
+        away = sum(m.weight for name, m in self.memory.awaited().items() if name not in there)
         return held / (held + away) if held else 1.0
+
+    def step_share(self) -> float:
+        """How much of an outer step the round takes: one learner alone only its part."""
+        alone = len(self.merged_learners()) == 1
+        return self.share() if alone or self.settings.outer.participation else 1.0
 
     def position(self, *, without_sum: bool) -> int:
         """Lowest sequence that the next record leaves unresolved."""
@@ -191,7 +214,7 @@ class Life:
         """What was merged waits again, as if it had not been read."""
         for one in self.merged:
             self.waiting[update_id(one.manifest)] = Waiting(
-                one.manifest, one.stream_seq, one.announced_at_s
+                one.manifest, one.stream_seq, one.announced_at_s, one.credit
             )
         self.merged = []
 

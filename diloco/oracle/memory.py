@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from diloco.common import wire
 from diloco.common.reasons import is_offence
+from diloco.oracle import numbers
 from diloco.oracle.numbers import near
 
 # The newest lives of a learner whose answers are remembered.
@@ -20,6 +21,14 @@ class UpdateId(NamedTuple):
     seq: int
 
 
+class Credit(NamedTuple):
+    """What an update counts for."""
+
+    steps: int
+    tokens: int
+    weight: float
+
+
 class Member(NamedTuple):
     """A learner, as the record has it."""
 
@@ -28,8 +37,14 @@ class Member(NamedTuple):
     left: bool = False
     final: bool = False
     step_time_s: float = 0.0
+    tokens_per_step: float = 0.0
     weight: float = 0.0
     heard_at_s: float = 0.0
+    read_at_s: float = 0.0
+    speed: float = 0.0
+    unused_s: float = 0.0
+    norm: float = 0.0
+    missed: int = 0
     offences: int = 0
 
 
@@ -48,7 +63,7 @@ class Memory:
     stopping_at_s: float
     quorum_s: float
     sync_s: float
-    norms: tuple[float, ...]
+    credits: dict[UpdateId, Credit]
 
     @classmethod
     def of(cls, policy: wire.PolicyState) -> "Memory":
@@ -56,8 +71,9 @@ class Memory:
         return cls(
             members={
                 m.learner: Member(
-                    m.incarnation, m.live, m.left, m.final, m.step_time_s, m.weight,
-                    m.heard_at_s, m.offences,
+                    m.incarnation, m.live, m.left, m.final, m.step_time_s, m.tokens_per_step,
+                    m.weight, m.heard_at_s, m.read_at_s, m.speed, m.unused_s, m.norm, m.missed,
+                    m.offences,
                 )
                 for m in policy.members
             },
@@ -71,7 +87,10 @@ class Memory:
             stopping_at_s=policy.stopping_at_s,
             quorum_s=policy.quorum_s,
             sync_s=policy.sync_s,
-            norms=policy.norms,
+            credits={
+                UpdateId(c.learner, c.incarnation, c.seq): Credit(c.steps, c.tokens, c.weight)
+                for c in policy.credits
+            },
         )  # fmt: skip
 
     def copy(self) -> "Memory":
@@ -82,15 +101,33 @@ class Memory:
             marks=dict(self.marks),
             quarantined=set(self.quarantined),
             allowances=dict(self.allowances),
+            credits=dict(self.credits),
         )
 
     def waited_for(self) -> dict[str, Member]:
-        """Live learners that are not quarantined: rounds wait for these."""
+        """Live learners that are not quarantined: the run's end and lockstep wait for these."""
         return {
             name: member
             for name, member in self.members.items()
             if member.live and name not in self.quarantined
         }
+
+    def awaited(self) -> dict[str, Member]:
+        """Those of them that rounds wait for: with work in one of the last three of anybody's."""
+        return {
+            name: member
+            for name, member in self.waited_for().items()
+            if member.missed < numbers.MISSES
+        }
+
+    def took_part(self, norms: Mapping[str, float]) -> None:
+        """A round has ended in which these learners had work, of these norms by step."""
+        here = self.waited_for()
+        for name, member in self.members.items():
+            if name in norms:
+                self.change(name, norm=norms[name], missed=0)
+            elif name in here:
+                self.change(name, missed=min(numbers.MISSES, member.missed + 1))
 
     def step_times(self) -> list[float]:
         """What the live learners' steps take; 0 where it is not known."""
@@ -102,9 +139,8 @@ class Memory:
 
     def answered(self, update: UpdateId) -> bool:
         """Whether a record has resolved an update, or its life is too old to be remembered."""
-        mark = self.marks.get(update[:2])
-        if mark is not None:
-            return update.seq <= mark[0]
+        if update[:2] in self.marks:
+            return self.resolved(update)
         joined = self._joined(update.learner)
         lives = [
             life
@@ -112,6 +148,11 @@ class Memory:
             if learner == update.learner and (life > joined) == (update.incarnation > joined)
         ]
         return len(lives) >= LIVES and update.incarnation < min(lives)
+
+    def resolved(self, update: UpdateId) -> bool:
+        """Whether a record has resolved an update."""
+        mark = self.marks.get(update[:2])
+        return mark is not None and update.seq <= mark[0]
 
     def _joined(self, learner: str) -> int:
         member = self.members.get(learner)
@@ -145,14 +186,13 @@ class Memory:
             expected, said = getattr(self, name), getattr(found, name)
             if not near(expected, said):
                 yield name, expected, said
-        if not _same(self.norms, found.norms):
-            yield "norms", self.norms, found.norms
+        yield from _each("credits", self.credits, found.credits)
         yield from _each("members", self.members, found.members)
         yield from _each("allowances", self.allowances, found.allowances)
 
 
 def _each(
-    name: str, expected: Mapping[str, tuple[float, ...]], found: Mapping[str, tuple[float, ...]]
+    name: str, expected: Mapping[Any, tuple[float, ...]], found: Mapping[Any, tuple[float, ...]]
 ) -> Iterator[tuple[str, Any, Any]]:
     for learner in expected.keys() | found.keys():
         wanted, said = expected.get(learner), found.get(learner)

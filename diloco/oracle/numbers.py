@@ -10,12 +10,18 @@ from diloco.common.config import BoundsSection, RunSettings, StalenessSection
 
 # Moving averages of times and weights move half of the way to each new value.
 MOVE = 0.5
-# The running median looks at so many norms, and judges nobody by fewer than eight.
-NORMS = 32
-FEWEST_NORMS = 8
-# Claims of steps have a minute's room; nobody is believed to be ten times as fast as the median.
-ROOM_S = 60.0
+# Nobody is credited with more than twice the steps that he was seen to take, nor ten times those of
+# the others' median; a quarter of what he was seen to take is forgotten with each update.
+TWICE = 2.0
 BELIEVED = 10.0
+REMEMBERED = 0.75
+# Nobody weighs more than twice the others' median, and a tenth of it.
+GREATEST_SHARE = 2.2
+# A learner without work in so many rounds of others is awaited no longer.
+MISSES = 3
+# Numbers equal but for rounding; and numbers that stay finite when multiplied.
+SAME = 1e-9
+FINITE = 1e150
 # An allowance is of ten seconds; a rejection costs ten announcements.
 ALLOWANCE_S = 10.0
 REJECTION = 10.0
@@ -75,37 +81,34 @@ def clock_after(settings: RunSettings, fragment: int, step: int) -> int:
 
 
 def pace_s(settings: RunSettings, step_times_s: Sequence[float], steps: int) -> float:
-    """Pace x so many steps of the fastest live learner; no wait in lockstep or before the first."""
-    told = sorted(time for time in step_times_s if time > 0)
-    if settings.sync.mode == "lockstep" or not told:
+    """Pace x so many steps of the median live learner; no wait in lockstep or before the first."""
+    if settings.sync.mode == "lockstep":
         return 0.0
-    fastest = max(told[0], told[len(told) // 2] / BELIEVED)
-    return settings.quorum.pace * steps * fastest
+    return settings.quorum.pace * steps * lower_median(step_times_s)
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """Of those above 0; 0 if there is none."""
+    told = sorted(value for value in values if value > 0)
+    return told[(len(told) + 1) // 2 - 1] if told else 0.0
+
+
+def upper_median(values: Sequence[float]) -> float | None:
+    """Of those above 0; None where they are fewer than two."""
+    told = sorted((value for value in values if value > 0), reverse=True)
+    return told[(len(told) + 1) // 2 - 1] if len(told) > 1 else None
 
 
 def grace_s(
     settings: RunSettings, step_times_s: Sequence[float], quorum_s: float, sync_s: float
 ) -> float:
     """Grace: gamma (tau x step time - time to quorum - sync time) within [0, cap]."""
-    told = [time for time in step_times_s if time > 0]
-    if not told:
+    step_s = lower_median(step_times_s)
+    if not step_s:
         return 0.0
-    room_s = settings.sync.overlap_steps * min(told) - (quorum_s + sync_s)
+    room_s = settings.sync.overlap_steps * step_s - (quorum_s + sync_s)
     quorum = settings.quorum
     return max(0.0, min(quorum.grace_cap_s, quorum.grace_fraction * room_s))
-
-
-def clip(bounds: BoundsSection, norms: Sequence[float], norm: float, steps: int) -> float | None:
-    """By what an update is shortened, 1 for nothing; None: it is rejected."""
-    if norm == 0 or len(norms) < FEWEST_NORMS:
-        return 1.0
-    median = sorted(norms)[len(norms) // 2]
-    if median == 0:
-        return 1.0
-    times = norm / steps / median
-    if times > bounds.norm_reject:
-        return None
-    return min(1.0, bounds.norm_clip / times)
 
 
 def refilled(bounds: BoundsSection, left: float, since_s: float) -> float:

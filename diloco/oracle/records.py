@@ -44,6 +44,9 @@ def sums(base: wire.Record, record: wire.Record) -> Iterator[Breach]:
         "tokens_rejected": before.tokens_rejected + sum(one.tokens for one in not_taken),
         "steps_merged": before.steps_merged + sum(one.steps for one in taken),
     }
+    if now.tokens_credited is not None:
+        credited = sum(one.believed_tokens for one in taken)
+        expected["tokens_credited"] = before.believed_tokens + credited
     yield from _equal(
         "totals",
         *((name, min(sum_, GREATEST), getattr(now, name)) for name, sum_ in expected.items()),
@@ -80,6 +83,11 @@ def remembered(life: Life, record: wire.Record) -> Iterator[Breach]:
     """The memory after the record; `life` has gone on from it."""
     expected = life.memory.copy()
     expected.seen_seq = max(life.read_seq, life.known_seq)
+    expected.credits = {
+        update: credit
+        for update, credit in life.credits(without_sum=record.what == "verdict").items()
+        if not expected.resolved(update)
+    }
     for name, wanted, found in expected.differences(Memory.of(record.policy)):
         yield Breach("memory", name, wanted, found)
 
@@ -97,6 +105,11 @@ def _inputs(life: Life | None, record: wire.Record) -> Iterator[Breach]:
             if getattr(one.manifest, name) != getattr(taken, name):
                 expected = getattr(one.manifest, name)
                 yield Breach("input", name, expected, getattr(taken, name))
+        yield from _equal(
+            "weight",
+            ("steps_credited", one.credit.steps, taken.steps_credited),
+            ("tokens_credited", one.credit.tokens, taken.tokens_credited),
+        )
         for name in ("weight", "staleness", "discount", "clip", "norm"):
             if not near(getattr(one, name), getattr(taken, name)):
                 yield Breach("weight", name, getattr(one, name), getattr(taken, name))
@@ -119,7 +132,7 @@ def _rejected(life: Life, record: wire.Record) -> Iterator[Breach]:
 def _step_size(life: Life, record: wire.Record) -> Iterator[Breach]:
     """The outer step's size: a round that holds a share of the fleet takes that share of it."""
     outer = life.settings.outer
-    share = life.share() if outer.participation else 1.0
+    share = life.step_share()
     rate = outer.learning_rate * share
     momentum = outer.momentum**share
     if not near(rate, record.learning_rate):

@@ -103,9 +103,9 @@ def _end_run(life: Life) -> None:
 
 def _count(life: Life) -> None:
     """The quorum is of announcements, and is taken back with them."""
-    quorum, live = life.settings.quorum, len(life.memory.waited_for())
+    quorum, there = life.settings.quorum, len(life.memory.awaited())
     lockstep = life.settings.sync.mode == "lockstep"
-    needed = quorum.min_learners if lockstep else max(1, min(quorum.min_learners, live))
+    needed = quorum.min_learners if lockstep else max(1, min(quorum.min_learners, there))
     reached = len(life.announcers()) >= needed
     if reached and life.phase == "open":
         life.phase, life.quorum_at_s = "grace", max(life.opened_at_s, life.now_s)
@@ -116,12 +116,13 @@ def _count(life: Life) -> None:
 
 
 def _complete(life: Life) -> bool:
-    """Whether every live learner has an update in the sum, or rejected by this round."""
+    """Whether everybody who is awaited has an update in the sum, or rejected by this round."""
     answered = life.answered()
     lockstep = life.settings.sync.mode == "lockstep"
     if lockstep and len(answered) < life.settings.quorum.min_learners:
         return False
-    return not life.unread() and life.memory.waited_for().keys() <= answered
+    awaited = life.memory.waited_for() if lockstep else life.memory.awaited()
+    return not life.unread() and awaited.keys() <= answered
 
 
 def _close(life: Life, reason: str, *, final: bool = False) -> None:
@@ -152,7 +153,8 @@ def recorded(life: Life, close: Close) -> None:
     memory = life.memory
     if close.what == "version":
         answers = list(life.resolved())
-        memory.norms, memory.closed_at_s = life.norms(), close.at_s
+        memory.closed_at_s = close.at_s
+        memory.took_part(life.round_norms())
         life.clock = min(life.settings.run.steps, life.next_clock())
         life.version += 1
         life.merged, life.phase, life.cut = [], "idle", None

@@ -126,7 +126,7 @@ class Oracle:
             return
         settings = self._newest_settings()
         run = settings.run
-        tokens = min(record.totals.tokens_merged for record in newest.values())
+        tokens = min(record.totals.believed_tokens for record in newest.values())
         missing = [
             fragment
             for fragment, record in newest.items()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from diloco.common import wire
 from diloco.common.reasons import Reason, find
 from diloco.oracle import numbers
+from diloco.oracle.credit import shortened
 from diloco.oracle.hearing import wrong_base
 from diloco.oracle.life import Life, Merged, Waiting
 from diloco.oracle.memory import UpdateId
@@ -38,12 +39,11 @@ def _fetched(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
     manifest = one.manifest
     shut_out = manifest.learner in life.memory.quarantined
     reason = Reason.QUARANTINED if shut_out else wrong_base(life, manifest)
-    clip = numbers.clip(life.settings.bounds, life.norms(), seen.value, manifest.steps)
-    if reason is None and clip is None:
-        reason = Reason.NORM
-    if reason is not None or clip is None:
-        _reject(life, one, reason or Reason.NORM)
+    if reason is not None:
+        _reject(life, one, reason)
         return
+    bounds, learner = life.settings.bounds, manifest.learner
+    clip = shortened(bounds, life.norms(), learner, one.credit, seen.value)
     del life.waiting[UpdateId(seen.learner, seen.incarnation, seen.seq)]
     staleness = life.version - manifest.base_version
     life.merged.append(
@@ -52,7 +52,7 @@ def _fetched(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
             stream_seq=one.stream_seq,
             announced_at_s=one.announced_at_s,
             norm=seen.value,
-            weight=numbers.weight(manifest.tokens, manifest.steps),
+            credit=one.credit,
             staleness=staleness,
             discount=numbers.discount(life.settings.staleness, staleness),
             clip=clip,

@@ -77,7 +77,7 @@ def _beside(history: History, commit: Commit, record: wire.Record) -> dict[str, 
         return {"inputs": ()}
     state = commit.state
     settings = _settings_at(history, state.settings_seq)
-    part = rounds.share(state) if settings.outer.participation else 1.0
+    part = rounds.step_share(state, participation=settings.outer.participation)
     learning_rate, momentum = step_size(settings, part)
     inputs = inputs_again(state.admitted, record)
     return {"inputs": inputs, "learning_rate": learning_rate, "momentum": momentum}

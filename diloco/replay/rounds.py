@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.core.state import Admitted, Credit
 from diloco.common import cores, wire
 from diloco.common.config import RunSettings
 from diloco.common.tape import get_object
@@ -44,7 +44,7 @@ def admitted_again(record: wire.Record, taken: wire.Input, settings: RunSettings
     return Admitted(
         _manifest(record, taken),
         taken.stream_seq,
-        taken.weight,
+        Credit(taken.believed_steps, taken.believed_tokens, taken.weight),
         taken.staleness,
         discount,
         taken.clip,

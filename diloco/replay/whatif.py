@@ -318,7 +318,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
             break  # Beyond --until.
         settings = change(settings_at(history, made.settings_seq))
         state = made.commit.state
-        part = rounds.share(state) if settings.outer.participation else 1.0
+        part = rounds.step_share(state, participation=settings.outer.participation)
         found.append(Round(made.at_s, fragment, state.admitted, part, settings))
     for _, record in chain[1:]:
         if record.what == "restore":

@@ -9,11 +9,23 @@ import tomli_w
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from diloco.common.config import CHANGEABLE, RENAMED, Config, IslandSection, MeshSection, Section
+from diloco.common.config import (
+    CHANGEABLE,
+    RENAMED,
+    Config,
+    IslandSection,
+    LearnerBounds,
+    MeshSection,
+    Section,
+)
 from docs.generate.markdown import fence, table
 
 # Tables within a section of the file.
-WITHIN: dict[str, type[Section]] = {"mesh": MeshSection, "islands": IslandSection}
+WITHIN: dict[str, type[Section]] = {
+    "mesh": MeshSection,
+    "islands": IslandSection,
+    "bounds of a learner": LearnerBounds,
+}
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 WORDS: dict[object, str] = {
     int: "integer",
@@ -22,6 +34,7 @@ WORDS: dict[object, str] = {
     bool: "true or false",
     MeshSection: "mesh",
     IslandSection: "island",
+    LearnerBounds: "bounds of a learner",
 }
 EXAMPLES: Mapping[str, Mapping[str, object]] = {
     "run": {"name": "demo", "steps": 400},

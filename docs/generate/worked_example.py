@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.core.state import Admitted, Credit
 from diloco.aggregator.shard_reader import read_payload
 from diloco.common import names, shards, slices, wire
 from diloco.common.codec import Codec, decode_numpy
@@ -72,7 +72,8 @@ def merged(packed: bytes, manifest: wire.Manifest, arrays: FragmentArrays) -> di
     store.put(manifest.shards[0].name, packed)
     payload = read_payload(store, manifest, arrays.grid)
     weight = manifest.tokens**2 / manifest.steps
-    admitted = Admitted(manifest, 9, weight, 0, 1.0, 1.0, payload.norm)
+    credit = Credit(manifest.steps, manifest.tokens, weight)
+    admitted = Admitted(manifest, 9, credit, 0, 1.0, 1.0, payload.norm)
     arrays.merge(payload, admitted)
     made = arrays.close_round([admitted], 1.0)
     delta = names.version_object(RUN, 0, 1, "delta", shards.digest(made.delta))

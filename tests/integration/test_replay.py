@@ -258,7 +258,7 @@ def test_what_if(eventful, tmp_path):
     assert newest.keys() == other.keys()
     assert not all(np.array_equal(newest[name], other[name]) for name in newest)
 
-    asked["settings"] = ("quorum.min_learners=1", "bounds.norm_reject=50")
+    asked["settings"] = ("quorum.min_learners=1", "bounds.norm_clip=50")
     status, text = run_replay(eventful.tape_file, **asked)
     assert (status, "an estimate" in text) == (0, True)
     with pytest.raises(ConfigError, match="excludes --resume"):

@@ -95,6 +95,8 @@ def record_of(rules, commit: Commit, base_digest: str) -> wire.Record:
         base_digest=base_digest,
         layout=rules.layout,
         inputs=tuple(merged_input(taken, b"", 0) for taken in commit.state.admitted),
+        # Of an outer step of 1.
+        learning_rate=rounds.step_share(commit.state, participation=False),
         view_digest=digest_of(decided.version),
         outer_digest=digest_of(decided.version),
     )

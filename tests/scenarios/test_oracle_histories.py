@@ -34,7 +34,9 @@ CHOICES = {
     "staleness.max_versions": [0, 0, 1],
     "bounds.max_steps_per_s": [10],
     "bounds.max_updates_per_s": [0.2, 20.0],
-    "bounds.norm_reject": [100.0],
+    "bounds.max_tokens_per_step": [100, 1 << 32],
+    "bounds.norm_clip": [1.5, 10.0],
+    "bounds.learners": [{}, {"a": {"max_steps_per_s": 3.0, "max_tokens_per_step": 20}}],
     "bounds.quarantine_offences": [2, 16],
 }
 
@@ -162,7 +164,9 @@ class Judged(History):
     def completed(self, record: wire.Record, before) -> wire.Record:
         """What the driver adds: sums, objects and the size of the step."""
         outer = self.settings.outer
-        fields = {"learning_rate": outer.learning_rate, "momentum": outer.momentum, "deltas": ()}
+        share = record.learning_rate if record.what == "version" else 1.0
+        fields = {"learning_rate": outer.learning_rate * share, "deltas": ()}
+        fields["momentum"] = outer.momentum**share
         if before is None:
             fields |= {"what": "version", "position": 1}
         else:
@@ -202,6 +206,7 @@ def sums(before: wire.Totals, record: wire.Record) -> wire.Totals:
         "tokens_merged": before.tokens_merged + sum(one.tokens for one in taken),
         "tokens_rejected": before.tokens_rejected + sum(one.tokens for one in not_taken),
         "steps_merged": before.steps_merged + sum(one.steps for one in taken),
+        "tokens_credited": before.tokens_credited + sum(one.tokens_credited for one in taken),
     }
     return wire.Totals(**{name: min(value, wire.GREATEST) for name, value in fields.items()})
 
@@ -225,8 +230,15 @@ def test_the_oracle_decides_every_history_alike(part: int) -> None:
             seen.update(one.reason for one in record.rejected)
             seen["clipped"] += sum(one.clip < 1 for one in record.inputs)
             seen["stale"] += sum(one.discount < 1 for one in record.inputs)
+            seen["credited less"] += sum(one.steps_credited < one.steps for one in record.inputs)
+            seen["capped"] += sum(
+                one.tokens_credited < one.tokens * one.steps_credited // one.steps
+                for one in record.inputs
+            )
+            seen["alone"] += record.learning_rate < history.settings.outer.learning_rate
     # What is never met is not judged.
     for what in ("complete", "grace", "deadline", "rejections", "quarantined", "superseded",
-                 "unknown_incarnation", "stale", "norm", "clipped"):  # fmt: skip
+                 "unknown_incarnation", "stale", "clipped", "credited less", "capped",
+                 "alone"):  # fmt: skip
         assert seen[what], f"no history has {what}: {dict(seen)}"
     assert seen["followed"] > 10 * HISTORIES / 2

@@ -355,6 +355,8 @@ class Checkers:
         update = self._id(taken)
         fooled = self.hostile.get((record.fragment, update)) is False
         self._hold(not fooled, "fooled", update, f"merged: {taken}")
+        # More than anybody could take in a day of this world, by whatever clock.
+        self._hold(taken.believed_steps < 10**8, "fooled", update, f"believed: {taken}")
         rotten = [one.name for one in taken.shards if one.name in self._world.store.rotten]
         self._hold(not rotten, "rot", update, f"{rotten} was merged")
         shut_out = self._shut_out(taken.learner, taken.stream_seq, taken.stream_seq)

@@ -169,7 +169,7 @@ def settings(plan: Trial) -> dict[str, Any]:
             "liveness_timeout_s": rng.choice([3.0, 6.0]),
             "deadline_s": rng.choice([8.0, 20.0]),
         },
-        "bounds": {"norm_reject": 1e9, "norm_clip": 1e8},
+        "bounds": {"norm_clip": 1e8},
     }
 
 

@@ -23,7 +23,7 @@ LEDGER = {
         "reannounce_timeout_s": 20.0,
     },
     "outer": {"optimizer": "sgd", "learning_rate": 1.0, "merge": "average"},
-    "bounds": {"norm_reject": 1e9, "norm_clip": 1e8},
+    "bounds": {"norm_clip": 1e8},
 }
 
 

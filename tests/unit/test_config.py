@@ -91,7 +91,6 @@ REFUSED = [
     ("bounds", "max_tokens_per_step", 0),
     ("bounds", "max_steps_per_s", 0),
     ("bounds", "norm_clip", 1),
-    ("bounds", "norm_reject", 0.5),
     ("bus", "replicas", 6),
     ("bus", "duplicate_window_s", 0),
     ("bus", "ops_max_bytes", 1),
@@ -111,6 +110,22 @@ def test_a_check_names_key_and_value(section, key, value):
     message = refusal(**{section: {key: value}})
     assert f"'{section}.{key}'" in message
     assert f"got {value!r}" in message
+
+
+def test_a_key_that_is_gone_is_named_with_the_reason():
+    message = refusal(bounds={"norm_reject": 100.0})
+    assert "'bounds.norm_reject' is gone, remove it: an update that is too long is" in message
+
+
+def test_a_specification_may_have_a_key_that_is_gone():
+    fields = make().settings().model_dump()
+    fields["bounds"]["norm_reject"] = 100.0
+    assert parse_settings(fields).bounds.norm_clip == 10.0
+
+
+def test_a_wrong_bound_of_one_learner_names_the_learner():
+    bounds = {"learners": {"a": {"max_steps_per_s": -1}}}
+    assert "'bounds.learners.a.max_steps_per_s'" in refusal(bounds=bounds)
 
 
 @pytest.mark.parametrize("value", [0, 1.5, "fast"])

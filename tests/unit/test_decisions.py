@@ -181,7 +181,7 @@ def test_what_if_nothing_were_another_is_what_was():
     _, history = play(plain)
     plan, was, would = played(history, "staleness.power=0.75")
     assert np.array_equal(was, would)  # Nothing was stale: no discount differs.
-    plan, was, would = played(history, "bounds.norm_reject=99")
+    plan, was, would = played(history, "bounds.norm_clip=99")
     assert plan.decided
     assert len(plan.rounds) == 8
     assert np.array_equal(was, would)

@@ -18,7 +18,7 @@ def examples() -> list[str]:
 
 def test_the_examples_load() -> None:
     least = tomllib.loads(examples()[0])
-    assert len(examples()) == 3
+    assert len(examples()) == 4
     for text in examples():
         document = {**least, **tomllib.loads(text)}
         make_config(document, source="docs/configuration.md")

@@ -16,7 +16,7 @@ from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.core.state import Admitted, Credit
 from diloco.common import slices, wire
 from diloco.common.codec import CODECS, Encoded, decode_numpy
 from diloco.common.config import make_config
@@ -64,8 +64,8 @@ def merged(codec, updates):
     for values, tokens, steps, discount in updates:
         parts = tuple(encode(codec, values[a:b], BLOCK) for a, b in arrays.grid.ranges)
         payload = payload_of(arrays.grid, codec, parts)
-        weight = policy.weight(tokens, steps)
-        one = Admitted(manifest(codec, tokens, steps), 1, weight, 0, discount, 1.0, payload.norm)
+        credit = Credit(steps, tokens, policy.weight(tokens, steps))
+        one = Admitted(manifest(codec, tokens, steps), 1, credit, 0, discount, 1.0, payload.norm)
         arrays.merge(payload, one)
         admitted.append(one)
         payloads.append(payload)
