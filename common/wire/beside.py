@@ -8,6 +8,7 @@ from diloco.common.wire.fields import (
     Body,
     Count,
     Digest,
+    Loss,
     Name,
     Positive,
     Rate,
@@ -79,7 +80,7 @@ class Heartbeat(Body):
     )
     global_step: Count = Field(description="the run's clock, as far as it can tell")
     tokens: Count = Field(description="of this life")
-    loss: float = Field(description="moving average")
+    loss: Loss = Field(description="moving average")
     tokens_per_s: Rate = Field(description="tokens per second, at least 0")
     step_time_s: Seconds = Field(description="moving average")
     stall_s: Seconds = Field(description="time that synchronization took from training")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from diloco.common.names import NAME
 
@@ -25,6 +25,14 @@ GREATEST_S = 1e12
 # Of a sentence that is made for people; shorter than a reader takes.
 NOTE = 500
 
+
+def printable(text: str) -> str:
+    """A sender's text as a terminal may show it: what is not printable becomes a question mark."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
 Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 ObjectName = Annotated[str, Field(min_length=1, max_length=512)]
@@ -34,8 +42,12 @@ Positive = Annotated[int, Field(ge=1, le=GREATEST)]
 PowerOfTwo = Annotated[int, Field(ge=-1074, lt=1024)]
 CheckpointName = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{12}$")]
 Seconds = Annotated[float, Field(ge=0, le=GREATEST_S)]
-Rate = Annotated[float, Field(ge=0)]
-Text = Annotated[str, Field(max_length=2000)]
+# More than all accelerators of the world.
+Rate = Annotated[float, Field(ge=0, le=1e15)]
+Measure = Annotated[float, Field(ge=0)]
+# A loss may be anything, also of a model that has diverged; no sum of them is to overflow.
+Loss = Annotated[float, AfterValidator(lambda loss: max(-GREATEST_S, min(GREATEST_S, loss)))]
+Text = Annotated[str, Field(max_length=2000), AfterValidator(printable)]
 Item = TypeVar("Item")
 # The first wrong item ends it: an error for each of 65,536 takes 300 MB.
 Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]
@@ -46,7 +58,7 @@ def note(text: str) -> str:
 
     What it quotes may be a sender's, who chose its length and its characters.
     """
-    cleaned = "".join(one if one.isprintable() else "?" for one in text[: NOTE + 1])
+    cleaned = printable(text[: NOTE + 1])
     return cleaned if len(cleaned) <= NOTE else f"{cleaned[: NOTE - 3]}..."
 
 

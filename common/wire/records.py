@@ -8,12 +8,12 @@ from diloco.common.wire.fields import (
     Body,
     Count,
     Digest,
+    Measure,
     Name,
     ObjectName,
     Part,
     Positive,
     PowerOfTwo,
-    Rate,
     Seconds,
     Several,
     Text,
@@ -71,6 +71,18 @@ class Input(Part):
     def believed_tokens(self) -> int:
         """Likewise, its tokens."""
         return self.tokens_credited or self.tokens
+
+    @property
+    def less_for(self) -> tuple[str, ...]:
+        """In which ways it counts for less than it claims; empty: in none."""
+        # What steps that are not believed take with them is no cap.
+        left = max(1, self.tokens * self.believed_steps // self.steps)
+        found = {
+            "steps": self.believed_steps < self.steps,
+            "weight": self.believed_tokens < left,
+            "norm": self.clip < 1,
+        }
+        return tuple(what for what, so in found.items() if so)
 
 
 class Rejected(Part):
@@ -137,13 +149,13 @@ class MemberState(Part):
         description="how many more of its updates were rejected for what they are than were merged"
     )
     # Records of earlier releases lack what follows.
-    tokens_per_step: Rate = Field(
+    tokens_per_step: Measure = Field(
         default=0.0, description="moving average of what its updates claim; 0: none did"
     )
     read_at_s: float = Field(
         default=0.0, description="when its last update, or its first join, was read; 0: unknown"
     )
-    speed: Rate = Field(
+    speed: Measure = Field(
         default=0.0,
         description="steps a second that it was seen to take: the greatest of its last updates, a"
         " quarter of which is forgotten with each; 0: unknown",

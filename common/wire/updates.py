@@ -10,6 +10,7 @@ from diloco.common.wire.fields import (
     Body,
     Count,
     Digest,
+    Loss,
     Name,
     ObjectName,
     Part,
@@ -86,7 +87,7 @@ class Manifest(Body):
         description="inner steps of this learner: of this life, and of those before as far as its"
         " checkpoint reached"
     )
-    loss: float = Field(description="moving average of the training loss")
+    loss: Loss = Field(description="moving average of the training loss")
     step_time_s: Seconds = Field(description="moving average of the time of an inner step")
     encode_s: Seconds = Field(description="from dispatch to the shards' bytes")
     upload_s: Seconds = Field(description="from the bytes to the last shard stored")

@@ -126,6 +126,12 @@ def auth_guard(
         float,
         typer.Option("--max-rate", help="messages per second of one learner, over 10 s", min=0.1),
     ] = 100.0,
+    most_bytes_per_s: Annotated[
+        float,
+        typer.Option(
+            "--max-bytes", help="bytes per second of one learner on the tape, over 10 s", min=1000
+        ),
+    ] = 1e6,
     reload: Annotated[
         str | None,
         typer.Option(
@@ -144,7 +150,8 @@ def auth_guard(
 
     command = guard.reload_command(folder, reload)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(guard.guard(folder, run, most_per_s=most_per_s, reload=command))
+        rates = guard.Rates(most_per_s, most_bytes_per_s)
+        asyncio.run(guard.guard(folder, run, rates=rates, reload=command))
 
 
 def _tell_added(folder: Path, credentials: Path | None) -> None:

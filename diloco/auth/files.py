@@ -34,6 +34,8 @@ from diloco.common.errors import ConfigError
 from diloco.common.names import valid_name
 
 OPERATOR = "operator"
+# What words on the tape and log lines say of those who are no learner and no aggregator.
+RESERVED = frozenset({OPERATOR, "guard"})
 _STATE = "auth.toml"
 _ACCOUNTS = "accounts.conf"
 _VALID_DAYS = 3650
@@ -106,6 +108,11 @@ def add(folder: Path, name: str, role: Role) -> Written:
         ConfigError: there is one of that name, or `init` was not called.
     """
     _check_name(name, role)
+    if name in RESERVED:
+        raise ConfigError(
+            f"{name!r} is what the run calls its own: no {role} can have that name",
+            hint="take another name",
+        )
     state = _load(folder)
     if any(one.name == name for one in state.identities):
         raise ConfigError(

@@ -2,10 +2,12 @@
 
 nats-server limits connections and sizes, but not messages in a second. The guard reads the tape
 with the operator's credentials as it grows; a learner that publishes faster than any honest one
-could is revoked, and the servers are told to reload. It runs where the folder of credentials is.
+could, in messages or in bytes, is revoked, and the servers are told to reload. It runs where the
+folder of credentials is.
 """
 
 import asyncio
+import math
 import shlex
 import subprocess
 from collections import deque
@@ -25,21 +27,23 @@ COMMAND_S = 60.0
 
 
 class Rates:
-    """Messages a second of each sender, over the last `SPAN_S`. Pure: times come in."""
+    """Messages and bytes a second of each sender, over the last `SPAN_S`. Pure: times come in."""
 
-    def __init__(self, most_per_s: float) -> None:
-        self._most = most_per_s * SPAN_S
-        self._times_s: dict[str, deque[float]] = {}
+    def __init__(self, most_per_s: float, most_bytes_per_s: float = math.inf) -> None:
+        self.most_per_s = most_per_s
+        self.most_bytes_per_s = most_bytes_per_s
+        self._sent: dict[str, deque[tuple[float, int]]] = {}
 
-    def count(self, sender: str, at_s: float) -> bool:
+    def count(self, sender: str, at_s: float, size_bytes: int = 0) -> bool:
         """Whether a message is one too many of its sender's."""
-        times_s = self._times_s.setdefault(sender, deque())
-        times_s.append(at_s)
-        while times_s[0] <= at_s - SPAN_S:
-            times_s.popleft()
-        if len(times_s) <= self._most:
+        sent = self._sent.setdefault(sender, deque())
+        sent.append((at_s, size_bytes))
+        while sent[0][0] <= at_s - SPAN_S:
+            sent.popleft()
+        span_bytes = sum(size for _, size in sent)
+        if len(sent) <= self.most_per_s * SPAN_S and span_bytes <= self.most_bytes_per_s * SPAN_S:
             return False
-        times_s.clear()
+        sent.clear()
         return True
 
 
@@ -61,7 +65,7 @@ def reload_command(folder: Path, given: str | None) -> list[str]:
     return ["nats-server", "--signal", f"reload={pid_file}"]
 
 
-async def guard(folder: Path, target: str, *, most_per_s: float, reload: list[str]) -> None:
+async def guard(folder: Path, target: str, *, rates: Rates, reload: list[str]) -> None:
     """Read the tape from its end on, for ever, and revoke who floods it.
 
     Raises:
@@ -71,7 +75,9 @@ async def guard(folder: Path, target: str, *, most_per_s: float, reload: list[st
     async with open_run(target, name="guard") as opened:
         context = opened.context
         logger = log.get(run=context.run)
-        logger.info("guarding", most_per_s=most_per_s)
+        logger.info(
+            "guarding", most_per_s=rates.most_per_s, most_bytes_per_s=rates.most_bytes_per_s
+        )
 
         async def revoke(learner: str) -> None:
             await asyncio.to_thread(auth.revoke, folder, learner)
@@ -79,24 +85,29 @@ async def guard(folder: Path, target: str, *, most_per_s: float, reload: list[st
             if failure:
                 logger.error("reload_failed", error=failure)
             logger.warning(
-                "revoked", learner=learner, most_per_s=most_per_s, runbook="runbooks/credentials.md"
+                "revoked",
+                learner=learner,
+                most_per_s=rates.most_per_s,
+                most_bytes_per_s=rates.most_bytes_per_s,
+                runbook="runbooks/credentials.md",
             )
 
-        await watch(context, most_per_s, revoke)
+        await watch(context, rates, revoke)
 
 
 async def watch(
-    context: RunContext, most_per_s: float, revoke: Callable[[str], Awaitable[None]]
+    context: RunContext, rates: Rates, revoke: Callable[[str], Awaitable[None]]
 ) -> None:
-    """Call `revoke` once for each learner that publishes more than `most_per_s`."""
-    run, rates, revoked = context.run, Rates(most_per_s), set[str]()
+    """Call `revoke` once for each learner that publishes more than it may."""
+    run, revoked = context.run, set[str]()
     subjects = [names.join(run, "*"), names.leave(run, "*"), names.update(run, "*", "*")]
     start = await context.bus.last_sequence(context.tape) + 1
     async for message in context.bus.read(context.tape, subjects, start):
         learner = names.subject_learner(message.subject)
         if learner is None:
             continue
-        if rates.count(learner, message.time_s) and learner not in revoked:
+        too_much = rates.count(learner, message.time_s, len(message.payload))
+        if too_much and learner not in revoked:
             revoked.add(learner)
             await revoke(learner)
 

@@ -191,6 +191,7 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
         return store, [
             Finding(severity="ok", about="store", sentence=taken),
             *service.store_owner(store),
+            *service.store_fence(store, credentials=bool(config.bus.credentials)),
         ]
     except StoreMissingError as error:
         # Of a run that is there it is an error, and `open_run` says so.

@@ -139,6 +139,19 @@ def store_owner(store: ObjectStore) -> Iterator[Finding]:
         )
 
 
+def store_fence(store: ObjectStore, *, credentials: bool) -> Iterator[Finding]:
+    """Of a run whose parties have credentials each: a folder as store has nothing of the kind."""
+    if credentials and isinstance(store, DirectoryStore):
+        yield Finding(
+            severity="warning",
+            about="store",
+            sentence=f"{store.root} is a folder: a learner that can write to it can replace and "
+            "delete the objects of all others, whatever its credentials allow on the bus",
+            advice="use a bucket, with a prefix for each learner, where learners are not trusted",
+            runbook=PERMISSIONS,
+        )
+
+
 def _foreign(root: Path) -> Iterator[Path]:
     """Folders below the store's that belong to somebody else."""
     owner = root.stat().st_uid

@@ -48,6 +48,14 @@ RECENT = 16
 # Mean staleness, in versions, from which a learner's work hardly counts.
 STALE = 4.0
 REJECTED_SHARE = 0.1
+# Fewer than this may be an accident of clocks.
+CUT_LEAST = 4
+# What is said of updates that count for less than they claim.
+LESS = {
+    "steps": "claim more steps than there was time for",
+    "weight": "claim far more tokens than the others' weigh",
+    "norm": "were shortened: far longer for their steps than the others'",
+}
 # A fragment stands still when what is in flight has waited for so many hard deadlines.
 PATIENCE = 3.0
 
@@ -70,11 +78,15 @@ class Finding:
 
 
 class Answer(NamedTuple):
-    """What became of an update: its staleness if it was merged, else the reason."""
+    """What became of an update: its staleness if it was merged, else the reason.
+
+    `less`: in which ways a merged one counts for less than it claims.
+    """
 
     stream_seq: int
     staleness: int | None
     reason: str
+    less: tuple[str, ...] = ()
 
 
 def configuration(settings: RunSettings) -> Iterator[Finding]:
@@ -240,7 +252,9 @@ def answers(records: Iterable[wire.Record], learner: str) -> list[Answer]:
     found = []
     for record in records:
         found += [
-            Answer(t.stream_seq, t.staleness, "") for t in record.inputs if t.learner == learner
+            Answer(t.stream_seq, t.staleness, "", t.less_for)
+            for t in record.inputs
+            if t.learner == learner
         ]
         found += [
             Answer(t.stream_seq, None, t.reason) for t in record.rejected if t.learner == learner
@@ -251,8 +265,19 @@ def answers(records: Iterable[wire.Record], learner: str) -> list[Answer]:
 def usefulness(name: str, resolved: Iterable[Answer]) -> Iterator[Finding]:
     """Of what a learner sent last: how stale it was, and how much was rejected."""
     recent = sorted(resolved, key=lambda item: item[0])[-RECENT:]
-    stale = [staleness for _, staleness, _ in recent if staleness is not None]
-    reasons = Counter(reason for _, _, reason in recent if reason)
+    stale = [one.staleness for one in recent if one.staleness is not None]
+    reasons = Counter(one.reason for one in recent if one.reason)
+    less = Counter(what for one in recent for what in one.less)
+    if less.total() >= max(CUT_LEAST, REJECTED_SHARE * len(recent)):
+        yield Finding(
+            severity="warning",
+            about=f"learner {name}",
+            sentence=f"of its last {len(recent)} updates "
+            + ", ".join(f"{count} {LESS[what]}" for what, count in less.most_common()),
+            advice="declare it in bounds.learners if it is as fast as it says; if not, it is "
+            "misconfigured or lies",
+            runbook=REJECTED_UPDATES,
+        )
     if stale and statistics.fmean(stale) >= STALE:
         yield Finding(
             severity="warning",

@@ -61,13 +61,15 @@ def chosen(shut_out: str | None, release: str | None) -> tuple[str, bool] | None
 
 def as_json(learners: Iterable[Learner]) -> list[dict[str, object]]:
     """For scripts: each learner's fields."""
-    return [asdict(one) | {"reasons": dict(one.reasons)} for one in learners]
+    return [
+        asdict(one) | {"reasons": dict(one.reasons), "less": dict(one.less)} for one in learners
+    ]
 
 
 def table(learners: Iterable[Learner]) -> Table:
     """For people; what has no place in 80 columns is in the JSON."""
     shown = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    left = ("learner", "state", "rejected for")
+    left = ("learner", "state")
     for title in (
         "learner",
         "state",
@@ -81,7 +83,7 @@ def table(learners: Iterable[Learner]) -> Table:
         "norm",
     ):
         shown.add_column(title, justify="left" if title in left else "right", no_wrap=True)
-    shown.add_column("rejected for")
+    shown.add_column("rejected for, or counted less by")
     for one in learners:
         reasons = one.reasons.most_common(REASONS)
         shown.add_row(
@@ -95,6 +97,9 @@ def table(learners: Iterable[Learner]) -> Table:
             f"{one.tokens:,}",
             "-" if one.loss is None else f"{one.loss:.4g}",
             "-" if one.norms is None else f"{one.norms:.2f}",
-            ", ".join(f"{reason} x {count}" for reason, count in reasons),
+            ", ".join(
+                [f"{reason} x {count}" for reason, count in reasons]
+                + [f"{what} less x {count}" for what, count in one.less.most_common()]
+            ),
         )
     return shown

@@ -23,6 +23,8 @@ class Learner:
         offences: the most that any fragment counts; see `bounds.quarantine_offences`.
         tokens: of what was merged, on the mean over the fragments.
         reasons: how many updates were rejected, by reason.
+        less: how many of those merged count for less than they claim, by what: "steps" that there
+            was no time for, "weight" far above the others', "norm" far above the others'.
         loss: median of its last updates that were merged; `norms`: of their norms, each relative to
             the median of its round; None before any was.
         heard_at_s: when its last join or update was stored, in seconds since the epoch.
@@ -43,6 +45,7 @@ class Learner:
     norms: float | None = None
     heard_at_s: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
+    less: Counter[str] = field(default_factory=Counter)
 
 
 class Roster:
@@ -103,6 +106,7 @@ class Roster:
             one = self._learner(taken.learner)
             one.merged += 1
             one.tokens += taken.tokens
+            one.less.update(taken.less_for)
         for refused in record.rejected:
             one = self._learner(refused.learner)
             one.rejected += 1

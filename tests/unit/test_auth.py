@@ -101,6 +101,9 @@ def test_wrong_use_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already"):
         auth.init(tmp_path, "demo", ["localhost"])
     auth.add(tmp_path, "a", "learner")
+    for reserved in ("operator", "guard"):
+        with pytest.raises(ConfigError, match="what the run calls its own"):
+            auth.add(tmp_path, reserved, "learner")
     with pytest.raises(ConfigError, match=r"'a' in .* already"):
         auth.add(tmp_path, "a", "aggregator")
     with pytest.raises(ConfigError, match="no identity 'b'"):

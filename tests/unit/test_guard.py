@@ -20,6 +20,14 @@ def test_whoever_keeps_to_the_rate_is_never_cut_off():
     assert any(steady.count("a", 100.0 + number / 2.5) for number in range(1000))
 
 
+def test_bytes_count_as_well_as_messages():
+    """40 messages of 1 MiB a second are no more messages than an honest fleet member may send."""
+    rates = Rates(100.0, 1e6)
+    assert not any(rates.count("a", 100.0, 1 << 20) for _ in range(9))
+    assert rates.count("a", 100.0, 1 << 20)
+    assert not any(rates.count("b", 100.0 + n / 10, 90_000) for n in range(1000))
+
+
 def test_servers_reload_by_signal_or_by_a_command(tmp_path):
     with pytest.raises(ConfigError, match=r"no nats-server runs.*nats-server\.pid"):
         reload_command(tmp_path, None)

@@ -98,6 +98,14 @@ def test_roots_objects_belong_to_the_folders_owner(tmp_path: Path) -> None:
     assert "chown -R --reference" in found.advice
 
 
+def test_a_folder_beside_credentials_is_no_fence(tmp_path: Path) -> None:
+    (found,) = service.store_fence(DirectoryStore(tmp_path), credentials=True)
+    assert found.severity == "warning"
+    assert "delete the objects of all others" in found.sentence
+    assert not [*service.store_fence(DirectoryStore(tmp_path), credentials=False)]
+
+
 def test_of_other_stores_nothing_is_said() -> None:
+    assert not [*service.store_fence(MemoryStore(), credentials=True)]
     assert service.probed_as(MemoryStore()) == ""
     assert not [*service.store_owner(MemoryStore())]

@@ -346,3 +346,17 @@ def test_a_pointer_stands_for_a_record():
     with pytest.raises(WireError) as caught:
         wire.decode_record(wire.encode(EXAMPLES[wire.Join]))
     assert caught.value.reason == "kind"
+
+
+def test_what_a_sender_wrote_for_people_is_printable_once_it_is_decoded():
+    join = wire.Join.model_construct(
+        run="r", learner="a", layout="0" * 32, host="\x1b[2J\x1b]0;owned\x07h\u202et\n"
+    )
+    fields = join.model_dump() | {"schema": wire.SCHEMA, "kind": "join"}
+    assert wire.decode(wire.Join, msgpack.packb(fields)).host == "?[2J?]0;owned?h?t?"
+
+
+@pytest.mark.parametrize(("loss", "read"), [(1e300, 1e12), (-1e300, -1e12), (2.5, 2.5)])
+def test_a_loss_is_bounded_and_its_update_is_not_lost(loss, read):
+    fields = fields_of(EXAMPLES[wire.Manifest]) | {"loss": loss}
+    assert wire.decode(wire.Manifest, msgpack.packb(fields)).loss == read
