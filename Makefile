@@ -30,7 +30,7 @@ RUN := $(BIN)/python -m
 .DELETE_ON_ERROR:
 .PHONY: help install demo reference docs test wheel-test test-slow test-systemd chaos fuzz mutants lint types \
 	imports check \
-	bench headline quality quality-large sim terraform lock clean
+	attack bench headline quality quality-large sim terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -127,6 +127,9 @@ quality: install ## sweep the quality of training, for some hours of one core; R
 	@$(RUN) bench.curves --results $(RESULTS) --task transfer
 	@$(RUN) bench.curves --results $(RESULTS) --plot $(dir $(RESULTS))quality.png \
 		--proof $(dir $(RESULTS))quality-proof.png
+
+attack: install ## one liar of four: what its attacks do to a run, in virtual time; ARGS="--seeds 3"
+	@$(RUN) bench.attack $(ARGS)
 
 quality-large: install ## quality of SIZE=10m or 35m on an accelerator, PIECE=9 minutes at a time
 	@$(RUN) bench.large --folder $(LARGE) --size $(SIZE) --minutes $(PIECE) $(ARGS)

@@ -291,7 +291,7 @@ class _Learner:
         world, owner = self.world, self.world.owners[send.fragment]
         rows = self.replica.collect(send.fragment, self.replica.send(send.fragment))
         parts = (Encoded(rows.scales, rows.codes.reshape(-1)),)
-        manifest = _manifest(world, self, send)
+        manifest, parts = world.forge(_manifest(world, self, send), parts)
         with _merging():
             norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)
         payload = Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
@@ -352,6 +352,12 @@ class World:
             took_s=self.stopped_at_s - BEGAN_S,
             looks=tuple(self.looks),
         )
+
+    def forge(
+        self, manifest: wire.Manifest, parts: tuple[Encoded, ...]
+    ) -> tuple[wire.Manifest, tuple[Encoded, ...]]:
+        """What a learner announces and stores in place of this; here the same."""
+        return manifest, parts
 
     def next_seq(self) -> int:
         self._seq += 1
