@@ -159,7 +159,7 @@ def test_from_an_empty_disk_to_a_started_unit(machine: Machine, cloud: Cloud) ->
     for lock in ("tpu", "task"):
         assert f"{pip} --require-hashes -r {home}/source/locks/{lock}.lock" in commands
     assert commands[-5:] == [
-        "/opt/diloco/bin/diloco install-units --programs /opt/diloco/bin",
+        "/opt/diloco/bin/diloco install-units --programs /opt/diloco/bin --overwrite",
         "systemd-sysusers",
         "systemctl daemon-reload",
         "systemctl enable diloco-learner@central.service",
