@@ -40,9 +40,10 @@ u diloco - "diloco daemons"
 STORE_TMPFILES = """# For systemd-tmpfiles: the store's folder, made where it is missing.
 d {folder} 2750 diloco diloco
 """
-# Objects are for the group to read: operators who are members of `diloco`.
+# Objects are for the group to read: operators who are members of `diloco`. Of a disk that cannot be
+# mounted yet no unit fails (RequiresMountsFor=): daemons wait for it within the process.
 STORE = """[Unit]
-RequiresMountsFor={folder}
+After=remote-fs.target
 
 [Service]
 User=diloco
