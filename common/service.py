@@ -149,7 +149,7 @@ class Runtime:
                     raise
                 fault(error)
                 if failures == 0:
-                    logger.warning("waiting", what=what, error=error.message)
+                    logger.warning("waiting", what=what, error=error.message, hint=error.hint)
                 failures += 1
                 await asyncio.sleep(self.rng.uniform(0, backoff_s))
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)

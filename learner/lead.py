@@ -63,6 +63,7 @@ def lead(host: Host) -> Iterator[Life]:
     with ExitStack() as stack:
         bus = host.starting(_connect(host))
         stack.callback(lambda: background.call(bus.close()))
+        host.probes.health.begin_phase("reading the run")
         specification = host.starting(_specification(host, bus))
         # Of several hosts the others must hear of it, and do so as of every end.
         alone = jax.process_count() == 1

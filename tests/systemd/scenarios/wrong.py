@@ -105,12 +105,13 @@ def before_the_run():
     """Who is started before `run create` says so, and is there once there is a run."""
     for unit in (AGGREGATOR, A):
         begin(unit)
-    for unit in (AGGREGATOR, A):
-        told = until(lambda unit=unit: error_of(unit), f"{unit} says what is missing")
-        assert "there is no run 'demo'" in told, told
-        assert "diloco run create" in told, told
-        until(lambda unit=unit: restarts(unit) >= 3, f"{unit} tries again")
-        assert "waits for 5 s before restart 2" in journal(unit), journal(unit)
+    told = until(lambda: error_of(AGGREGATOR), "it says what is missing")
+    assert "there is no run 'demo'" in told, told
+    assert "diloco run create" in told, told
+    until(lambda: restarts(AGGREGATOR) >= 3, "it tries again")
+    assert "waits for 5 s before restart 2" in journal(AGGREGATOR)
+    until(lambda: "waits: reading the run" in status_text(A), "it says what it waits for")
+    assert any("create the run" in (event.get("hint") or "") for event in events(A)), journal(A)
     follow_page("create")
     for unit in (AGGREGATOR, A):
         until(lambda unit=unit: active(unit), f"{unit} is ready")
