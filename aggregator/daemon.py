@@ -30,8 +30,16 @@ from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
 
 
-async def load_run(config: Config, bus: Bus, runtime: Runtime) -> tuple[ObjectStore, Layout, int]:
+async def load_run(
+    config: Config,
+    bus: Bus,
+    runtime: Runtime,
+    *,
+    opened: Callable[..., ObjectStore] = open_store,
+) -> tuple[ObjectStore, Layout, int]:
     """Check a daemon's configuration against its run; the run's store, layout and epoch.
+
+    `opened` opens the store, once the bus has told of a run.
 
     Raises:
         RunMismatchError: no such run, or settings that disagree.
@@ -39,7 +47,7 @@ async def load_run(config: Config, bus: Bus, runtime: Runtime) -> tuple[ObjectSt
     """
     # The bus is asked first: before a run is created there is no store to open either.
     specification = await load_specification(bus, config.run.name)
-    store = open_store(config.store.url, emulator=config.store.emulator)
+    store = opened(config.store.url, emulator=config.store.emulator)
     name = names.layout_object(config.run.name, specification.layout)
     layout = parse_layout(await runtime.call(store.get, name), specification.layout)
     theirs = parse_settings(specification.settings)

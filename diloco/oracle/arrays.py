@@ -241,8 +241,8 @@ def read_update(
 
 def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, Any]]:
     """The norm that clips and medians follow from is that of the codes as they came."""
-    norm = float(np.sqrt(np.square(norms_S).sum()))
-    if not np.isclose(norm, taken.norm, rtol=NORM_ERROR, atol=0):
+    norm = math.sqrt(float(np.square(norms_S).sum()))
+    if not math.isclose(norm, taken.norm, rel_tol=NORM_ERROR):
         yield "weight", f"norm of {taken.learner}", norm, taken.norm
 
 

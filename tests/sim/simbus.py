@@ -214,8 +214,11 @@ class ActorBus:
         expected_last: int | None = None,
         ttl_s: float | None = None,
     ) -> int:
-        await self.actor.delay()
         actor, faults = self.actor, self.actor.faults
+        if faults.delay:
+            await actor.delay()
+        else:
+            actor.check()
         broker, again = self._broker, msg_id in self.actor.tried
         actor.tried.add(msg_id)
 
@@ -301,7 +304,11 @@ class ActorBus:
                     reader.ready = None
                     continue
                 message = queue.popleft()
-                await self._deliver()
+                self.actor.world.delivered += 1
+                if self.actor.faults.delay or self.actor.bus_is_cut():
+                    await self._deliver()
+                else:
+                    self.actor.check()
                 position = message.seq + 1
                 if message.seq not in log:
                     continue  # It has been trimmed, or was followed by another, meanwhile.
@@ -322,7 +329,6 @@ class ActorBus:
 
     async def _deliver(self) -> None:
         actor = self.actor
-        actor.world.delivered += 1
         while actor.bus_is_cut():  # noqa: ASYNC110 - virtual time
             # At least a tick: what is left may be too little to move the time at all.
             await asyncio.sleep(max(actor.bus_cut_until_s - actor.world.loop.now_s, TICK_S))

@@ -284,7 +284,9 @@ class World:
     async def _aggregate(self, actor: Actor, lease_ttl_s: float | None) -> None:
         """As `diloco.aggregator.daemon.serve`."""
         actor.starting = True
-        layout, epoch = await load_run(self._config, actor.bus, actor.store, actor.runtime)
+        _, layout, epoch = await load_run(
+            self._config, actor.bus, actor.runtime, opened=lambda *_, **__: actor.store
+        )
         actor.starting = False
         context = replace(self._context(actor, actor.name), layout=layout, epoch=epoch)
         await aggregate(context, Leases(context, lease_ttl_s) if lease_ttl_s else None)
