@@ -31,28 +31,26 @@ from diloco.common.tape import load_specification
 
 
 async def load_run(
-    config: Config,
-    bus: Bus,
-    runtime: Runtime,
-    *,
-    opened: Callable[..., ObjectStore] = open_store,
-) -> tuple[ObjectStore, Layout, int]:
-    """Check a daemon's configuration against its run; the run's store, layout and epoch.
-
-    `opened` opens the store, once the bus has told of a run.
+    config: Config, bus: Bus, store: ObjectStore, runtime: Runtime
+) -> tuple[Layout, int]:
+    """Check a daemon's configuration against its run; the run's layout and epoch.
 
     Raises:
         RunMismatchError: no such run, or settings that disagree.
-        StoreMissingError: the run exists, and the folder of its store is not mounted.
     """
-    # The bus is asked first: before a run is created there is no store to open either.
     specification = await load_specification(bus, config.run.name)
-    store = opened(config.store.url, emulator=config.store.emulator)
     name = names.layout_object(config.run.name, specification.layout)
     layout = parse_layout(await runtime.call(store.get, name), specification.layout)
     theirs = parse_settings(specification.settings)
     check_same_run(config.settings(), theirs, layout.digest, specification.layout)
-    return store, layout, specification.epoch
+    return layout, specification.epoch
+
+
+async def _open_run(config: Config, bus: Bus, runtime: Runtime) -> tuple[ObjectStore, Layout, int]:
+    # The bus is asked first: before a run is created there is no folder to open either.
+    await load_specification(bus, config.run.name)
+    store = open_store(config.store.url, emulator=config.store.emulator)
+    return store, *await load_run(config, bus, store, runtime)
 
 
 class Owners:
@@ -196,7 +194,7 @@ async def _serve(
     try:
         probes.health.begin_phase("reading the run")
         store, layout, epoch = await runtime.retry(
-            "reading the run", lambda: load_run(config, bus, runtime), logger=logger
+            "reading the run", lambda: _open_run(config, bus, runtime), logger=logger
         )
         context = Context(
             name=config.aggregator.name,

@@ -284,9 +284,7 @@ class World:
     async def _aggregate(self, actor: Actor, lease_ttl_s: float | None) -> None:
         """As `diloco.aggregator.daemon.serve`."""
         actor.starting = True
-        _, layout, epoch = await load_run(
-            self._config, actor.bus, actor.runtime, opened=lambda *_, **__: actor.store
-        )
+        layout, epoch = await load_run(self._config, actor.bus, actor.store, actor.runtime)
         actor.starting = False
         context = replace(self._context(actor, actor.name), layout=layout, epoch=epoch)
         await aggregate(context, Leases(context, lease_ttl_s) if lease_ttl_s else None)

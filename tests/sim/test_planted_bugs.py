@@ -205,9 +205,9 @@ def epoch_of_manifests_unchecked():
 def epoch_not_asked_for():
     """A daemon takes its run for one that was never resumed."""
 
-    async def load(*args, **options):
-        store, layout, _ = await load_run(*args, **options)
-        return store, layout, 0
+    async def load(config, bus, store, runtime):
+        layout, _ = await load_run(config, bus, store, runtime)
+        return layout, 0
 
     return mock.patch("simworld.load_run", load)
 
