@@ -45,28 +45,38 @@ class Retries:
     waiting: Counter[tuple[str, str]] = field(default_factory=Counter)
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    @contextlib.contextmanager
-    def note(self, what: str) -> Iterator[Callable[[DilocoError], None]]:
+    def note(self, what: str) -> "Attempts":
         """Gives the function to call at each fault of an attempt at `what`."""
-        met: tuple[str, str] | None = None
-
-        def fault(error: DilocoError) -> None:
-            nonlocal met
-            if met is not None:
-                self.waiting[met] -= 1
-            met = (what, _cause(error))
-            self.waiting[met] += 1
-            self.faults[met] += 1
-
-        try:
-            yield fault
-        finally:
-            if met is not None:
-                self.waiting[met] -= 1
+        return Attempts(self, what)
 
     def now(self) -> tuple[str, ...]:
         """What waits now."""
         return tuple(what for (what, _), count in sorted(self.waiting.copy().items()) if count)
+
+
+class Attempts:
+    """Attempts at one thing, for as long as a block lasts."""
+
+    __slots__ = ("_met", "_retries", "_what")
+
+    def __init__(self, retries: Retries, what: str) -> None:
+        self._retries = retries
+        self._what = what
+        self._met: tuple[str, str] | None = None
+
+    def __enter__(self) -> Callable[[DilocoError], None]:
+        return self._fault
+
+    def __exit__(self, *_: object) -> None:
+        if self._met is not None:
+            self._retries.waiting[self._met] -= 1
+
+    def _fault(self, error: DilocoError) -> None:
+        if self._met is not None:
+            self._retries.waiting[self._met] -= 1
+        self._met = (self._what, _cause(error))
+        self._retries.waiting[self._met] += 1
+        self._retries.faults[self._met] += 1
 
 
 def _cause(error: DilocoError) -> str:
