@@ -125,7 +125,7 @@ def without_nats():
     # On its own a learner waits for NATS; beside an aggregator that starts, it waits for that.
     for unit in (AGGREGATOR, CHECKPOINT, A):
         run("systemctl", "start", "--no-block", "--job-mode=ignore-dependencies", unit)
-    for unit in (AGGREGATOR, A):
+    for unit in (AGGREGATOR, A, CHECKPOINT):
         until(lambda unit=unit: "waits: " in status_text(unit), f"{unit} says what it waits for")
     pids = {unit: show(unit, "MainPID") for unit in (AGGREGATOR, A, CHECKPOINT)}
     time.sleep(75)
