@@ -7,12 +7,14 @@ each fragment is judged from its oldest record on. `remake.py` goes on with the 
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco.common import wire
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import next_step
+from diloco.common.tape import read_positions
 from diloco.projections.history import (
     Announced,
     Chain,
@@ -351,8 +353,20 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
                 and after.base_version >= before.base_version,
                 "data", where, f"update {after.seq} does not follow {before.seq}",
             )  # fmt: skip
-    for (learner, incarnation), starts in begins.items():
-        _check_beginning(found, learner, incarnation, starts)
+    earlier = _earlier(found)
+    if earlier is not None:
+        for (learner, incarnation), starts in begins.items():
+            _check_beginning(found, learner, incarnation, starts, earlier.get(learner, 0))
+
+
+def _earlier(found: Audit) -> Mapping[str, int] | None:
+    """Data positions of earlier epochs; None if they are lost."""
+    history = found.history
+    try:
+        return read_positions(history.store, history.specification)
+    except (ObjectMissingError, IntegrityError, WireError) as error:
+        found.hold(False, "data", "the specification", error.message)
+        return None
 
 
 def _goes_on(history: History, before: wire.Manifest, after: wire.Manifest) -> bool:
@@ -368,15 +382,17 @@ def _goes_on(history: History, before: wire.Manifest, after: wire.Manifest) -> b
     return begins == before.position or (dropped and begins > before.position)
 
 
-def _check_beginning(found: Audit, learner: str, incarnation: int, starts: set[int]) -> None:
+def _check_beginning(
+    found: Audit, learner: str, incarnation: int, starts: set[int], begins: int
+) -> None:
     history = found.history
     said: list[tuple[int, wire.Manifest | wire.Leave]] = [*history.manifests, *history.leaves]
-    earlier = [
+    ends = [
         message.position
         for seq, message in said
         if message.learner == learner and max(seq, message.incarnation + 1) <= incarnation
     ]
-    behind = max([*earlier, history.specification.positions.get(learner, 0)])
+    behind = max([*ends, begins])
     # What earlier lives have sent may be trimmed; then it lies further on.
     fits = starts == {behind} or (history.trimmed and len(starts) == 1 and min(starts) > behind)
     where = f"{learner}, life {incarnation}"
