@@ -41,7 +41,7 @@ from diloco.common.exits import Exit
 from diloco.common.kept import is_kept
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
-from diloco.projections.history import History, read_history
+from diloco.projections.history import History, in_order, read_history
 from diloco.projections.live import read_heartbeats, read_leases
 
 ORDER = ("error", "warning", "note", "ok")
@@ -320,9 +320,8 @@ async def _examine_run(
     ]
 
 
-def _in_time(history: History) -> list[wire.Record]:
-    chained = [at for chain in history.records.values() for at in chain]
-    return [record for _, record in sorted(chained, key=lambda at: at[0])]
+def _in_time(history: History) -> Iterator[wire.Record]:
+    return (record for _, record in in_order(history.records.values()))
 
 
 class _Look(NamedTuple):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from diloco.cli.settings import parse_fragments
 from diloco.cli.versions import find_targets
 from diloco.common import names, wire
 from diloco.common.errors import ConfigError
-from diloco.common.tape import RunContext
+from diloco.common.tape import RunContext, records_of
 from diloco.learner.task import run_task
 from diloco.model import files as model_file
 from diloco.model.view import GlobalModel
@@ -34,6 +35,7 @@ from diloco.replay.coverage import (
     verdict,
 )
 from diloco.replay.decide import decide
+from diloco.replay.listing import Listing, fragment_of, read_listing
 from diloco.replay.options import Options
 from diloco.replay.verify import Lost
 
@@ -81,8 +83,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         with console.status("reading the tape ..."):
             until = await _until(context, options)
             # Before the tape: what it does not know of then is newer than it.
-            there = await context.runtime.call(context.store.list, f"{context.run}/")
-            listed = [info.name for info in there]
+            listing = await read_listing(context)
             history = await read_history(context)
         check_readable(history)
         chosen = verify.chains(history, _fragments(history, options), options.first, until)
@@ -91,13 +92,14 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         if options.score or options.bisect:
             return await score.run_score(context, history, chosen, options, console)
         if options.blame:
-            return await _blame(context, history, chosen, listed, options, console)
+            return await _blame(context, history, chosen, listing, options, console)
         if options.settings or options.without:
             return await _what_if(context, history, chosen, options, console)
         window_s = opened.config.gc.replay_window_s if opened.copy else math.inf
         lost = opened.kept.header.get("lost", "") if opened.kept is not None else ""
         now_s = context.runtime.clock()
-        tape = tape_of(history, listed, window_s=window_s, now_s=now_s, lost=lost)
+        tape = tape_of(history, listing, window_s=window_s, now_s=now_s, lost=lost)
+        tape = replace(tape, missing=await _still_missing(context, tape.missing))
         return await _verify(context, history, chosen, tape, window_s, options, console)
 
 
@@ -143,6 +145,26 @@ async def _is_collected(context: RunContext, history: History, lost: Lost, windo
     if lost.record_seq <= oldest_seq:
         return True
     return context.runtime.clock() - history.times_s[lost.record_seq] > window_s
+
+
+async def _still_missing(
+    context: RunContext, missing: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, int], ...]:
+    """Objects that are gone: not made, nor collected, while tape and store were read."""
+    if not missing:
+        return ()
+    oldest: dict[int | None, int] = {}
+    for fragment in range(len(context.layout.fragments)):
+        async for recorded in records_of(context, fragment):
+            oldest[fragment] = recorded.record_seq
+            break
+    there = await context.runtime.call(context.store.list, f"{context.run}/")
+    found = Listing(info.name for info in there)
+    return tuple(
+        (name, seq)
+        for name, seq in missing
+        if name not in found and seq > oldest.get(fragment_of(context.run, name), 0)
+    )
 
 
 async def _until(context: RunContext, options: Options) -> dict[int, int]:
@@ -246,12 +268,11 @@ async def _blame(
     context: RunContext,
     history: History,
     chosen: dict[int, Chain],
-    listed: list[str],
+    listing: Listing,
     options: Options,
     console: Console,
 ) -> int:
-    there = {*listed}
-    chains = {fragment: whatif.mergeable(chain, there) for fragment, chain in chosen.items()}
+    chains = {fragment: whatif.mergeable(chain, listing) for fragment, chain in chosen.items()}
     late = [f"{f} at {c[0][1].version}" for f, c in chains.items() if c[0][1].version > 0]
     if late and not options.json:
         console.print(f"[yellow]note:[/] fragments begin at later versions: {', '.join(late)}")

@@ -147,15 +147,14 @@ def _name(taken: wire.Input | wire.Rejected) -> str:
 
 def _tell_message(history: History, seq: int) -> Iterator[str]:
     at = _clock(history.times_s[seq])
-    for entry in history.entries:
-        if entry.seq == seq and isinstance(entry.body, wire.Manifest):
+    if (entry := history.entries.at(seq)) is not None:
+        if isinstance(entry.body, wire.Manifest):
             yield from tell_update(history, identity(entry.body))
-            return
-        if entry.seq == seq:
+        else:
             yield f"message {seq}: {entry.body.kind}, stored {at}, on {entry.subject}"
             for field in type(entry.body).model_fields:
                 yield f"  {field:<14} {str(getattr(entry.body, field))[:300]}"
-            return
+        return
     unread: list[Unreadable | Garbage] = [*history.unreadable, *history.garbage]
     for bad in unread:
         if bad.seq == seq:
@@ -188,9 +187,9 @@ def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str
         f"{since(history.times_s[seq])}"
     )
     yield f"  merged {len(record.inputs)}, in this order:"
-    manifests = dict(history.manifests)
     for taken in record.inputs:
-        yield f"    {_merged_line(history, taken, manifests.get(taken.stream_seq), began_s)}"
+        manifest = history.manifest_at(taken.stream_seq)
+        yield f"    {_merged_line(history, taken, manifest, began_s)}"
     yield from _not_merged(history, seq, record)
     yield from _observed(record, began_s)
     yield from _by_tensor(history, record)
@@ -229,8 +228,8 @@ def _not_merged(history: History, seq: int, record: wire.Record) -> Iterator[str
     for answer_seq, other in history.records[record.fragment]:
         for taken in resolves(other):
             later[answered(other, taken)] = answer_seq
-    for update, at in history.sent().items():
-        waits = update.fragment == record.fragment and at.stream_seq < seq and update not in own
+    for update, at in history.sent(record.fragment).items():
+        waits = at.stream_seq < seq and update not in own
         if waits and (answer := later.get(update, seq + 1)) > seq:
             where = f"record {answer}" if update in later else "no record yet"
             yield (
@@ -299,7 +298,7 @@ def tell_update(history: History, update: Sent) -> Iterator[str]:
     yield (
         f"update {update.learner}:{update.incarnation}-{update.seq} of fragment {update.fragment}"
     )
-    for seq, manifest in history.manifests:
+    for seq, manifest in history.announced(update.fragment):
         if identity(manifest) == update:
             yield (
                 f"  announced by message {seq}, {_clock(history.times_s[seq])}, attempt "
