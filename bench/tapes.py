@@ -51,7 +51,7 @@ COMMANDS = {
 }
 
 
-def build(*, steps: int, seed: int) -> Task:
+def build(*, steps: int, seed: int) -> Task:  # noqa: ARG001 - as a task's
     """A task whose evaluation takes no time."""
 
     def init(key: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def build(*, steps: int, seed: int) -> Task:
     def loss(params: Any, batch: Any) -> Any:
         return sum(jnp.square(leaf - batch).mean() for leaf in params.values())
 
-    def batches(learner: str, position: int) -> Any:
+    def batches(learner: str, position: int) -> Any:  # noqa: ARG001
         while True:
             yield np.zeros((), np.float32)
 

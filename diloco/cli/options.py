@@ -33,7 +33,7 @@ MetricsPort = Annotated[
     int | None,
     typer.Option(
         "--metrics-port",
-        help="port of /metrics and /healthz, 0 for none [default: from the file]",
+        help="port of /metrics, /livez and /readyz, 0 for none [default: from the file]",
         min=0,
         max=65535,
         metavar="PORT",
