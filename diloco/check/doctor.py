@@ -41,7 +41,7 @@ from diloco.common.exits import Exit
 from diloco.common.kept import is_kept
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
-from diloco.projections.history import History, in_order, read_history
+from diloco.projections.history import History, read_history
 from diloco.projections.live import read_heartbeats, read_leases
 
 ORDER = ("error", "warning", "note", "ok")
@@ -321,7 +321,7 @@ async def _examine_run(
 
 
 def _in_time(history: History) -> Iterator[wire.Record]:
-    return (record for _, record in in_order(history.records.values()))
+    return (record for _, record in history.in_order())
 
 
 class _Look(NamedTuple):

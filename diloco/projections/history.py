@@ -289,6 +289,10 @@ class History:
             for taken in record.rejected
         }
 
+    def in_order(self) -> Iterator[tuple[int, wire.Record]]:
+        """Every record with its sequence, in order of the tape."""
+        return in_order(self.records.values())
+
     def lives(self, learner: str) -> list[int]:
         """Incarnations of a learner, in order."""
         return [seq for seq, join in self.joins if join.learner == learner]

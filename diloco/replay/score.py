@@ -168,6 +168,20 @@ async def run_score(
 Hear = Callable[[int, int], None]
 
 
+async def score_all(
+    context: RunContext, scorer: Scorer, chains: Mapping[int, Chain]
+) -> dict[int, float]:
+    """The loss at every moment, by the sequence of its record; those that are new are kept.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    scores = _Scores(context, scorer, await kept_losses(context))
+    every = moments(chains)
+    found = await _all(chains, every, scores, lambda *_: None)
+    return {every[index].record_seq: loss for index, loss in found.losses.items()}
+
+
 async def _all(
     chains: Mapping[int, Chain], every: list[Moment], scores: _Scores, hear: Hear
 ) -> Scored:

@@ -120,7 +120,7 @@ def _object(history: History, name: str) -> Found:
 def tell(history: History, found: Found) -> Iterator[str]:
     """Lines on what was found."""
     for seq in found.seqs:
-        record = _record_at(history, seq)
+        record = record_at(history, seq)
         if record is not None:
             yield from tell_record(history, seq, record)
         else:
@@ -129,7 +129,8 @@ def tell(history: History, found: Found) -> Iterator[str]:
         yield from tell_update(history, update)
 
 
-def _record_at(history: History, seq: int) -> wire.Record | None:
+def record_at(history: History, seq: int) -> wire.Record | None:
+    """The record at a sequence of the tape."""
     for chain in history.records.values():
         for at, record in chain:
             if at == seq:
