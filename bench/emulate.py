@@ -290,7 +290,7 @@ class _Learner:
     def _send(self, send: sync.Send) -> None:
         world, owner = self.world, self.world.owners[send.fragment]
         rows = self.replica.collect(send.fragment, self.replica.send(send.fragment))
-        parts = (Encoded(rows.scales, rows.codes.reshape(-1)),)
+        parts: tuple[Encoded, ...] = (Encoded(rows.scales, rows.codes.reshape(-1)),)
         manifest, parts = world.forge(_manifest(world, self, send), parts)
         with _merging():
             norms_S = merge.segment_norms(owner.arrays.grid, world.settings.sync.codec, parts)

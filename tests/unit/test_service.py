@@ -13,7 +13,15 @@ from diloco.common.errors import (
     ObjectLostError,
     StoreUnavailableError,
 )
-from diloco.common.service import FIRST_BACKOFF_S, LAST_BACKOFF_S, Runtime, cancel, first_of
+from diloco.common.service import (
+    FIRST_BACKOFF_S,
+    LAST_BACKOFF_S,
+    AskedToStopError,
+    Runtime,
+    cancel,
+    first_of,
+    unless_asked,
+)
 
 
 class Clock:
@@ -221,6 +229,28 @@ def test_cancelling_all_of_them_leaves_none(run_async):
     assert sorted(log) == ["a", "b"]
 
 
+def test_a_cancellation_that_was_forgotten_is_sent_again(run_async, monkeypatch):
+    monkeypatch.setattr(service, "CANCEL_AGAIN_S", 0.01)
+    forgotten = []
+
+    async def forgetful():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            forgotten.append(1)  # As `asyncio.wait_for` does whose answer came just now.
+        await asyncio.Event().wait()
+
+    async def main():
+        task = asyncio.ensure_future(forgetful())
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await cancel(task)
+        assert task.cancelled()
+
+    run_async(main())
+    assert forgotten == [1]
+
+
 def test_cancelled_tasks_are_waited_for_whatever_they_raise(run_async):
     ended = []
 
@@ -240,3 +270,22 @@ def test_cancelled_tasks_are_waited_for_whatever_they_raise(run_async):
 
     run_async(main())
     assert ended == [True]
+
+
+def test_a_start_waits_until_somebody_asks_for_its_end(run_async):
+    async def begin() -> str:
+        return "begun"
+
+    assert run_async(unless_asked(begin(), lambda: False)) == "begun"
+    ended = []
+
+    async def waits_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    answers = iter([False, False, True])
+    with pytest.raises(AskedToStopError):
+        run_async(unless_asked(waits_for_ever(), lambda: next(answers)))
+    assert ended
