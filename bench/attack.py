@@ -56,22 +56,22 @@ def _noise(honest: Encoded) -> Encoded:
 
 
 def _greatest(_: wire.Manifest) -> dict[str, object]:
-    return {"steps": 1 << 40, "tokens": 1 << 60}
+    return {"steps": 60_000, "tokens": 60_000 << 32}
 
 
 ATTACKS = (
     Attack("none: an honest fourth"),
-    Attack("steps and tokens as large as a message holds", _greatest),
+    Attack("60,000 steps of 2^32 tokens", _greatest),
     Attack("the same, joins late", _greatest, joins_s=200.0),
-    Attack("tokens alone, as many", lambda _: {"tokens": 1 << 60}),
+    Attack("2^32 tokens a step", lambda sent: {"tokens": sent.steps << 32}),
     Attack("tiny step time", lambda _: {"step_time_s": 1e-9}),
     Attack("huge step time", lambda _: {"step_time_s": 1e12}),
     Attack("one step and one token", lambda _: {"steps": 1, "tokens": 1}),
     Attack("tiny updates", lambda _: {"step_time_s": 1e-9}, _scaled(2.0**-40)),
-    Attack("zeros at the greatest claims", _greatest, _scaled(1.0, sign=0)),
+    Attack("zeros with these claims", _greatest, _scaled(1.0, sign=0)),
     Attack("true claims, the direction turned", forge=_scaled(1.0, sign=-1)),
     Attack("true claims, turned and ten times as long", forge=_scaled(9.9, sign=-1)),
-    Attack("greatest claims, noise ten times as long", _greatest, _noise, joins_s=200.0),
+    Attack("these claims, noise ten times as long, joins late", _greatest, _noise, joins_s=200.0),
 )
 
 
