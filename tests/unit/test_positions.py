@@ -72,6 +72,21 @@ def test_a_run_with_5000_learners_is_resumed_twice(run_async):
     run_async(scenario())
 
 
+def test_a_process_that_outlived_its_tape_does_not_send_its_learner_back(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        await lab.join("a")
+        for _ in range(3):
+            await lab.announce(lab.upload("a"))
+        # Stored last, by a life of another epoch that no join of this tape follows.
+        stale = lab.upload("a").model_copy(update={"epoch": 7, "incarnation": 99, "position": 4})
+        await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(stale))
+        assert await data_position(lab.context, "a") == 24
+
+    run_async(scenario())
+
+
 def test_few_learners_become_more_than_fit(run_async):
     async def scenario() -> None:
         lab = Lab()
