@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 10.0
+# Between two looks at whether a daemon that starts is to end.
+ASKED_LOOK_S = 0.2
 # Longer than any farewell takes: giving up leases, closing a connection.
 CANCEL_AGAIN_S = 10.0
 
@@ -159,7 +161,7 @@ class Runtime:
                     raise
                 fault(error)
                 if failures == 0:
-                    logger.warning("waiting", what=what, error=error.message)
+                    logger.warning("waiting", what=what, error=error.message, hint=error.hint)
                 failures += 1
                 await asyncio.sleep(self.rng.uniform(0, backoff_s))
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
@@ -221,6 +223,29 @@ def asked_by_signals(stop: Callable[[], object]) -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, before[number])
+
+
+class AskedToStopError(Exception):
+    """Somebody asked the daemon to stop before its work began."""
+
+
+async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bool]) -> T:
+    """What a part of a start gives, unless the daemon is asked to stop first.
+
+    A start waits for others, for ever if need be; it must not wait so when its machine goes down.
+
+    Raises:
+        AskedToStopError: it was asked; the coroutine is cancelled.
+    """
+    task = asyncio.ensure_future(coroutine)
+    try:
+        while not asked():
+            done, _ = await asyncio.wait([task], timeout=ASKED_LOOK_S)
+            if done:
+                return task.result()
+    finally:
+        await cancel(task)
+    raise AskedToStopError
 
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from diloco.learner.task import Batch, Params, Task, check_task, load_task
     from diloco.model.load import load
     from diloco.operate.from_params import create
+    from diloco.replay.tables import open  # noqa: A004 - as `tarfile.open`
 
     __version__: str
 
@@ -62,6 +63,7 @@ __all__ = [
     "load_task",
     "matrices_by_hint",
     "muon",
+    "open",
     "warmup_cosine",
 ]
 
@@ -92,6 +94,7 @@ _HOMES = {
     "load_task": "diloco.learner.task",
     "matrices_by_hint": "diloco.learner.optimizer",
     "muon": "diloco.learner.optimizer",
+    "open": "diloco.replay.tables",
     "warmup_cosine": "diloco.learner.optimizer",
 }
 

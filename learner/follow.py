@@ -54,7 +54,7 @@ def follow(host: Host) -> Iterator[Life]:
 def _following_life(host: Host, context: Context, link: Link, constants_object: str | None) -> Life:
     background = host.background
     replica = make_replica(host, context, _told_views(context, link))
-    constants = read_constants(context, host.member.constants, constants_object)
+    constants = read_constants(host, context, host.member.constants, constants_object)
     compile_programs(host, replica, constants)
     folder = own_folder(host, context)
     go = link.receive(messages.Go)

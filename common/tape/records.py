@@ -78,7 +78,16 @@ def record_in(store: ObjectStore, subject: str, pointer: wire.RecordPointer) -> 
         WireError: it is no record, or not of its subject.
         IntegrityError, ObjectMissingError: its object is damaged or gone.
     """
-    record = wire.decode(wire.Record, get_object(store, pointer.body))
+    return record_of(subject, get_object(store, pointer.body))
+
+
+def record_of(subject: str, body: bytes) -> wire.Record:
+    """The record in an object to which a message of a subject points.
+
+    Raises:
+        WireError: it is no record, or not of its subject.
+    """
+    record = wire.decode(wire.Record, body)
     check_fits(subject, record)
     return record
 
