@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.common import shards, wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import decode_numpy
 from diloco.common.errors import IntegrityError, ObjectMissingError
 from diloco.common.tape import (
@@ -159,7 +160,7 @@ def assemble_view(
     data = get_object(context.store, snapshot)
     read_bytes = len(data)
     view = np.frombuffer(data, np.float32).copy()
-    sync = context.settings.sync
+    sync = sync_of(context.settings.sync, context.layout.fragments[fragment])
     for delta in deltas:
         data = get_object(context.store, delta)
         read_bytes += len(data)

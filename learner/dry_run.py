@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from diloco.common import shards, slices
+from diloco.common.averaged import sync_of
 from diloco.common.codec import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.common.config import Config, LearnerSection, SyncSection
 from diloco.common.errors import ConfigError
@@ -245,7 +246,7 @@ class _Fragment:
     """
 
     def __init__(self, island: Island, fragment: Fragment, leaves: Leaves) -> None:
-        self.sync = island.settings.sync
+        self.sync = sync_of(island.settings.sync, fragment)
         self.fragment = fragment
         self.kernels = make_kernels(
             island.layout,

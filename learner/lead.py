@@ -272,7 +272,7 @@ def _planner(
     peers: Alone | Coordinator,
     saver: Checkpoints,
 ) -> Planner:
-    rules = sync.sync_rules(context.settings.sync)
+    rules = sync.sync_rules(context.settings.sync, context.layout)
     return Planner(
         rules=rules,
         state=sync.begin(rules, starts),

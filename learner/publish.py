@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco.common import metrics, names, shards, slices, wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import Encoded
 from diloco.common.errors import DilocoError
 from diloco.learner import sync
@@ -180,7 +181,7 @@ class Publisher:
             base_version=send.base_version,
             base_digest=send.base_digest,
             layout=context.layout.digest,
-            codec=context.settings.sync.codec,
+            codec=sync_of(context.settings.sync, context.layout.fragments[send.fragment]).codec,
             shards=(*stored.shards, *others),
             tokens=send.tokens,
             steps=send.steps,
