@@ -63,7 +63,8 @@ class Uploader:
 
     def _pack(self, fragment: int, codes: Any) -> list[tuple[bytes, np.ndarray]]:
         """Bytes and blocks of each shard."""
-        sync_section = self._context.settings.sync
+        context = self._context
+        sync_section = sync_of(context.settings.sync, context.layout.fragments[fragment])
         codec, block = sync_section.codec, sync_section.block
         owned_n = self._tensors.owned(fragment)
         if not len(owned_n):  # All its blocks are other hosts' too, and theirs to send.

@@ -415,9 +415,10 @@ async def play(
     Raises:
         DilocoError: an update or a view cannot be read.
     """
-    from diloco.learner.task import run_task
+    from diloco.learner.contract import model_of
+    from diloco.learner.task import held_out_loss
 
-    task = await asyncio.to_thread(run_task, history.settings)
+    task = await asyncio.to_thread(model_of, history.settings)
     model = await GlobalModel.of_run(context, task)
     models = await asyncio.to_thread(_Models, history, plan)
     was = sorted(
@@ -431,7 +432,7 @@ async def play(
     begins = [chain[0][1] for chain in plan.chains.values()]
     step = max(record.global_step for record in begins)
     views, _ = models.views()
-    loss = float(await asyncio.to_thread(task.evaluate, model.params(views)))
+    loss = await asyncio.to_thread(held_out_loss, task, model.params(views))
     at_s = max(record.closed_at_s for record in begins)
     result = Result([Point(at_s, step, loss, loss)])
     for index, (at_s, _, item) in enumerate(line):
@@ -443,7 +444,7 @@ async def play(
         progress(index + 1, len(line))
         if index in marks:
             losses = [
-                float(await asyncio.to_thread(task.evaluate, model.params(views)))
+                (await asyncio.to_thread(held_out_loss, task, model.params(views)))
                 for views in models.views()
             ]
             result.points.append(Point(at_s, step, losses[0], losses[1]))

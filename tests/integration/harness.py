@@ -29,7 +29,7 @@ from diloco.common.config import Config, load_config
 from diloco.common.service import Runtime
 from diloco.common.tape import RunContext
 from diloco.learner import tree
-from diloco.learner.task import load_task
+from diloco.learner.contract import load_task
 from diloco.model.view import load_params
 from diloco.operate.create import create
 
