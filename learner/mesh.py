@@ -256,6 +256,7 @@ class BatchPlacer:
     """
 
     def __init__(self, mesh: Mesh, batch: Any) -> None:
+        self._mesh = mesh
         self._cuts = mesh.shape["data"] * mesh.shape["fsdp"]
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -284,6 +285,9 @@ class BatchPlacer:
 
     def place(self, rows: Any) -> Any:
         """The global batch, of which this host gives its `rows`."""
+        if self._mesh.size == 1:
+            # Ahead of the step: what a program is given on the host it would wait for.
+            return jax.device_put(rows, self._everywhere)
         if self._cuts == 1:
             return rows
         start, stop = self.rows

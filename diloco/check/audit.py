@@ -329,7 +329,7 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
     """Each step's work is in one update of a fragment at most, whatever lives it took.
 
     Within a life updates follow each other without a gap; a life begins behind all that earlier
-    manifests and leaves cover.
+    manifests and leaves cover. Of averaged state, adopting a version lets go what was not sent.
     """
     history = found.history
     runs: dict[tuple[str, int, int], list[wire.Manifest]] = defaultdict(list)
@@ -340,7 +340,9 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
     for (learner, incarnation, fragment), manifests in runs.items():
         where = f"{learner}, life {incarnation}, fragment {fragment}"
         manifests.sort(key=lambda manifest: manifest.seq)
-        if manifests[0].seq == 1:
+        if history.layout.fragments[fragment].averaged:
+            pass
+        elif manifests[0].seq == 1:
             begins[learner, incarnation].add(manifests[0].position - manifests[0].steps)
         else:
             found.hold(history.trimmed, "data", where, f"begins with {manifests[0].seq}")
@@ -358,9 +360,11 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
 def _goes_on(history: History, before: wire.Manifest, after: wire.Manifest) -> bool:
     """Whether the data of an update begins where that of the one before ended.
 
-    A rollback between them drops what was not sent.
+    A rollback between them drops what was not sent; so does a version of averaged state.
     """
     begins = after.position - after.steps
+    if history.layout.fragments[after.fragment].averaged:
+        return begins >= before.position
     dropped = any(
         record.what == "restore" and before.base_version < record.version <= after.base_version
         for _, record in history.records[after.fragment]

@@ -53,7 +53,7 @@ class ModuleTensors:
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Set a parameter's values, in place."""
-        own = np.ascontiguousarray(values)
+        own = np.require(values, requirements=("C", "W"))  # as torch wants them
         if own.dtype == ml_dtypes.bfloat16:
             given = torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
         else:
