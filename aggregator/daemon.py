@@ -25,26 +25,40 @@ from diloco.common.errors import ConfigError, IntegrityError
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.manager import report, tell, tell_stopping
 from diloco.common.probes import Probes, make_probes, serving
-from diloco.common.service import Runtime, all_of, cancel, first_of, on_signals
+from diloco.common.service import (
+    AskedToStopError,
+    Runtime,
+    all_of,
+    cancel,
+    first_of,
+    on_signals,
+    unless_asked,
+)
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
 
 
-async def load_run(config: Config, bus: Bus, runtime: Runtime) -> tuple[ObjectStore, Layout, int]:
-    """Check a daemon's configuration against its run; the run's store, layout and epoch.
+async def load_run(
+    config: Config, bus: Bus, store: ObjectStore, runtime: Runtime
+) -> tuple[Layout, int]:
+    """Check a daemon's configuration against its run; the run's layout and epoch.
 
     Raises:
         RunMismatchError: no such run, or settings that disagree.
-        StoreMissingError: the run exists, and the folder of its store is not mounted.
     """
-    # The bus is asked first: before a run is created there is no store to open either.
     specification = await load_specification(bus, config.run.name)
-    store = open_store(config.store.url, emulator=config.store.emulator)
     name = names.layout_object(config.run.name, specification.layout)
     layout = parse_layout(await runtime.call(store.get, name), specification.layout)
     theirs = parse_settings(specification.settings)
     check_same_run(config.settings(), theirs, layout.digest, specification.layout)
-    return store, layout, specification.epoch
+    return layout, specification.epoch
+
+
+async def _open_run(config: Config, bus: Bus, runtime: Runtime) -> tuple[ObjectStore, Layout, int]:
+    # The bus is asked first: before a run is created there is no folder to open either.
+    await load_specification(bus, config.run.name)
+    store = open_store(config.store.url, emulator=config.store.emulator)
+    return store, *await load_run(config, bus, store, runtime)
 
 
 class Owners:
@@ -177,18 +191,31 @@ async def _serve(
     logger = log.get(run=config.run.name, aggregator=config.aggregator.name)
     for sentence in warnings(config.settings()):
         logger.warning("configuration", warning=sentence)
+    begin = _begin(config, pinned, runtime, probes, logger)
+    with contextlib.suppress(AskedToStopError):
+        context = await unless_asked(begin, asked.is_set)
+        try:
+            leases = Leases(context, config.aggregator.lease_ttl_s, pinned)
+            await _work(context, leases, probes, asked)
+        finally:
+            await context.bus.close()
+    logger.info("stopped")
+
+
+async def _begin(
+    config: Config,
+    pinned: frozenset[int] | None,
+    runtime: Runtime,
+    probes: Probes,
+    logger: log.Logger,
+) -> Context:
+    """Connect, read the run, prove the store; waits for whoever does not answer."""
     probes.health.begin_phase("connecting to NATS")
-    try:
-        bus = await jetstream.connect_or_wait(
-            config.bus, config.aggregator.name, runtime, logger, asked.is_set
-        )
-    except jetstream.AskedToStopError:
-        logger.info("stopped")
-        return
+    bus = await jetstream.connect_or_wait(config.bus, config.aggregator.name, runtime, logger)
     try:
         probes.health.begin_phase("reading the run")
         store, layout, epoch = await runtime.retry(
-            "reading the run", lambda: load_run(config, bus, runtime), logger=logger
+            "reading the run", lambda: _open_run(config, bus, runtime), logger=logger
         )
         context = Context(
             name=config.aggregator.name,
@@ -205,26 +232,30 @@ async def _serve(
         )
         _check_pinned(pinned, len(layout.fragments))
         await _prove_store(context)
-        logger.info("started", fragments=sorted(pinned) if pinned else len(layout.fragments))
-        leases = Leases(context, config.aggregator.lease_ttl_s, pinned)
-        work = asyncio.ensure_future(aggregate(context, leases))
-        stop = asyncio.ensure_future(asked.wait())
-        probes.start.over()
-        reports = asyncio.ensure_future(report(probes.health, probes.manager))
-        checkpoints = asyncio.ensure_future(watch_checkpoints(context))
-        tell(probes.manager, READY="1")
-        await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
-        tell_stopping(probes.manager)
-        await cancel(reports, checkpoints)
-        stop.cancel()
-        if work.done():
-            work.result()
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
-        logger.info("stopped")
-    finally:
+    except BaseException:
         await bus.close()
+        raise
+    logger.info("started", fragments=sorted(pinned) if pinned else len(layout.fragments))
+    return context
+
+
+async def _work(context: Context, leases: Leases, probes: Probes, asked: asyncio.Event) -> None:
+    """Aggregate, and tell systemd, until the run ends or somebody asks for the end."""
+    work = asyncio.ensure_future(aggregate(context, leases))
+    stop = asyncio.ensure_future(asked.wait())
+    probes.start.over()
+    reports = asyncio.ensure_future(report(probes.health, probes.manager))
+    checkpoints = asyncio.ensure_future(watch_checkpoints(context))
+    tell(probes.manager, READY="1")
+    await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+    tell_stopping(probes.manager)
+    await cancel(reports, checkpoints)
+    stop.cancel()
+    if work.done():
+        work.result()
+    work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
 
 
 async def _prove_store(context: Context) -> None:

@@ -123,17 +123,17 @@ class Leases:
                 continue
             self._seen[message.subject] = _Seen(lease, message.seq, _now_s())
 
-    def _standing(self, subject: str) -> wire.Lease | None:
+    def _standing(self, subject: str, now_s: float) -> wire.Lease | None:
         """The lease that a key stands for, unless it has been given up or has expired."""
         seen = self._seen.get(subject)
         if seen is None or seen.lease.state == "released":
             return None
-        age_s = _now_s() - seen.heard_at_s
+        age_s = now_s - seen.heard_at_s
         return None if seen.lease.state == "held" and age_s > seen.lease.ttl_s else seen.lease
 
-    def _members(self) -> dict[str, Pinned]:
+    def _members(self, now_s: float) -> dict[str, Pinned]:
         prefix = names.aggregator_lease(self._context.run, "")
-        standing = [self._standing(key) for key in self._seen if key.startswith(prefix)]
+        standing = [self._standing(key, now_s) for key in self._seen if key.startswith(prefix)]
         members = {
             lease.life: None if lease.pinned is None else frozenset(lease.pinned)
             for lease in standing
@@ -141,10 +141,10 @@ class Leases:
         }
         return members | {self._life: self._pinned}
 
-    def _holders(self) -> dict[int, str | None]:
+    def _holders(self, now_s: float) -> dict[int, str | None]:
         holders: dict[int, str | None] = {}
         for fragment in range(len(self._context.layout.fragments)):
-            lease = self._standing(names.fragment_lease(self._context.run, fragment))
+            lease = self._standing(names.fragment_lease(self._context.run, fragment), now_s)
             if fragment in self._held:
                 holders[fragment] = self._life
             elif lease is None or lease.life == self._life:
@@ -170,10 +170,10 @@ class Leases:
             if self._lost:
                 lost, self._lost = self._lost, set()
                 await drop(lost)
-            wanted = divide(
-                self._life, self._members(), self._holders(), len(self._context.layout.fragments)
-            )
-            await drop(wanted.release)
+            now_s, fragments = _now_s(), len(self._context.layout.fragments)
+            wanted = divide(self._life, self._members(now_s), self._holders(now_s), fragments)
+            if wanted.release:
+                await drop(wanted.release)
             for fragment in wanted.release:
                 await self._give_up(fragment)
             for fragment in wanted.acquire:

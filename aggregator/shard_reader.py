@@ -76,8 +76,12 @@ def read_parts(
 
 def cut_alike(entries: Sequence[wire.Shard], grid: Grid) -> bool:
     """Whether an update's shards are the grid's ranges."""
-    own = [slices.of_range(start, stop, grid.block) for start, stop in grid.ranges]
-    return [entry.slices for entry in entries] == own
+    if len(entries) != len(grid.ranges):
+        return False
+    return all(
+        slices.is_range(entry.slices, start, stop, grid.block)
+        for entry, (start, stop) in zip(entries, grid.ranges, strict=True)
+    )
 
 
 def _assemble(

@@ -191,6 +191,8 @@ class Tenure:
             return await self._queue.get()
         clock = self._context.runtime.clock
         if clock() < due_s:
+            with contextlib.suppress(asyncio.QueueEmpty):
+                return self._queue.get_nowait()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(due_s - clock()):
                     return await self._queue.get()

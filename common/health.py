@@ -1,8 +1,8 @@
-"""Whether a daemon lives and can work: asked by /healthz, and told to systemd.
+"""Whether a daemon lives and can work: asked by /livez and /readyz, and told to systemd.
 
-*Live*: the main loop has turned within a time that no work of its takes. It is what a restart
-mends. *Ready*: the daemon does its work; else `why` has sentences. What waits for NATS or the
-store is live, and ready: it goes on by itself.
+*Live*: the main loop has turned within a time that no work of its takes, or has not begun: a start
+may take long. It is what a restart mends. *Ready*: the daemon does its work; else `why` has
+sentences. What waits for NATS or the store is live, and ready: it goes on by itself.
 """
 
 import time

@@ -138,7 +138,8 @@ RECEIVED = _counter("aggregator_received_bytes_total", "bytes of updates read fr
 STORED = _counter("aggregator_stored_bytes_total", "bytes of versions written to the store")
 COLLECTED = _counter("aggregator_collected_bytes_total", "bytes deleted by garbage collection")
 RUN_CHECKPOINTED_AT = _gauge(
-    "run_checkpoint_timestamp_seconds", "time of the run's newest checkpoint in the store"
+    "run_checkpoint_timestamp_seconds",
+    "time of the run's newest checkpoint in the store, or of its creation if there is none",
 )
 TAPE_SIZE = _gauge("tape_size_bytes", "size of the tape")
 TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")

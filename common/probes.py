@@ -1,4 +1,4 @@
-"""What looks into a daemon from outside: /metrics for Prometheus, /healthz, and systemd.
+"""What looks into a daemon from outside: /metrics for Prometheus, /livez, /readyz, and systemd.
 
 HTTP is answered from threads of their own, so that a main loop that hangs can be seen.
 """
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from diloco.common import metrics
 from diloco.common.config import MetricsSection, ServiceManager, service_manager
 from diloco.common.errors import ConfigError
-from diloco.common.health import Health
+from diloco.common.health import Answer, Health
 from diloco.common.manager import Starting
 from diloco.common.metrics import Metrics
 from diloco.common.service import Retries
@@ -44,7 +44,7 @@ def make_probes(retries: Retries, **labels: str) -> Probes:
 
 @contextmanager
 def serving(section: MetricsSection, probes: Probes) -> Iterator[None]:
-    """Tell systemd of the start; serve both pages while the block lasts, where a port is set.
+    """Tell systemd of the start; serve the pages while the block lasts, where a port is set.
 
     Raises:
         ConfigError: the port is not to be had.
@@ -61,7 +61,8 @@ def serving(section: MetricsSection, probes: Probes) -> Iterator[None]:
 def _pages(section: MetricsSection, probes: Probes) -> Iterator[None]:
     pages = {
         "/metrics": lambda: (HTTPStatus.OK, metrics.CONTENT_TYPE, probes.metrics.exposition()),
-        "/healthz": lambda: _healthz(probes.health),
+        "/livez": lambda: _answer(probes.health, lambda answer: answer.live),
+        "/readyz": lambda: _answer(probes.health, lambda answer: answer.ready),
     }
     server = _listen(section, pages)
     thread = threading.Thread(target=server.serve_forever, name="probes", daemon=True)
@@ -89,9 +90,9 @@ def _show_retries(counted: Metrics, retries: Retries) -> None:
         counted.set(metrics.WAITING, retries.waiting[key], *key)
 
 
-def _healthz(health: Health) -> tuple[HTTPStatus, str, bytes]:
+def _answer(health: Health, well: Callable[[Answer], bool]) -> tuple[HTTPStatus, str, bytes]:
     answer = health.answer()
-    status = HTTPStatus.OK if answer.ready else HTTPStatus.SERVICE_UNAVAILABLE
+    status = HTTPStatus.OK if well(answer) else HTTPStatus.SERVICE_UNAVAILABLE
     return status, "application/json", json.dumps(answer._asdict()).encode() + b"\n"
 
 

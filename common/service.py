@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 10.0
+# Between two looks at whether a daemon that starts is to end.
+ASKED_LOOK_S = 0.2
 
 
 async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -43,28 +45,38 @@ class Retries:
     waiting: Counter[tuple[str, str]] = field(default_factory=Counter)
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    @contextlib.contextmanager
-    def note(self, what: str) -> Iterator[Callable[[DilocoError], None]]:
+    def note(self, what: str) -> "Attempts":
         """Gives the function to call at each fault of an attempt at `what`."""
-        met: tuple[str, str] | None = None
-
-        def fault(error: DilocoError) -> None:
-            nonlocal met
-            if met is not None:
-                self.waiting[met] -= 1
-            met = (what, _cause(error))
-            self.waiting[met] += 1
-            self.faults[met] += 1
-
-        try:
-            yield fault
-        finally:
-            if met is not None:
-                self.waiting[met] -= 1
+        return Attempts(self, what)
 
     def now(self) -> tuple[str, ...]:
         """What waits now."""
         return tuple(what for (what, _), count in sorted(self.waiting.copy().items()) if count)
+
+
+class Attempts:
+    """Attempts at one thing, for as long as a block lasts."""
+
+    __slots__ = ("_met", "_retries", "_what")
+
+    def __init__(self, retries: Retries, what: str) -> None:
+        self._retries = retries
+        self._what = what
+        self._met: tuple[str, str] | None = None
+
+    def __enter__(self) -> Callable[[DilocoError], None]:
+        return self._fault
+
+    def __exit__(self, *_: object) -> None:
+        if self._met is not None:
+            self._retries.waiting[self._met] -= 1
+
+    def _fault(self, error: DilocoError) -> None:
+        if self._met is not None:
+            self._retries.waiting[self._met] -= 1
+        self._met = (self._what, _cause(error))
+        self._retries.waiting[self._met] += 1
+        self._retries.faults[self._met] += 1
 
 
 def _cause(error: DilocoError) -> str:
@@ -147,7 +159,7 @@ class Runtime:
                     raise
                 fault(error)
                 if failures == 0:
-                    logger.warning("waiting", what=what, error=error.message)
+                    logger.warning("waiting", what=what, error=error.message, hint=error.hint)
                 failures += 1
                 await asyncio.sleep(self.rng.uniform(0, backoff_s))
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
@@ -209,6 +221,29 @@ def asked_by_signals(stop: Callable[[], object]) -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, before[number])
+
+
+class AskedToStopError(Exception):
+    """Somebody asked the daemon to stop before its work began."""
+
+
+async def unless_asked(coroutine: Coroutine[Any, Any, T], asked: Callable[[], bool]) -> T:
+    """What a part of a start gives, unless the daemon is asked to stop first.
+
+    A start waits for others, for ever if need be; it must not wait so when its machine goes down.
+
+    Raises:
+        AskedToStopError: it was asked; the coroutine is cancelled.
+    """
+    task = asyncio.ensure_future(coroutine)
+    try:
+        while not asked():
+            done, _ = await asyncio.wait([task], timeout=ASKED_LOOK_S)
+            if done:
+                return task.result()
+    finally:
+        await cancel(task)
+    raise AskedToStopError
 
 
 async def first_of(*coroutines: Coroutine[object, object, None]) -> None:

@@ -23,6 +23,7 @@ In CPython the payload of a large `bytes` object begins 48 bytes after a page, s
 header is aligned to 64 and reaches JAX without a copy.
 """
 
+import math
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -56,6 +57,8 @@ GAP_BYTES: Final = 256 << 10
 _CODEC_IDS: Final[dict[Codec, int]] = {"float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}
 # Elements of a chunk that the checks look at, so that their temporaries stay in cache.
 _CHUNK: Final = 1 << 18
+# As the bits of the least value less one: those of zero wrap to the greatest integer.
+_LEAST_BITS: Final = np.float32(LEAST_SCALE).view(np.uint32) - np.uint32(1)
 _CHECKSUM: Final = np.dtype("<u4")
 
 Read = Callable[[int, int], bytes]
@@ -197,10 +200,12 @@ def crc32c(data: bytes | memoryview) -> int:
 
 def digest(data: npt.NDArray[Any] | bytes) -> str:
     """xxh3-128 of the bytes, as 32 hex digits."""
-    raw = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else np.ascontiguousarray(data)
     # In one call it would hold the interpreter, and so every other thread, to its end.
     hashed = xxhash.xxh3_128()
-    hashed.update(raw.reshape(-1).view(np.uint8).data)
+    if isinstance(data, bytes):
+        hashed.update(data)
+    else:
+        hashed.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
     return str(hashed.hexdigest())
 
 
@@ -362,11 +367,8 @@ def _check_values(values: npt.NDArray[np.float32]) -> bool:
     """
     magnitudes = np.abs(values)
     greatest = magnitudes.max()
-    if not np.isfinite(greatest):
+    if not math.isfinite(greatest):
         raise WireError(Reason.NON_FINITE, "a value of the shard is infinite or not a number")
     # Bits of zero less one wrap to the greatest integer.
     least_bits = (magnitudes.view(np.uint32) - np.uint32(1)).min()
-    return bool(
-        greatest > GREATEST_VALUE
-        or least_bits < np.float32(LEAST_SCALE).view(np.uint32) - np.uint32(1)
-    )
+    return bool(greatest > GREATEST_VALUE or least_bits < _LEAST_BITS)

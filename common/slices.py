@@ -34,6 +34,14 @@ def of_range(start: int, stop: int, block: int) -> tuple[Slice, ...]:
     return (Slice(start=start // block, shape=((stop - start) // block,), strides=(1,)),)
 
 
+def is_range(slices: Sequence[Slice], start: int, stop: int, block: int) -> bool:
+    """Whether these are what `of_range` gives."""
+    if len(slices) != 1:
+        return False
+    found = (slices[0].start, slices[0].shape, slices[0].strides)
+    return found == (start // block, ((stop - start) // block,), (1,))
+
+
 def describe(blocks_n: Blocks) -> tuple[Slice, ...]:
     """A short list of slices whose blocks, one slice after the other, are `blocks_n`.
 

@@ -11,6 +11,7 @@ Files on the machine:
     /etc/diloco/run.toml    and other files of the bucket of configurations
     /etc/diloco/credentials/NAME.toml, /etc/nats/tls/NAME.key   secrets
     /var/lib/nats/jetstream   on a NATS server: the disk of the streams
+    /usr/local/lib/diloco/boot.py   on a learner's: this program, which answers health checks
 """
 
 import base64
@@ -25,6 +26,8 @@ import traceback
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +40,50 @@ _BROUGHT = "3.12"
 _AGAIN_S = 60.0
 # Of the release: what the user's task needs besides, with hashes.
 TASKS = "locks/task.lock"
+# Where Google's health checks ask whether the machine lives, as infra/terraform has it. Its daemon
+# is not asked: it may compile, wait, have failed or ended, and a new machine helps none of that.
+LIVEZ_PORT = 9463
+LIVEZ = "diloco-livez.service"
+_OWN = "/usr/local/lib/diloco/boot.py"
+_LIVEZ_UNIT = f"""[Unit]
+Description=Answers health checks of this machine
+
+[Service]
+ExecStart=/usr/bin/python3 {_OWN} livez
+Restart=always
+RestartSec=5
+OOMScoreAdjust=-500
+
+DynamicUser=yes
+NoNewPrivileges=yes
+CapabilityBoundingSet=
+ProtectSystem=strict
+ProtectHome=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectKernelLogs=yes
+ProtectControlGroups=yes
+ProtectClock=yes
+ProtectHostname=yes
+ProtectProc=invisible
+ProcSubset=pid
+PrivateTmp=yes
+PrivateDevices=yes
+PrivateUsers=yes
+RestrictNamespaces=yes
+RestrictRealtime=yes
+LockPersonality=yes
+MemoryDenyWriteExecute=yes
+MemoryMax=256M
+SystemCallArchitectures=native
+SystemCallFilter=@system-service
+SystemCallFilter=~@privileged @resources
+SystemCallErrorNumber=EPERM
+RestrictAddressFamilies=AF_INET AF_INET6
+
+[Install]
+WantedBy=multi-user.target
+"""
 
 Run = Callable[[Sequence[str]], str]
 
@@ -119,9 +166,12 @@ class Boot:
         """All steps, in an order that starts nothing before what it needs is there."""
         parameters = self._google.parameters()
         _say(f"{parameters.role} {parameters.name}: release {parameters.release['object']}")
+        if parameters.role == "learner":
+            self.answer_health_checks()
         released = self._install(parameters)
         programs = str(self._root / "opt/diloco/bin")
-        self._run([f"{programs}/diloco", "install-units", "--programs", programs])
+        # Who has edited a unit here finds the text beside it; nobody is there to be asked.
+        self._run([f"{programs}/diloco", "install-units", "--programs", programs, "--overwrite"])
         self._run(["systemd-sysusers"])
         if parameters.disk:
             self._mount(parameters.disk["device"], self._at(parameters.disk["folder"]))
@@ -131,6 +181,13 @@ class Boot:
             self._own()
         self._start(parameters, released, changed)
         _say("done")
+
+    def answer_health_checks(self) -> None:
+        """Have the machine say that it lives, before and whatever else happens on it."""
+        write(self._at(_OWN), Path(__file__).read_bytes(), 0o644)
+        write(self._root / "etc/systemd/system" / LIVEZ, _LIVEZ_UNIT.encode(), 0o644)
+        self._run(["systemctl", "daemon-reload"])
+        self._run(["systemctl", "enable", "--now", LIVEZ])
 
     # The release
 
@@ -317,8 +374,28 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
+class _Livez(BaseHTTPRequestHandler):
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        lives = self.path.partition("?")[0] == "/livez"
+        self.send_response(HTTPStatus.OK if lives else HTTPStatus.NOT_FOUND)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Health checks are no events."""
+
+
+def livez_server(address: str = "", port: int = LIVEZ_PORT) -> ThreadingHTTPServer:
+    """What answers health checks: that it can is the answer."""
+    return ThreadingHTTPServer((address, port), _Livez)
+
+
 def main() -> None:
     """Boot, and try again for as long as something is missing: rights take minutes to arrive."""
+    if sys.argv[1:] == ["livez"]:
+        livez_server().serve_forever()
     while True:
         try:
             Boot(Google(), _run).boot()

@@ -11,12 +11,11 @@ import jax
 
 from diloco.common import log
 from diloco.common.accelerators import find_accelerators, unused
-from diloco.common.bus.jetstream import AskedToStopError
 from diloco.common.config import Config, allows_accelerators
 from diloco.common.errors import HostLostError, status_of
 from diloco.common.manager import tell
 from diloco.common.probes import Probes, make_probes, serving
-from diloco.common.service import Runtime, on_signals
+from diloco.common.service import AskedToStopError, Runtime, on_signals
 from diloco.learner.contract import FIRST_EDITION
 from diloco.learner.frozen import loaded_frozen
 from diloco.learner.hosts.channel import MEET_S, end_if_hanging

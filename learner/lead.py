@@ -4,6 +4,7 @@ import contextlib
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from diloco.learner.life import (
     make_replica,
     make_saver,
     make_synchronizer,
+    never,
     own_folder,
     own_parts,
     prove_store,
@@ -59,17 +61,19 @@ def lead(host: Host) -> Iterator[Life]:
     background = host.background
     host.probes.health.begin_phase("connecting to NATS")
     with ExitStack() as stack:
-        bus = background.call(_connect(host))
+        bus = host.starting(_connect(host))
         stack.callback(lambda: background.call(bus.close()))
-        specification = background.call(_specification(host, bus))
+        host.probes.health.begin_phase("reading the run")
+        specification = host.starting(_specification(host, bus))
         # Of several hosts the others must hear of it, and do so as of every end.
         alone = jax.process_count() == 1
-        if alone and background.call(has_ended(bus, host.config.run.name)):
+        if alone and host.starting(_has_ended(host, bus)):
             raise RunEndedError(host.config.run.name)
         store = host.open_store()
         layout = host.layout(store, specification.layout)
         context = host.context(bus, store, layout, specification.epoch)
-        peers = Alone() if jax.process_count() == 1 else _meet(host, stack)
+        peers = Alone() if alone else _meet(host, stack)
+        host = host if alone else replace(host, gives_up=never)
         stack.callback(background.close)
         _check_run(context, specification)
         held = read_held(host, context, specification.constants)
@@ -83,9 +87,7 @@ def lead(host: Host) -> Iterator[Life]:
 async def _connect(host: Host) -> Bus:
     config, learner = host.config, host.member.learner
     logger = log.get(run=config.run.name, learner=learner)
-    return await jetstream.connect_or_wait(
-        config.bus, learner, host.runtime, logger, host.asked_to_leave
-    )
+    return await jetstream.connect_or_wait(config.bus, learner, host.runtime, logger)
 
 
 async def _specification(host: Host, bus: Bus) -> wire.Specification:
@@ -94,6 +96,12 @@ async def _specification(host: Host, bus: Bus) -> wire.Specification:
     return await host.runtime.retry(
         "reading the run", lambda: load_specification(bus, run), logger=logger
     )
+
+
+async def _has_ended(host: Host, bus: Bus) -> bool:
+    run = host.config.run.name
+    logger = log.get(run=run, learner=host.member.learner)
+    return await host.runtime.retry("reading the run", lambda: has_ended(bus, run), logger=logger)
 
 
 def _meet(host: Host, stack: ExitStack) -> Coordinator:
@@ -146,11 +154,11 @@ def _leading_life(
     host.probes.health.begin_phase("joining the run")
     folder = own_folder(host, context)
     meter = Meter(context.learner, context.traffic)
-    life = background.call(join(context, socket.gethostname()))
+    life = host.starting(join(context, socket.gethostname()))
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still on its way is merged if it is
     # stored before it, and rejected behind it.
-    position = background.call(position_after_join(context))
+    position = host.starting(position_after_join(context))
     saver = make_saver(host, context, folder, life.incarnation)
     planner = _planner(host, context, starts, peers, saver)
     if isinstance(peers, Coordinator):
@@ -235,7 +243,7 @@ def _load_views(
         count = len(context.layout.fragments)
         for fragment in range(count):
             host.probes.health.begin_phase(f"loading fragment {fragment + 1} of {count}")
-            loaded = host.background.call(load(context, fragment))
+            loaded = host.starting(load(context, fragment))
             starts.append(start_at(loaded))
             if isinstance(peers, Coordinator):
                 peers.say(messages.Load(change=whole(loaded)))

@@ -25,19 +25,18 @@ import jax
 import numpy as np
 
 from diloco.common import names
-from diloco.common.bus.jetstream import AskedToStopError
 from diloco.common.config import Config, load_config
 from diloco.common.errors import ConfigError, DilocoError, DivergedError, status_of
 from diloco.common.layout import Hint
 from diloco.common.probes import Probes, make_probes, serving
-from diloco.common.service import Runtime, asked_by_signals
+from diloco.common.service import AskedToStopError, Runtime, asked_by_signals
 from diloco.learner import tree
 from diloco.learner.background import Background, running_loop
 from diloco.learner.boundary import Boundary
 from diloco.learner.follow import follow
 from diloco.learner.hosts.channel import HANGING_S, end_if_hanging
 from diloco.learner.lead import lead
-from diloco.learner.life import Host, Life
+from diloco.learner.life import Host, Life, never
 from diloco.learner.member import Member
 from diloco.learner.placement import put_like
 from diloco.learner.task import Batch, Params
@@ -271,7 +270,7 @@ def join(
     try:
         with asked_by_signals(asked.set), serving(config.metrics, probes), joining as island:
             yield island
-    except AskedToStopError as error:  # while it waited for NATS
+    except AskedToStopError as error:  # while it waited for NATS or the store
         raise KeyboardInterrupt from error
 
 
@@ -306,6 +305,7 @@ def alive(
             probes=probes,
             background=Background(loop),
             asked_to_leave=asked.is_set,
+            gives_up=asked.is_set if jax.process_index() == 0 else never,
             lost_host=hanging.begin,
         )
         with lead(host) if jax.process_index() == 0 else follow(host) as life:

@@ -5,10 +5,10 @@ them), then programs, the join, the place in the data. `lead.py` and `follow.py`
 and as a worker; here is what both need.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from diloco.common.held import Held, Index
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.manager import report, tell, tell_stopping
 from diloco.common.probes import Probes
-from diloco.common.service import Runtime
+from diloco.common.service import Runtime, unless_asked
 from diloco.common.store import ObjectStore, open_store
 from diloco.learner import instruments, tree
 from diloco.learner.background import Background
@@ -45,6 +45,8 @@ from diloco.learner.replica import Replica
 from diloco.learner.synchronizer import Boundaries, Meter, Synchronizer
 from diloco.learner.task import Params
 
+T = TypeVar("T")
+
 
 class RunEndedError(DilocoError):
     """There is nothing to train any more: no life begins."""
@@ -57,12 +59,18 @@ class RunEndedError(DilocoError):
         )
 
 
+def never() -> bool:
+    """What is asked of nobody."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """What a host has before its life begins.
 
     Attributes:
         asked_to_leave: whether somebody wants this learner to end.
+        gives_up: whether its start is to end for that; hosts that have met end together, later.
         lost_host: called, on the event loop, when another host is gone, which may hold this process
             in a collective.
     """
@@ -74,12 +82,38 @@ class Host:
     probes: Probes
     background: Background
     asked_to_leave: Callable[[], bool]
+    gives_up: Callable[[], bool]
     lost_host: Callable[[BaseException], None]
 
+    def starting(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a part of the start.
+
+        Raises:
+            AskedToStopError: it is given up.
+        """
+        return self.background.call(unless_asked(coroutine, self.gives_up))
+
+    def wait_for(self, what: str, function: Callable[..., T], *args: object) -> T:
+        """The result of a blocking call of the start, tried until no transient fault meets it.
+
+        Raises:
+            AskedToStopError: the start is given up.
+        """
+        runtime, logger = self.runtime, log.get(run=self.settings.run.name)
+        return self.starting(
+            runtime.retry(
+                what,
+                lambda: runtime.call(function, *args),
+                logger=logger.bind(learner=self.member.learner),
+            )
+        )
+
     def open_store(self) -> ObjectStore:
-        """The run's."""
+        """The run's; its folder may not be mounted yet."""
         section = self.config.store
-        return open_store(section.url, emulator=section.emulator)
+        return self.wait_for(
+            "opening the store", lambda: open_store(section.url, emulator=section.emulator)
+        )
 
     def layout(self, store: ObjectStore, digest: str) -> Layout:
         """How the parameters are divided: by the member's hints, or as the run stores it.
@@ -91,7 +125,7 @@ class Host:
         found = self.member.layout(sync.fragments, sync.block)
         if found is None:
             name = names.layout_object(self.settings.run.name, digest)
-            found = parse_layout(store.get(name), digest)
+            found = parse_layout(self.wait_for("reading the layout", store.get, name), digest)
             self.member.check(found)
         return found
 
@@ -174,14 +208,7 @@ def prove_store(host: Host, context: Context) -> None:
     """
     host.probes.health.begin_phase("proving that the store takes objects")
     name = names.proof(names.learner_prefix(context.run, context.learner))
-    runtime, store = context.runtime, context.store
-    host.background.call(
-        runtime.retry(
-            "proving the store",
-            lambda: runtime.call(store.put, name, name.encode()),
-            logger=context.logger,
-        )
-    )
+    host.wait_for("proving the store", context.store.put, name, name.encode())
 
 
 def read_held(host: Host, context: Context, name: str | None) -> Params:
@@ -198,7 +225,11 @@ def read_held(host: Host, context: Context, name: str | None) -> Params:
     like = host.member.held(context.layout)
     if name is None:
         return like
-    held = Held(context.run, context.store.get, name)
+
+    def get(name: str) -> bytes:
+        return host.wait_for("reading held leaves", context.store.get, name)
+
+    held = Held(context.run, get, name)
     loaded = host.member.load_frozen() if host.member.load_frozen is not None else {}
     for leaf in loaded:
         held.check(leaf, loaded[leaf])

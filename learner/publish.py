@@ -46,6 +46,8 @@ class Uploader:
         self._tensors = tensors
         self._host = host
         self._hosts = hosts
+        # Of each shard, by fragment and index: what a host owns it owns for all its life.
+        self._slices: dict[tuple[int, int], tuple[wire.Slice, ...]] = {}
 
     async def store(self, incarnation: int, send: sync.Send, codes: Any) -> Stored:
         """Store this host's shards of an update."""
@@ -105,8 +107,14 @@ class Uploader:
             name=name,
             size_bytes=len(data),
             crc32c=shards.crc32c(data),
-            slices=slices.describe(blocks),
+            slices=self._described(send.fragment, index, blocks),
         )
+
+    def _described(self, fragment: int, index: int, blocks: np.ndarray) -> tuple[wire.Slice, ...]:
+        key = fragment, index
+        if key not in self._slices:
+            self._slices[key] = slices.describe(blocks)
+        return self._slices[key]
 
 
 async def _publish(context: Context, subject: str, body: wire.Body, msg_id: str) -> int:

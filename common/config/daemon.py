@@ -190,7 +190,7 @@ class LearnerSection(Section):
     watchdog_timeout_s: Seconds = Field(
         default=600.0,
         description="a training loop that makes no step for this long, and for 20 times its usual"
-        " step time, is hung: `/healthz` fails, and systemd restarts it",
+        " step time, is hung: `/livez` fails, and systemd restarts it",
     )
 
     @model_validator(mode="after")
@@ -247,7 +247,7 @@ class GcSection(Section):
 
 
 class MetricsSection(Section):
-    """Where a daemon serves /metrics and /healthz."""
+    """Where a daemon serves /metrics, /livez and /readyz."""
 
     listen: str = Field(
         default="127.0.0.1",

@@ -5,29 +5,28 @@ frame has a checksum, and the last one counts the messages, so that a file which
 known for one.
 """
 
-import struct
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import msgpack
+from typing import Any
 
 from diloco.common.bus import Message
-from diloco.common.errors import ConfigError, IntegrityError
-from diloco.common.shards import crc32c
+from diloco.common.errors import ConfigError
+from diloco.common.tape.frames import damaged, read_frames, write_frame
 
 MAGIC = b"DLTAPE1\n"
-# A message, its subject and its id, with room to spare.
-FRAME_BYTES = 2 << 20
-_FRAME = struct.Struct("<II")
 
 
 def is_tape_file(path: Path) -> bool:
     """Whether a file begins as an exported tape does."""
+    return begins_with(path, MAGIC)
+
+
+def begins_with(path: Path, magic: bytes) -> bool:
+    """Whether a file, if it is one, begins so."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+        return file.read(len(magic)) == magic
 
 
 async def write_tape_file(path: Path, run: str, messages: AsyncIterator[Message]) -> int:
@@ -43,23 +42,17 @@ async def write_tape_file(path: Path, run: str, messages: AsyncIterator[Message]
     try:
         with partial.open("wb") as file:
             file.write(MAGIC)
-            _write(file, {"run": run})
+            write_frame(file, {"run": run})
             async for message in messages:
-                _write(file, list(message))
+                write_frame(file, list(message))
                 count += 1
-            _write(file, {"messages": count})
+            write_frame(file, {"messages": count})
         partial.rename(path)
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
     return count
-
-
-def _write(file: BinaryIO, content: Any) -> None:
-    data: bytes = msgpack.packb(content)
-    file.write(_FRAME.pack(len(data), crc32c(data)))
-    file.write(data)
 
 
 def tape_file_run(path: Path) -> str:
@@ -69,7 +62,8 @@ def tape_file_run(path: Path) -> str:
         IntegrityError: it is no tape, or damaged.
     """
     with path.open("rb") as file:
-        return _run(path, next(_frames(path, file), None))
+        frame = next(read_frames(path, file, MAGIC), None)
+        return run_in(path, frame.content if frame else None)
 
 
 def read_tape_file(path: Path) -> Iterator[Message]:
@@ -79,53 +73,41 @@ def read_tape_file(path: Path) -> Iterator[Message]:
         IntegrityError: it is no tape, is damaged, or was cut short.
     """
     with path.open("rb") as file:
-        frames = _frames(path, file)
-        _run(path, next(frames, None))
+        frames = (frame.content for frame in read_frames(path, file, MAGIC))
+        run_in(path, next(frames, None))
         count = before = 0
         for content in frames:
             if isinstance(content, dict):
                 if content != {"messages": count} or next(frames, None) is not None:
-                    raise _damaged(path, f"ends after {count} messages with {content}")
+                    raise damaged(path, f"ends after {count} messages with {content}")
                 return
-            message = _message(path, content)
+            message = as_message(path, content)
             if message.seq <= before:
-                raise _damaged(path, f"sequence {message.seq} comes after {before}")
+                raise damaged(path, f"sequence {message.seq} comes after {before}")
             before = message.seq
             count += 1
             yield message
-    raise _damaged(path, f"was cut short after {count} messages")
+    raise damaged(path, f"was cut short after {count} messages")
 
 
-def _run(path: Path, header: Any) -> str:
+def run_in(path: Path, header: Any) -> str:
+    """The run that a first frame names.
+
+    Raises:
+        IntegrityError: it names none.
+    """
     if not isinstance(header, dict) or not isinstance(header.get("run"), str):
-        raise _damaged(path, "has no header")
+        raise damaged(path, "has no header")
     return str(header["run"])
 
 
-def _message(path: Path, content: Any) -> Message:
+def as_message(path: Path, content: Any) -> Message:
+    """The message in a frame.
+
+    Raises:
+        IntegrityError: there is none.
+    """
     kinds = (str, int, float, bytes, str)
     if not isinstance(content, list) or [type(part) for part in content] != list(kinds):
-        raise _damaged(path, "holds what is no message")
+        raise damaged(path, "holds what is no message")
     return Message(*content)
-
-
-def _frames(path: Path, file: BinaryIO) -> Iterator[Any]:
-    if file.read(len(MAGIC)) != MAGIC:
-        raise _damaged(path, "does not begin as a tape does")
-    while head := file.read(_FRAME.size):
-        if len(head) < _FRAME.size:
-            raise _damaged(path, "was cut short")
-        size, checksum = _FRAME.unpack(head)
-        data = file.read(size) if size <= FRAME_BYTES else b""
-        if len(data) != size or crc32c(data) != checksum:
-            raise _damaged(path, f"is damaged before byte {file.tell()}")
-        try:
-            yield msgpack.unpackb(data, max_ext_len=0)
-        except (ValueError, msgpack.UnpackException) as error:
-            raise _damaged(path, f"holds no msgpack: {error}") from error
-
-
-def _damaged(path: Path, what: str) -> IntegrityError:
-    return IntegrityError(
-        f"the tape file {str(path)!r} {what}", hint="export it again: diloco tape export"
-    )

@@ -13,7 +13,7 @@ app = group()
 
 @command(app)
 def doctor(
-    run: shared.Run,
+    run: shared.RunOrTape,
     deep: Annotated[
         bool,
         typer.Option(

@@ -9,6 +9,7 @@ import json as json_module
 import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -37,6 +38,7 @@ from diloco.common.errors import (
     StoreUnavailableError,
 )
 from diloco.common.exits import Exit
+from diloco.common.kept import is_kept
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
 from diloco.projections.history import History, read_history
@@ -118,12 +120,14 @@ async def examine(
     report = Report(config.run.name)
     found = report.findings
     found += symptoms.configuration(config.settings())
-    store, probed = await asyncio.to_thread(_probe_store, config)
+    # A file has neither bus nor store to probe.
+    file = is_kept(Path(target))
+    store, probed = (None, []) if file else await asyncio.to_thread(_probe_store, config)
     found += probed
     try:
-        async with open_run(target, name="doctor") as run:
+        async with open_run(target, name="doctor", reads=True) as run:
             found += await asyncio.to_thread(_compare, run)
-            found += await _probe_bus(run.context)
+            found += [] if file else await _probe_bus(run.context)
             await _examine_run(report, run.context, deep=deep, progress=progress)
     except RunMissingError as error:
         found += await asyncio.to_thread(_no_run, config, error, store)

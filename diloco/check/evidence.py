@@ -8,7 +8,7 @@ tape was cut. Reads nothing.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from diloco.aggregator.core.garbage import Ledger, newer_than_tape
@@ -83,15 +83,46 @@ def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
         history: the tape; read after the store was listed, or once the run has ended.
         listed: names of the run's objects.
     """
-    found = [(name, 0) for name in listed]
+    newest: dict[int, Newest | None] = dict.fromkeys(range(len(history.layout.fragments)))
+    for fragment, chain in history.records.items():
+        for seq, record in chain[-1:]:
+            newest[fragment] = Newest(seq, record, history.times_s[seq])
     epoch = history.specification.epoch
-    for fragment in range(len(history.layout.fragments)):
-        ledger = Ledger(history.run, fragment, epoch)
-        for seq, record in history.records.get(fragment, ())[-1:]:
-            ledger.take(record, seq, history.times_s[seq], None)
-        yield from newer_than_tape(ledger, found, history.last_seq)
-    prefix = names.checkpoint_prefix(history.run)
+    yield from newer_than(history.run, epoch, newest, [*listed], history.last_seq)
+
+
+class Newest(NamedTuple):
+    """A fragment's last record, with its sequence and time."""
+
+    seq: int
+    record: wire.Record
+    time_s: float
+
+
+def newer_than(
+    run: str,
+    epoch: int,
+    newest: Mapping[int, Newest | None],
+    listed: Sequence[str],
+    last_seq: int,
+) -> Iterator[str]:
+    """Objects of what a tape has not come to.
+
+    Args:
+        run: its name.
+        epoch: of the tape.
+        newest: of each fragment the last record; None where it has none.
+        listed: names of the run's objects.
+        last_seq: the tape's last sequence.
+    """
+    found = [(name, 0) for name in listed]
+    for fragment, last in newest.items():
+        ledger = Ledger(run, fragment, epoch)
+        if last is not None:
+            ledger.take(last.record, last.seq, last.time_s, None)
+        yield from newer_than_tape(ledger, found, last_seq)
+    prefix = names.checkpoint_prefix(run)
     for name, _ in found:
         of, _, seq_text = name.removeprefix(prefix).partition("-")
-        if name.startswith(prefix) and of == f"{epoch:04d}" and int(seq_text) > history.last_seq:
+        if name.startswith(prefix) and of == f"{epoch:04d}" and int(seq_text) > last_seq:
             yield name

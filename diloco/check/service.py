@@ -98,6 +98,7 @@ def checkpoints(
     """Whether the run's checkpoints are made, which a lost NATS server is restored from."""
     marks = {mark.name: mark.created_at_s for _, mark in history.checkpoints}
     since = f"the newest that is whole is {made[0]}" if made else "there is none that is whole"
+    created_s = history.specification.created_at_s
     begun = [name for name, at_s in sorted(marks.items())
              if at_s < now_s - MAKING_S and (made is None or name > made[0])]  # fmt: skip
     if begun:
@@ -106,6 +107,14 @@ def checkpoints(
             about="checkpoints",
             sentence=f"{begun[-1]} was begun and is not in the store: {since}",
             advice="see why: systemctl status diloco-checkpoint",
+            runbook=CHECKPOINTS,
+        )
+    elif made is None and history.end is None and now_s - created_s > CHECKPOINT_S:
+        yield Finding(
+            severity="warning",
+            about="checkpoints",
+            sentence="there is none: the run would be lost with the disk of its NATS server",
+            advice="systemctl enable --now diloco-checkpoint.timer, or run diloco checkpoint",
             runbook=CHECKPOINTS,
         )
     elif made is not None and history.end is None and now_s - made[1] > CHECKPOINT_S:

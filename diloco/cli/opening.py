@@ -1,8 +1,8 @@
 """A run as the operator names it.
 
 RUN is its TOML file; or the folder of a local run; or the run's name on a bus, which `use_place`
-or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL) says; or, where a command only reads, a file
-with its exported tape, beside its store.
+or the environment (DILOCO_BUS_URL, DILOCO_STORE_URL) says; or, where a command only reads, a
+bundle, which has all of it, or a file with its exported tape, beside its store.
 
 Settings are those of the run's specification; in what the file differs from them is for the
 command to judge. A local run that has ended has no nats-server any more: one is started on its
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from diloco.aggregator.context import Context
 from diloco.common import log, names, wire
-from diloco.common.bus import Bus, MemoryBus, StreamLimits, jetstream
+from diloco.common.bus import Bus, jetstream
 from diloco.common.config import (
     BusSection,
     Config,
@@ -36,17 +36,12 @@ from diloco.common.errors import (
     RunMismatchError,
     RunMissingError,
 )
+from diloco.common.kept import Kept, KeptBus, KeptStore, is_bundle, is_kept, open_kept, read_header
 from diloco.common.layout import parse_layout
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import Runtime
-from diloco.common.store import open_store
-from diloco.common.tape import (
-    RunContext,
-    is_tape_file,
-    load_specification,
-    read_tape_file,
-    tape_file_run,
-)
+from diloco.common.store import ObjectStore, open_store
+from diloco.common.tape import RunContext, load_specification
 
 CONNECT_S = 5.0
 # How long the server of a local run may take to answer before it counts as ended.
@@ -73,11 +68,25 @@ def use_place(place: Place) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRun:
-    """A run, connected: the file it was named by, what its tape says it is, and its parts."""
+    """A run, connected: the file it was named by, what its tape says it is, and its parts.
+
+    `kept` is the tape file or bundle that it is read from; None for a run on a bus.
+    """
 
     config: Config
     specification: wire.Specification
     context: RunContext
+    kept: Kept | None = None
+
+    @property
+    def bundle(self) -> bool:
+        """Whether it is read from a bundle, to which nothing can be added."""
+        return self.kept is not None and self.kept.bundle
+
+    @property
+    def copy(self) -> bool:
+        """Whether its tape is a copy, whose run and store may have gone on."""
+        return self.kept is not None and not self.kept.bundle
 
 
 def find_config(target: str | Path) -> Path:
@@ -106,8 +115,10 @@ def run_config(target: str | Path) -> Config:
         ConfigError: there is nothing of that name, or the file cannot be understood.
     """
     path, place = Path(target), _Given.place
-    if is_tape_file(path):
-        return _placed(tape_file_run(path), place)
+    if is_kept(path):
+        if is_bundle(path):
+            place = place._replace(store_url=path.absolute().as_uri())
+        return _placed(str(read_header(path)["run"]), place)
     if not path.exists() and names.valid_name(str(target)):
         if (place.store_url or store_url()) is None:
             raise ConfigError(
@@ -144,14 +155,15 @@ def _placed(run: str, place: Place) -> Config:
 
 @asynccontextmanager
 async def open_run(
-    target: str | Path, *, name: str = "operator", reads: bool = False
+    target: str | Path, *, name: str = "operator", reads: bool = False, salvage: bool = False
 ) -> AsyncIterator[OpenRun]:
     """Connect to a run for as long as the block lasts.
 
     Args:
         target: RUN, as the module says.
         name: who asks, as the server's monitoring shows it.
-        reads: nothing is written, so that an exported tape will do.
+        reads: nothing is written, so that a bundle or an exported tape will do.
+        salvage: take what is whole of a file that is damaged.
 
     Raises:
         ConfigError: no such file or folder, or the file cannot be understood.
@@ -162,17 +174,17 @@ async def open_run(
     path = Path(target)
     config = run_config(target)
     async with AsyncExitStack() as stack:
-        if is_tape_file(path):
-            if not reads:
-                raise ConfigError(
-                    f"{str(target)!r} is a tape file; this command needs the run on a server",
-                    hint="import it first: diloco tape import FILE",
-                )
-            bus, specification = await _play(stack, path, config)
+        kept = None
+        if is_kept(path):
+            kept = _open_file(stack, path, reads=reads, salvage=salvage)
+            bus: Bus = KeptBus(kept)
+            specification = await load_specification(bus, config.run.name)
         else:
             bus, specification = await _find(stack, path, config, name)
-        store = open_store(config.store.url, emulator=config.store.emulator)
-        runtime = Runtime()
+        store = _store(config, kept)
+        # Ages in a bundle are those of when it was made.
+        made_s = float(kept.header["made_s"]) if kept is not None and kept.bundle else None
+        runtime = Runtime() if made_s is None else Runtime(clock=lambda: made_s)
         layout = names.layout_object(config.run.name, specification.layout)
         try:
             data = await runtime.call(store.get, layout)
@@ -183,7 +195,7 @@ async def open_run(
                 hint="check store.url: it must be the store that the run was created in",
             ) from error
         settings = parse_settings(specification.settings)
-        if not path.exists() or is_tape_file(path):
+        if not path.exists() or kept is not None:
             known = {section: getattr(settings, section) for section in RunSettings.model_fields}
             config = config.model_copy(update=known)
         context = RunContext(
@@ -195,7 +207,7 @@ async def open_run(
             runtime=runtime,
             logger=log.get(run=config.run.name),
         )
-        yield OpenRun(config=config, specification=specification, context=context)
+        yield OpenRun(config=config, specification=specification, context=context, kept=kept)
 
 
 def operator_context(opened: OpenRun) -> Context:
@@ -204,16 +216,27 @@ def operator_context(opened: OpenRun) -> Context:
     return Context(**parts, name="operator")
 
 
-async def _play(
-    stack: AsyncExitStack, path: Path, config: Config
-) -> tuple[Bus, wire.Specification]:
-    """A bus of our own that holds an exported tape."""
-    bus, run = MemoryBus(), config.run.name
-    stack.push_async_callback(bus.close)
-    subjects = names.tape_subjects(run)
-    messages = read_tape_file(path)
-    await bus.restore(names.tape_stream(run), subjects, StreamLimits(), messages)
-    return bus, await load_specification(bus, run)
+def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool) -> Kept:
+    """A bundle or an exported tape.
+
+    Raises:
+        ConfigError: the command wants more than to read.
+        IntegrityError: it is damaged.
+    """
+    if not reads:
+        raise ConfigError(
+            f"{str(path)!r} is a tape file or a bundle; this command needs the run on a server",
+            hint="import its tape first: diloco tape import FILE",
+        )
+    kept = open_kept(path, salvage=salvage)
+    stack.callback(kept.close)
+    return kept
+
+
+def _store(config: Config, kept: Kept | None) -> ObjectStore:
+    if kept is not None and kept.bundle:
+        return KeptStore(kept)
+    return open_store(config.store.url, emulator=config.store.emulator)
 
 
 async def _find(

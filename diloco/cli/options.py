@@ -18,8 +18,8 @@ RunOrTape = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="TOML file, folder of a local run, tape file (diloco tape export), or name of a run "
-        "on a bus (diloco --bus URL --store URL COMMAND NAME)",
+        help="TOML file, folder of a local run, file of diloco bundle or diloco tape export, or "
+        "name of a run on a bus (diloco --bus URL --store URL COMMAND NAME)",
     ),
 ]
 ConfigFile = Annotated[
@@ -33,7 +33,7 @@ MetricsPort = Annotated[
     int | None,
     typer.Option(
         "--metrics-port",
-        help="port of /metrics and /healthz, 0 for none [default: from the file]",
+        help="port of /metrics, /livez and /readyz, 0 for none [default: from the file]",
         min=0,
         max=65535,
         metavar="PORT",

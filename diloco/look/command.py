@@ -17,7 +17,7 @@ app = group()
 
 @command(app)
 def status(
-    run: shared.Run,
+    run: shared.RunOrTape,
     once: Annotated[bool, typer.Option("--once", help="show the current state and exit")] = False,
     json: shared.Json = False,
 ) -> None:
@@ -52,7 +52,7 @@ def runs(
 
 @command(app)
 def learners(
-    run: shared.Run,
+    run: shared.RunOrTape,
     shut_out: Annotated[
         str | None, typer.Option("--quarantine", help="quarantine this learner", metavar="NAME")
     ] = None,

@@ -23,7 +23,7 @@ async def look(target: str) -> list[Learner]:
     Raises:
         ConfigError, BusError, StoreError: RUN cannot be opened or read.
     """
-    async with open_run(target) as opened:
+    async with open_run(target, reads=True) as opened:
         return await read_learners(opened.context)
 
 

@@ -36,12 +36,12 @@ def show_status(target: str, *, once: bool, json: bool) -> None:
 
 async def _show(target: str, *, once: bool, json: bool) -> None:
     console = Console()
-    async with open_run(target, name="status") as opened:
+    async with open_run(target, name="status", reads=True) as opened:
         watch = Watch(opened.context)
         status = await watch.begin()
         if json:
             print(json_module.dumps(asdict(status)), flush=True)  # noqa: T201 - the result itself
-        elif once or not console.is_terminal or status.state == "ended":
+        elif once or opened.kept or not console.is_terminal or status.state == "ended":
             console.print(picture(status))
         else:
             await _follow(watch, status, console)

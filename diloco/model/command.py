@@ -46,7 +46,7 @@ def evaluate(
 
 @command(app)
 def sample(
-    run: shared.Run,
+    run: shared.RunOrTape,
     prompt: Annotated[str, typer.Option("--prompt", help="start of the text")] = "def ",
     length: Annotated[int, typer.Option("--length", help="tokens to generate", min=1)] = 300,
     temperature: Annotated[

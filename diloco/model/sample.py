@@ -21,7 +21,7 @@ async def run_sample(
         TaskError: the run's task has no `sample`.
         DilocoError: no such run; bus or store are away.
     """
-    async with open_run(target, name="sample") as run:
+    async with open_run(target, name="sample", reads=True) as run:
         settings = run.context.settings
         task = await asyncio.to_thread(model_of, settings)
         if task.sample is None:

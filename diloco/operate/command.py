@@ -226,8 +226,11 @@ def install_units(options: UnitOptions) -> None:
         overwrite=options.overwrite,
         dry_run=options.dry_run,
     )
-    for path in install(wanted):
+    done = install(wanted)
+    for path in done.files:
         say(f"{'would write' if options.dry_run else 'wrote'} {path}")
+    for path, copy in done.kept.items():
+        say(f"{path} was edited: its text {'would be' if options.dry_run else 'is'} in {copy}")
     if not options.dry_run:
         say(
             "now: systemd-sysusers; systemd-tmpfiles --create; systemctl daemon-reload; "

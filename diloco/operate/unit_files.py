@@ -12,11 +12,19 @@ from diloco.common.errors import ConfigError
 PROGRAMS = Path("/opt/diloco/bin")
 # Of systemd's own, in systemd.exec(5): no program, no such group, no such user.
 SYSTEMD_FINAL = (203, 216, 217)
-# From this version on systemd waits longer and longer between restarts.
-BACKOFF_VERSION = 254
-BACKOFF = """[Service]
-RestartSteps=6
-RestartMaxDelaySec=60
+# systemd itself does so from 254 on (RestartSteps), but then counts restarts of years.
+PAUSES = r"""# Before each restart 5 s more, up to a minute; after a life of ten minutes
+# from the beginning. (A program with "+" runs as root.)
+[Service]
+ExecStartPre=+/bin/sh -c '\
+  eval "$$(systemctl show -p NRestarts -p ExecMainStartTimestampMonotonic \
+    -p ExecMainExitTimestampMonotonic %n)"; \
+  lived=$$(((ExecMainExitTimestampMonotonic - ExecMainStartTimestampMonotonic) / 1000000)); \
+  pause=$$((NRestarts < 12 ? 5 * NRestarts - 5 : 55)); \
+  if [ $$pause -gt 0 ] && [ $$lived -lt 600 ]; then \
+    echo "waits for $$pause s before restart $$NRestarts: what ended it stands above"; \
+    exec sleep $$pause; \
+  fi'
 """
 RESTARTED = ("diloco-aggregator.service", "diloco-learner@.service", "nats-server.service")
 USES_STORE = (
@@ -32,9 +40,10 @@ u diloco - "diloco daemons"
 STORE_TMPFILES = """# For systemd-tmpfiles: the store's folder, made where it is missing.
 d {folder} 2750 diloco diloco
 """
-# Objects are for the group to read: operators who are members of `diloco`.
+# Objects are for the group to read: operators who are members of `diloco`. Of a disk that cannot be
+# mounted yet no unit fails (RequiresMountsFor=): daemons wait for it within the process.
 STORE = """[Unit]
-RequiresMountsFor={folder}
+After=remote-fs.target
 
 [Service]
 User=diloco
@@ -51,13 +60,11 @@ class Options:
         programs: folder of `diloco` and `nats-server`.
         credentials: whether NATS asks for them.
         store_folder: the store, if it is a folder of this machine.
-        systemd: its version.
     """
 
     programs: Path
     credentials: bool = True
     store_folder: Path | None = None
-    systemd: int = 0
 
 
 def render(options: Options) -> dict[str, str]:
@@ -68,8 +75,7 @@ def render(options: Options) -> dict[str, str]:
             text = _with_statuses(item.read_text())
             text = text.replace(f"{PROGRAMS}/", f"{options.programs}/")
             files[item.name] = text if options.credentials else _without_credentials(text)
-    if options.systemd >= BACKOFF_VERSION:
-        files |= {f"{unit}.d/10-backoff.conf": BACKOFF for unit in RESTARTED}
+    files |= {f"{unit}.d/10-pauses.conf": PAUSES for unit in RESTARTED}
     if options.store_folder is not None:
         files |= _store_files(options.store_folder)
     return dict(sorted(files.items()))

@@ -5,9 +5,7 @@ is known, and is named instead of overwritten; drop-ins of other names are never
 """
 
 import hashlib
-import shutil
 import stat
-import subprocess
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +21,8 @@ SYSTEMD = Path("/etc/systemd/system")
 BESIDE = {"-sysusers.conf": Path("/etc/sysusers.d"), "-tmpfiles.conf": Path("/etc/tmpfiles.d")}
 # Units with ProtectHome= do not see what is below these.
 HOMES = ("/home", "/root", "/run/user")
+# How the copy of an edited file ends, which systemd does not read.
+KEPT = ".edited"
 OURS = "# Written by diloco install-units; to change it: systemctl edit. "
 
 
@@ -36,7 +36,7 @@ class Install:
         units: write only these, `.service` or not; an instance stands for its template. () is all.
         credentials: whether NATS asks for them.
         store_folder: the store is this folder; the daemons become its user.
-        overwrite: also files that somebody has edited.
+        overwrite: also files that somebody has edited; a copy of each stays.
         dry_run: write nothing.
     """
 
@@ -49,8 +49,21 @@ class Install:
     dry_run: bool = False
 
 
-def install_units(wanted: Install) -> list[Path]:
-    """Write the units; the files that were written, or would be.
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """What was written, or would be.
+
+    Attributes:
+        files: all of them.
+        kept: of those that somebody had edited, where the edited text is now.
+    """
+
+    files: list[Path]
+    kept: Mapping[Path, Path]
+
+
+def install_units(wanted: Install) -> Installed:
+    """Write the units; which files were written, or would be.
 
     Raises:
         ConfigError: programs that units cannot start, files that somebody has edited, no such
@@ -61,16 +74,24 @@ def install_units(wanted: Install) -> list[Path]:
         programs=programs,
         credentials=wanted.credentials,
         store_folder=_check_store_folder(wanted.store_folder),
-        systemd=systemd_version(),
     )
     chosen = unit_files.choose(unit_files.render(options), wanted.units)
     files = {_place(wanted.folder, name): text for name, text in chosen.items()}
-    if not wanted.overwrite:
-        _refuse_edited(files)
+    edited = _edited(files)
+    if edited and not wanted.overwrite:
+        raise ConfigError(
+            "edited since install-units wrote them, or not written by it: "
+            + ", ".join(map(str, edited)),
+            hint="move the changes into a drop-in (systemctl edit UNIT), then repeat this with "
+            "--overwrite; nothing was written",
+        )
+    kept = {path: path.with_name(f"{path.name}{KEPT}") for path in edited}
     if not wanted.dry_run:
+        for path, copy in kept.items():
+            _write(copy, path.read_text())
         for path, text in files.items():
             _write(path, marked(text))
-    return [*files]
+    return Installed(files=[*files], kept=kept)
 
 
 def marked(text: str) -> str:
@@ -96,7 +117,8 @@ def _place(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _refuse_edited(files: Mapping[Path, str]) -> None:
+def _edited(files: Mapping[Path, str]) -> list[Path]:
+    """Those of the files that somebody has changed, or written."""
     edited = []
     for path, text in files.items():
         try:
@@ -106,13 +128,8 @@ def _refuse_edited(files: Mapping[Path, str]) -> None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
         if there != text and is_edited(there):
-            edited.append(str(path))
-    if edited:
-        raise ConfigError(
-            f"edited since install-units wrote them, or not written by it: {', '.join(edited)}",
-            hint="move the changes into a drop-in (systemctl edit UNIT), then repeat this with "
-            "--overwrite; nothing was written",
-        )
+            edited.append(path)
+    return edited
 
 
 def _check_programs(folder: Path) -> Path:
@@ -146,18 +163,6 @@ def _check_store_folder(folder: Path | None) -> Path | None:
             hint="put the store below /srv, or on a disk of its own",
         )
     return folder
-
-
-def systemd_version() -> int:
-    """Of this machine; 0 where there is none."""
-    systemctl = shutil.which("systemctl")
-    if systemctl is None:
-        return 0
-    done = subprocess.run(  # noqa: S603 - systemd's own command
-        [systemctl, "--version"], capture_output=True, text=True, check=False
-    )
-    words = done.stdout.split()
-    return int(words[1]) if words[1:] and words[1].isdigit() else 0
 
 
 def _write(path: Path, text: str) -> None:

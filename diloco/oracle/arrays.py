@@ -111,6 +111,7 @@ class Remaker:
         self._get = get
         self._numbers = numbers or PLAIN
         self._arrays: dict[int, Arrays] = {}
+        self._grids: dict[tuple[int, str], Grid] = {}
 
     def judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record, seq: int
@@ -135,7 +136,7 @@ class Remaker:
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record
     ) -> Iterator[tuple[str, str, Any, Any]]:
         settings = settings_of(settings, self._layout, record.fragment)
-        grid = make_grid(settings, self._layout, record.fragment)
+        grid = self._grid(settings, record.fragment)
         arrays = self._arrays.get(record.fragment)
         if base is None or record.what != "version" or arrays is None:
             if record.outer_version != record.version:
@@ -153,6 +154,12 @@ class Remaker:
         if arrays.digests() != digests:
             yield "arrays", "view_digest, outer_digest", arrays.digests(), digests
             del self._arrays[record.fragment]
+
+    def _grid(self, settings: RunSettings, fragment: int) -> Grid:
+        key = fragment, settings.outer.merge
+        if key not in self._grids:
+            self._grids[key] = make_grid(settings, self._layout, fragment)
+        return self._grids[key]
 
     def _load(self, record: wire.Record) -> Arrays:
         """View and outer state as a record's own objects have them."""
@@ -231,6 +238,8 @@ def read_update(
         places.append(slices.expand(entry.slices, blocks))
         count = len(places[-1]) * grid.block
         parts.append(shards.unpack(data, codec=codec, count=count, block=grid.block))
+    if len(parts) == 1 and len(places[0]) == blocks:
+        return parts[0]  # Blocks of a shard ascend.
     order = np.argsort(np.concatenate(places))
     codes = np.concatenate([np.asarray(part.codes) for part in parts])
     scales = np.concatenate([np.asarray(part.scales) for part in parts])
@@ -243,8 +252,8 @@ def read_update(
 
 def _norm(taken: wire.Input, norms_S: Doubles) -> Iterator[tuple[str, str, Any, Any]]:
     """The norm that clips and medians follow from is that of the codes as they came."""
-    norm = float(np.sqrt(np.square(norms_S).sum()))
-    if not np.isclose(norm, taken.norm, rtol=NORM_ERROR, atol=0):
+    norm = math.sqrt(float(np.square(norms_S).sum()))
+    if not math.isclose(norm, taken.norm, rel_tol=NORM_ERROR):
         yield "weight", f"norm of {taken.learner}", norm, taken.norm
 
 

@@ -92,6 +92,66 @@ def diff(
     run_diff(one, other)
 
 
+@command(app)
+def bundle(
+    run: shared.RunOrTape,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="new file to write")],
+    first: Annotated[
+        int | None,
+        typer.Option(
+            "--from",
+            help="begin at the newest stored state up to this version [default: the oldest]",
+            metavar="VERSION",
+        ),
+    ] = None,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            help="stop at a version, one version per fragment, a checkpoint, a time or an age "
+            "[default: the newest version]",
+            metavar="VERSIONS|TIME",
+        ),
+    ] = None,
+    redact: Annotated[
+        bool,
+        typer.Option("--redact", help="hash the names of run, learners, machines and people"),
+    ] = False,
+    logs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--log",
+            help="log file, or folder of them, to add; repeatable [default: those of a local run]",
+            metavar="PATH",
+        ),
+    ] = None,
+    salvage: Annotated[
+        bool, typer.Option("--salvage", help="RUN is a damaged file: take what is whole of it")
+    ] = False,
+) -> None:
+    """Write a run, or a part of it, to one file: tape, objects, heartbeats, logs, packages.
+
+    Every command that only reads takes FILE in place of RUN, on any machine, without bus or store.
+    It holds outer gradients and views of the model: who has them can learn of the data.
+    """
+    log.configure("error")
+    from diloco.replay.bundle import Wanted, run_bundle
+
+    wanted = Wanted(first=first, until=until, redact=redact, logs=logs or (), salvage=salvage)
+    run_bundle(run, file, wanted)
+
+
+@command(app)
+def unbundle(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="file of diloco bundle")],
+    to: Annotated[Path, typer.Argument(metavar="DIR", help="new folder to write")],
+) -> None:
+    """Write a bundle's logs, list of packages and notes to a folder."""
+    log.configure("error")
+    from diloco.replay.bundle import run_unpack
+
+    run_unpack(file, to)
+
+
 @command(tape_app, "export")
 def tape_export(
     run: shared.RunOrTape,

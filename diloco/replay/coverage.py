@@ -32,6 +32,7 @@ class Tape:
         unreadable: records that cannot be read; `garbage`: messages that are none of the protocol.
         newer: objects of what the tape has not come to.
         missing: objects that are gone though no collection takes them, with their record.
+        lost: what was wrong with the file of which it was salvaged, or "".
     """
 
     run: str
@@ -48,6 +49,7 @@ class Tape:
     breaches: tuple[Breach, ...]
     newer: tuple[str, ...]
     missing: tuple[tuple[str, int], ...]
+    lost: str = ""
 
     @property
     def wrong(self) -> bool:
@@ -101,7 +103,9 @@ def check_readable(history: History) -> None:
         )
 
 
-def tape_of(history: History, listed: Iterable[str], *, window_s: float, now_s: float) -> Tape:
+def tape_of(
+    history: History, listed: Iterable[str], *, window_s: float, now_s: float, lost: str = ""
+) -> Tape:
     """What a tape and the listing of its store say of its wholeness.
 
     Args:
@@ -110,6 +114,7 @@ def tape_of(history: History, listed: Iterable[str], *, window_s: float, now_s: 
         window_s: what is older may have been collected, where the tape is a copy of one that goes
             on; infinite where it is the run's own.
         now_s: the time.
+        lost: as `Tape` has it.
     """
     there = {*listed}
     seqs = sorted(history.times_s)
@@ -139,6 +144,7 @@ def tape_of(history: History, listed: Iterable[str], *, window_s: float, now_s: 
         ),
         newer=tuple(evidence.newer_objects(history, there)),
         missing=missing,
+        lost=lost,
     )
 
 
@@ -156,7 +162,7 @@ def verdict(tape: Tape, versions: Versions) -> Verdict:
     """What can be said of all of it."""
     if tape.wrong or versions.wrong or versions.missing:
         return "wrong"
-    if tape.newer or versions.trimmed or versions.unreached:
+    if tape.newer or tape.lost or versions.trimmed or versions.unreached:
         return "incomplete"
     return "verified"
 
@@ -196,6 +202,8 @@ def sentences(tape: Tape, versions: Versions) -> list[str]:
 
 
 def _damage(tape: Tape) -> Iterable[str]:
+    if tape.lost:
+        yield f"this is what was left of a damaged file: {tape.lost}"
     for hole in tape.holes:
         yield (
             f"{hole.messages:,} messages are gone, {hole.first_seq} to {hole.last_seq}: garbage "

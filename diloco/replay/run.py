@@ -18,7 +18,7 @@ from diloco.cli.settings import parse_fragments
 from diloco.cli.versions import find_targets
 from diloco.common import names, wire
 from diloco.common.errors import ConfigError
-from diloco.common.tape import RunContext, is_tape_file
+from diloco.common.tape import RunContext
 from diloco.learner.contract import model_of
 from diloco.learner.task import held_out_loss
 from diloco.model import files as model_file
@@ -95,8 +95,10 @@ async def _replay(target: str, options: Options, console: Console) -> int:
             return await _blame(context, history, chosen, listed, options, console)
         if options.settings or options.without:
             return await _what_if(context, history, chosen, options, console)
-        window_s = opened.config.gc.replay_window_s if is_tape_file(Path(target)) else math.inf
-        tape = tape_of(history, listed, window_s=window_s, now_s=context.runtime.clock())
+        window_s = opened.config.gc.replay_window_s if opened.copy else math.inf
+        lost = opened.kept.header.get("lost", "") if opened.kept is not None else ""
+        now_s = context.runtime.clock()
+        tape = tape_of(history, listed, window_s=window_s, now_s=now_s, lost=lost)
         return await _verify(context, history, chosen, tape, window_s, options, console)
 
 

@@ -149,7 +149,7 @@ def _folder(target: str, run: str) -> Path:
 
 async def gather(target: str, evaluations: int, stage: Stage) -> Shown:
     """Everything that the report shows; arguments and errors as `run_report`."""
-    async with open_run(target, name="report") as run:
+    async with open_run(target, name="report", reads=True) as run:
         context = run.context
         series = await read_time_series(
             context,

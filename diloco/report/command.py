@@ -15,7 +15,7 @@ app = group()
 
 @command(app)
 def report(
-    run: shared.Run,
+    run: shared.RunOrTape,
     out: Annotated[
         Path | None,
         typer.Option(

@@ -15,6 +15,7 @@ locals {
 
   release_sha256 = filesha256(var.release_archive)
   startup_script = file("${path.module}/../boot.py")
+  livez_port     = 9463 # as infra/boot.py has it
 
   boot = {
     bucket  = module.configuration.name
@@ -71,6 +72,7 @@ module "network" {
   subnets           = var.subnets
   tags              = local.tags
   metrics_port      = var.metrics_port
+  livez_port        = local.livez_port
   monitoring_ranges = var.monitoring_ranges
 
   depends_on = [google_project_service.this]
@@ -201,7 +203,8 @@ module "learner" {
   network        = module.network.id
   subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
   tag            = local.tags.learner
-  metrics_port   = var.metrics_port
+  livez_port     = local.livez_port
+  paused         = var.paused || each.value.paused
   startup_script = local.startup_script
   boot           = local.boot
   files          = local.files

@@ -203,6 +203,7 @@ variable "learners" {
     or topology in place of chips for a slice of several hosts, such as "4x4" (v6e) or "2x2x4" (v5p, tpu7x);
     "cpu" with machine_type. Kinds may be mixed. image and disk_gib have defaults by kind.
     warm_start = true lets it read the checkpoints of all learners, which learner.warm_start needs.
+    paused = true takes its machines away, and leaves all else: for a pause, or when the run has ended.
   EOT
   type = map(object({
     zone         = string
@@ -215,12 +216,8 @@ variable "learners" {
     image        = optional(string)
     disk_gib     = optional(number, 100)
     warm_start   = optional(bool, false)
+    paused       = optional(bool, false)
   }))
-
-  validation {
-    condition     = length(var.learners) >= 1
-    error_message = "learners must name at least one."
-  }
 
   validation {
     condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9][a-z0-9-]{0,39}$", name)) && length("${var.run}${name}") <= 45])
@@ -282,6 +279,12 @@ variable "learners" {
   }
 }
 
+variable "paused" {
+  description = "Whether no learner has machines for now: for a pause, or when the run has ended. NATS, aggregators, the bucket and all rights stay."
+  type        = bool
+  default     = false
+}
+
 variable "images" {
   description = "Image of each kind of machine: a family follows Google's updates, a name stays what it is."
   type = object({
@@ -305,13 +308,13 @@ variable "operators" {
 }
 
 variable "metrics_port" {
-  description = "Port of /metrics and /healthz on aggregators and learners."
+  description = "Port of /metrics, /livez and /readyz of aggregators and learners."
   type        = number
   default     = 9464
 
   validation {
-    condition     = var.metrics_port >= 1024 && var.metrics_port <= 65535
-    error_message = "metrics_port must be between 1024 and 65535."
+    condition     = var.metrics_port >= 1024 && var.metrics_port <= 65535 && var.metrics_port != 9463
+    error_message = "metrics_port must be between 1024 and 65535, and not 9463, where machines answer health checks."
   }
 }
 

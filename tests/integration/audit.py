@@ -7,7 +7,7 @@ nothing but read access.
 import asyncio
 from collections.abc import Sequence
 
-from harness import World
+from harness import PATIENCE_S, World
 
 from diloco.check.audit import audit
 from diloco.check.remake import check_objects, remake
@@ -46,7 +46,7 @@ def read_items(world: World) -> list[Item]:
         async with open_run(world.folder) as run:
             return [item async for item in tape.read_tape(run.context)]
 
-    return asyncio.run(asyncio.wait_for(read(), 60.0))
+    return asyncio.run(asyncio.wait_for(read(), PATIENCE_S))
 
 
 def read_tape(world: World) -> Tape:
@@ -56,4 +56,4 @@ def read_tape(world: World) -> Tape:
         async with open_run(world.folder) as run:
             return Tape(**vars(await read_history(run.context)))
 
-    return asyncio.run(asyncio.wait_for(read(), 60.0))
+    return asyncio.run(asyncio.wait_for(read(), PATIENCE_S))

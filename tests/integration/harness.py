@@ -27,6 +27,7 @@ from diloco.common.bus import jetstream
 from diloco.common.bus.jetstream import NatsBus
 from diloco.common.config import Config, load_config
 from diloco.common.service import Runtime
+from diloco.common.store import open_store
 from diloco.common.tape import RunContext
 from diloco.learner import tree
 from diloco.learner.contract import load_task
@@ -281,8 +282,8 @@ class World:
         )  # fmt: skip
 
         async def load(bus: NatsBus) -> dict[str, np.ndarray]:
-            runtime = Runtime()
-            store, layout, epoch = await load_run(self.config, bus, runtime)
+            store, runtime = open_store(str(self.store)), Runtime()
+            layout, epoch = await load_run(self.config, bus, store, runtime)
             context = RunContext(
                 settings=settings,
                 layout=layout,

@@ -58,7 +58,13 @@ def learn(world, *learners):
     return task, scores(task.evaluate(diloco.load(world.config_path, like=like)))
 
 
-@pytest.mark.parametrize("store", [True, False], ids=["base-in-the-run", "base-loaded-here"])
+@pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(True, id="base-in-the-run"),
+        pytest.param(False, id="base-loaded-here", marks=pytest.mark.slow),
+    ],
+)
 def test_of_adapters_over_a_frozen_base_only_the_adapters_travel(new_world, tmp_path, store):
     base = tmp_path / "base.npz"
     lora.make_base(base)
@@ -91,6 +97,7 @@ def test_batch_statistics_are_averaged_over_two_learners(new_world):
     assert {record.learning_rate for record in versions} == {1.0}
 
 
+@pytest.mark.slow
 def test_statistics_that_learners_keep_are_in_their_checkpoints(new_world, tmp_path):
     world = task_world(new_world, "examples.batch_norm:build", average=False)
     layout = {tensor.name for tensor in read_tape(world).layout.tensors}

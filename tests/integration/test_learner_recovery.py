@@ -152,7 +152,8 @@ def test_who_returns_after_many_versions_catches_up_in_one_pass(new_world):
 
     async def load(bus: NatsBus) -> tuple[list[int], list[str], Counter[str]]:
         store, counting = CountingStore(open_store(str(world.store))), CountingBus(bus)
-        _, layout, epoch = await load_run(world.config, bus, Runtime())
+        layout, epoch = await load_run(world.config, bus, store, Runtime())
+        store.read.clear()
         context = Context(
             settings=world.config.settings(), layout=layout, epoch=epoch, bus=counting,
             store=store, runtime=Runtime(), logger=log.get(), learner="b",

@@ -34,7 +34,7 @@ def total(port: int, name: str) -> float:
 
 
 def ready(port: int) -> bool:
-    answer = page(port, "/healthz")
+    answer = page(port, "/readyz")
     return bool(answer) and bool(json.loads(answer)["ready"])
 
 
@@ -67,7 +67,7 @@ def test_counts_go_on_over_the_deaths_of_their_daemons(new_world) -> None:
 
     before = total(aggregator_port, versions), total(aggregator_port, merged)
     aggregator.kill()
-    assert page(aggregator_port, "/healthz") == ""
+    assert page(aggregator_port, "/readyz") == ""
     # While nobody makes versions, a new aggregator can only have them from the tape.
     data = total(learner_port, "diloco_learner_data_tokens")
     learner.kill()
@@ -94,10 +94,10 @@ def test_waiting_for_the_bus_is_told_and_is_no_illness(new_world, own_nats_serve
     world.until(lambda: ready(port), "it trains")
     own_nats_server.kill()
     waiting = world.until(
-        lambda: json.loads(page(port, "/healthz"))["waiting"], "it waits for the bus"
+        lambda: json.loads(page(port, "/readyz"))["waiting"], "it waits for the bus"
     )
     assert "publishing update" in waiting
     assert ready(port)
     assert total(port, "diloco_faults_total") > 0
     own_nats_server.start()
-    world.until(lambda: not json.loads(page(port, "/healthz"))["waiting"], "it waits no more")
+    world.until(lambda: not json.loads(page(port, "/readyz"))["waiting"], "it waits no more")

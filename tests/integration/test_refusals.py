@@ -115,6 +115,24 @@ def test_daemons_wait_for_nats_until_they_are_asked_to_end(tmp_path):
         world.end()
 
 
+def test_daemons_wait_for_the_stores_folder_until_they_are_asked_to_end(new_world):
+    """The run is there, the disk of its store is not mounted yet."""
+    world = new_world(run=ENDLESS)
+    away = world.store.rename(world.folder / "away")
+    daemons = [world.aggregator(), world.learner("learner-0"), world.learner("leaves")]
+    for daemon, what in zip(daemons, ("reading the run", *["opening the store"] * 2), strict=True):
+        (waits,) = eventually(lambda daemon=daemon: daemon.events("waiting"), "it waits")
+        assert waits["what"] == what
+        assert "there is no store in the folder" in waits["error"]
+    early = daemons.pop()
+    early.terminate()
+    assert early.wait() == Exit.ENDED, early.log()
+    assert early.events("left")
+    away.rename(world.store)
+    for daemon in daemons:
+        eventually(lambda daemon=daemon: daemon.events("started"), "it starts by itself")
+
+
 def test_creating_again(new_world):
     """The same again is harmless; other settings, or a run that has moved on, are refused."""
     world = new_world(run={"steps": 24})

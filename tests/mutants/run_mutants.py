@@ -83,13 +83,19 @@ def _ask(mutant: Mutant, tree: str, arguments: argparse.Namespace) -> Result:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="tree-") as folder:
         plant(mutant, Path(folder))
-        caught = _probe(Path(folder), mutant.tests, SEEDS, DENSE, LIMIT_S)
+        caught = _probe(Path(folder), _tests(mutant), SEEDS, DENSE, LIMIT_S)
         if not caught and not mutant.equivalent and not arguments.quick:
             caught = _probe(Path(folder), EVERYTHING, MORE_SEEDS, MORE_DENSE, LONG_LIMIT_S)
     result = Result(mutant.name, caught, round(time.monotonic() - began_s, 1))
     kept.write_text(json.dumps(vars(result)))
     print(f"  {mutant.name}: {caught or 'SURVIVES'} ({result.took_s:.0f} s)", flush=True)
     return result
+
+
+def _tests(mutant: Mutant) -> tuple[str, ...]:
+    """Those of its entry, then those of the first folder that its file lies in."""
+    covering = (tests for folder, tests in COVERING.items() if mutant.file.startswith(folder))
+    return tuple(dict.fromkeys((*mutant.tests, *next(covering, ()))))
 
 
 def _probe(

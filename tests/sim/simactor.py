@@ -180,7 +180,10 @@ class Actor:
 
     async def _offload(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         faults = self.faults
-        await self.delay()
+        if faults.delay:
+            await self.delay()
+        else:
+            self.check()
         if self.hit(faults.store_slow, "store_slow"):
             await asyncio.sleep(self.lasting(faults.slow_s))
             self.check()

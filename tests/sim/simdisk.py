@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import jax.numpy as jnp
 import numpy as np
 from simactor import Actor
-from simcheck import Violation
+from simchain import Violation
 
 from diloco.common.config import LearnerSection
 from diloco.learner import checkpoint as checkpoints

@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from simcheck import LIAR, LIAR_INDEX, UpdateId
+from simadmission import LIAR, LIAR_INDEX
+from simchain import UpdateId
 from simtensors import TOKENS
 from simworld import World
 
@@ -183,7 +184,7 @@ class Liar:
             payload = _garbled(payload, self._rng)
         else:
             update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
-            world.checkers.hostile[fragment, update] = lie in MAY_BE_MERGED
+            world.checkers.admission.hostile[fragment, update] = lie in MAY_BE_MERGED
         world.injected["hostile"] += 1
         subject = names.update(context.run, context.learner, fragment)
         await context.bus.publish(subject, payload)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from simactor import Actor
-from simcheck import Violation
+from simchain import Violation
 
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings

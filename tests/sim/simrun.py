@@ -19,7 +19,8 @@ from functools import cache, partial
 from typing import Any
 
 from simactor import CALM, Actor, Faults
-from simcheck import LIAR, Violation
+from simadmission import LIAR
+from simchain import Violation
 from simdisk import Disk
 from simhostile import Liar
 from simoperator import Command, Operator
@@ -257,7 +258,7 @@ class Scenario:
         await world.create()
         names: dict[str, float | None] = {"one": None}
         if plan.has("standby"):
-            lease_ttl_s = plan.rng("lease").choice([1.0, 2.5, 5.0])
+            lease_ttl_s = plan.rng("lease").choice([1.5, 3.0, 6.0])
             names = dict.fromkeys(("one", "two", "three"), lease_ttl_s)
             world.injected["standby"] += 2
         if plan.has("rivals"):

@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 class SimStore(MemoryStore):
     """The world's objects.
 
-    Args:
-        stored, deleted: are given each name, after a new object is there and before one goes.
+    Attributes:
+        deleting: is given each name before its object goes.
     """
 
-    def __init__(self, stored: Callable[[str], None], deleted: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._stored = stored
-        self._deleted = deleted
+        self.deleting: Callable[[str], None] = lambda _name: None
         # Names by folder: daemons list the folders that they know, of which there are many.
         self._folders: dict[str, dict[str, None]] = defaultdict(dict)
         # Objects that others than their writers do not see before a time.
@@ -35,7 +34,6 @@ class SimStore(MemoryStore):
         if name not in self._objects:
             super().put(name, data)
             self._folders[_folder(name)][name] = None
-            self._stored(name)
         elif self.sound(name) != data:
             raise ObjectExistsError(f"object {name!r} exists with other bytes")
 
@@ -69,7 +67,7 @@ class SimStore(MemoryStore):
 
     def delete(self, name: str) -> None:
         if name in self._objects:
-            self._deleted(name)
+            self.deleting(name)
             del self._folders[_folder(name)][name]
         super().delete(name)
 

@@ -33,6 +33,8 @@ from diloco.common.store import ObjectStore
 from diloco.learner.replica import Delta, Replica, View
 
 TOKENS = 100
+# What every block of a light update begins with: learner, start, stop.
+_LIGHT_CODES = struct.Struct("<3f")
 NO_SCALES = np.zeros(0, ml_dtypes.bfloat16)
 
 
@@ -199,14 +201,15 @@ class Light:
     def view(self, replica: LightReplica, fragment: int) -> np.ndarray:
         return replica.views[fragment]
 
-    def covers(self, store: ObjectStore, manifest: wire.Manifest, block: int) -> Covers:
+    def covers(self, store: ObjectStore, manifest: wire.Manifest, _block: int) -> Covers:
         """What an update covers.
 
         Raises:
             ValueError: its shards disagree, or cover nothing that can be.
         """
         found = {
-            tuple(part.codes[:3].astype(int)) for part in _read_parts(store, manifest.shards, block)
+            _LIGHT_CODES.unpack_from(store.get(entry.name), shards.HEADER.size)
+            for entry in manifest.shards
         }
         if len(found) != 1:
             raise ValueError(f"shards of one update cover {found}")

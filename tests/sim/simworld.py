@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import structlog
 from simactor import CALM, Actor, Faults, Killed
 from simbus import SimBroker
-from simcheck import Checkers, Violation
+from simchain import Violation
+from simcheck import Checkers
 from simdisk import Disk
 from simloop import StuckError, VirtualLoop
 from simmesh import MeshUploader
@@ -123,10 +124,11 @@ class World:
             self.settings.model_dump() | {"store": {"url": "memory://simulated"}}
         )
         self.layout = self._make_layout()
-        self.checkers = Checkers(self)
         self.epoch = 0
+        self.store = SimStore()
+        self.checkers = Checkers(self)
+        self.store.deleting = self.checkers.on_deleted
         self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
-        self.store = SimStore(self.checkers.on_stored, self.checkers.on_deleted)
         self.rng = random.Random(f"world-{seed}")
 
     def _make_layout(self) -> Layout:

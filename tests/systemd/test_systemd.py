@@ -11,7 +11,7 @@ import pytest
 from diloco.common.config import Config
 from diloco.common.errors import ConfigError
 from diloco.common.exits import Exit
-from diloco.operate.unit_files import BACKOFF, Options, render
+from diloco.operate.unit_files import PAUSES, Options, render
 from diloco.operate.units import Install, install_units, is_edited, marked
 
 ROOT = Path(__file__).parents[2]
@@ -84,19 +84,56 @@ def test_units_set_keys_that_there_are(unit: Path) -> None:
         assert key.lower() in known.model_fields
 
 
-def test_newer_systemd_backs_off(programs: Path) -> None:
-    files = render(Options(programs=programs, systemd=254))
-    assert files["diloco-learner@.service.d/10-backoff.conf"] == BACKOFF
-    assert not [name for name in render(Options(programs=programs, systemd=253))
-                if name.endswith(".d/10-backoff.conf")]  # fmt: skip
+def test_restarts_pause_longer_and_longer(programs: Path) -> None:
+    files = render(Options(programs=programs))
+    for unit in ("diloco-aggregator.service", "diloco-learner@.service", "nats-server.service"):
+        assert files[f"{unit}.d/10-pauses.conf"] == PAUSES
+
+
+@pytest.mark.parametrize(
+    ("restarts", "lived_s", "pause_s"),
+    [(0, 1, 0), (1, 1, 0), (2, 1, 5), (3, 599, 10), (12, 1, 55), (90, 1, 55), (90, 600, 0)],
+)
+def test_how_long_a_restart_pauses(
+    tmp_path: Path, restarts: int, lived_s: int, pause_s: int
+) -> None:
+    """The very command, with something in place of `systemctl` and `sleep`."""
+    (command,) = re.findall(r"'(.*)'", PAUSES.replace("\\\n", " "), re.DOTALL)
+    answers = {
+        "systemctl": f"echo NRestarts={restarts}; echo ExecMainStartTimestampMonotonic=7000000; "
+        f"echo ExecMainExitTimestampMonotonic={(lived_s + 7) * 1000000}",
+        "sleep": 'echo "slept $1"',
+    }
+    for name, text in answers.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["/bin/sh", "-c", command.replace("$$", "$").replace("%n", "unit.service")],
+        capture_output=True, text=True, check=True, env={"PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert f"slept {pause_s}\n" in done.stdout if pause_s else done.stdout == ""
+
+
+def test_memory_is_bounded_and_nats_goes_last(programs: Path) -> None:
+    files = render(Options(programs=programs))
+    worth = {}
+    for unit in ("nats-server", "diloco-aggregator", "diloco-learner@"):
+        (worth[unit],) = re.findall(
+            r"^OOMScoreAdjust=(.*)$", files[f"{unit}.service"], re.MULTILINE
+        )
+    assert sorted(worth, key=lambda unit: int(worth[unit])) == [*worth]
+    for unit in SERVICES:
+        if unit.name.startswith("diloco-"):
+            assert "MemoryMax=90%" in files[unit.name]
 
 
 def test_units_start_the_program_that_installed_them(tmp_path: Path, programs: Path) -> None:
     units = tmp_path / "units"
     wanted = Install(folder=units, programs=programs, credentials=False)
-    assert install_units(replace(wanted, dry_run=True))
+    assert install_units(replace(wanted, dry_run=True)).files
     assert not units.exists()
-    written = install_units(wanted)
+    written = install_units(wanted).files
     assert {path.name for path in written} >= {path.name for path in UNITS}
     text = (units / "diloco-aggregator.service").read_text()
     assert f"ExecStart={programs}/diloco aggregator" in text
@@ -125,7 +162,7 @@ def test_what_a_restart_cannot_mend_is_not_restarted(programs: Path) -> None:
 def test_one_unit_at_a_time(tmp_path: Path, programs: Path) -> None:
     written = install_units(
         Install(folder=tmp_path, programs=programs, units=("diloco-learner@a", "diloco-gc.timer"))
-    )
+    ).files
     assert {path.name for path in written if not path.name.endswith(".conf")} == {
         "diloco-learner@.service", "diloco-gc.service", "diloco-gc.timer"
     }  # fmt: skip
@@ -143,14 +180,15 @@ def test_edited_units_are_named_and_nothing_is_written(tmp_path: Path, programs:
     unit.write_text(edited)
     other.write_text(marked("of an older release\n"))
     own = tmp_path / "diloco-aggregator.service.d" / "mine.conf"
-    own.parent.mkdir()
     own.write_text("[Service]\nNice=5\n")
     with pytest.raises(ConfigError, match=rf"edited since .*: {re.escape(str(unit))}\n"):
         install_units(wanted)
     assert unit.read_text() == edited
     assert "older release" in other.read_text()
-    install_units(replace(wanted, overwrite=True))
+    kept = install_units(replace(wanted, overwrite=True)).kept
     assert not is_edited(unit.read_text())
+    assert kept == {unit: tmp_path / "diloco-aggregator.service.edited"}
+    assert kept[unit].read_text() == edited
     assert "Nice=5" in own.read_text()
 
 

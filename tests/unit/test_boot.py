@@ -4,11 +4,13 @@ import base64
 import hashlib
 import io
 import json
+import re
 import stat
 import tarfile
 import threading
 import urllib.error
 import urllib.parse
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -159,12 +161,42 @@ def test_from_an_empty_disk_to_a_started_unit(machine: Machine, cloud: Cloud) ->
     for lock in ("tpu", "task"):
         assert f"{pip} --require-hashes -r {home}/source/locks/{lock}.lock" in commands
     assert commands[-5:] == [
-        "/opt/diloco/bin/diloco install-units --programs /opt/diloco/bin",
+        "/opt/diloco/bin/diloco install-units --programs /opt/diloco/bin --overwrite",
         "systemd-sysusers",
         "systemctl daemon-reload",
         "systemctl enable diloco-learner@central.service",
         "systemctl restart --no-block diloco-learner@central.service",
     ]
+
+
+def test_a_learners_machine_answers_health_checks_first(machine: Machine, cloud: Cloud) -> None:
+    commands = machine.boot()
+    assert commands[:2] == ["systemctl daemon-reload", f"systemctl enable --now {boot.LIVEZ}"]
+    unit = (machine.root / "etc/systemd/system" / boot.LIVEZ).read_text()
+    (program,) = re.findall(r"^ExecStart=/usr/bin/python3 (\S+) livez$", unit, re.MULTILINE)
+    assert (machine.root / program[1:]).read_bytes() == Path(boot.__file__).read_bytes()
+    cloud.parameters |= {"role": "aggregator", "units": ["diloco-aggregator.service"]}
+    assert boot.LIVEZ not in " ".join(machine.boot())
+
+
+def test_the_answer_to_health_checks() -> None:
+    server = boot.livez_server("127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    with urllib.request.urlopen(f"{url}/livez", timeout=10) as answer:
+        assert answer.status == 200
+    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
+        urllib.request.urlopen(f"{url}/metrics", timeout=10)
+    caught.value.close()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_terraform_asks_where_machines_answer() -> None:
+    text = (ROOT / "infra/terraform/main.tf").read_text()
+    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(boot.LIVEZ_PORT)]
 
 
 def test_a_second_boot_installs_nothing_and_disturbs_nobody(machine: Machine) -> None:
@@ -232,7 +264,7 @@ def test_nothing_starts_before_its_secret_is_there(machine: Machine, cloud: Clou
     cloud.secrets.clear()
     with pytest.raises(urllib.error.HTTPError, match="403"):
         machine.boot()
-    assert not any("enable" in command for command in machine.commands)
+    assert not any("diloco-learner" in command for command in machine.commands)
 
 
 @pytest.fixture

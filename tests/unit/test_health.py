@@ -197,12 +197,13 @@ def test_pages_over_http() -> None:
     probes = make_probes(waits, run="demo", learner="a")
     port = free_port()
     with serving(MetricsSection(port=port), probes):
-        status, body = get(port, "/healthz")
+        status, body = get(port, "/readyz")
         assert (status, json.loads(body)["ready"]) == (503, False)
+        assert get(port, "/livez") == (200, body)
         probes.health.view = working
         with waits.note("reading shards") as fault:
             fault(StoreUnavailableError("away"))
-            status, body = get(port, "/healthz?verbose")
+            status, body = get(port, "/readyz?verbose")
             assert status == 200
             assert json.loads(body) == {
                 "live": True, "ready": True, "why": [], "waiting": ["reading shards"],
@@ -220,7 +221,18 @@ def test_pages_over_http() -> None:
         )
         assert get(port, "/else")[0] == 404
     with pytest.raises(urllib.error.URLError):
-        get(port, "/healthz")
+        get(port, "/livez")
+
+
+def test_who_hangs_is_neither_live_nor_ready_over_http() -> None:
+    probes, clock, port = make_probes(Retries()), Clock(), free_port()
+    probes.health.clock, probes.health.view = clock, working
+    with serving(MetricsSection(port=port), probes):
+        probes.health.turned()
+        clock.now_s += 31.0
+        assert [get(port, path)[0] for path in ("/livez", "/readyz")] == [503, 503]
+        probes.health.turned()
+        assert [get(port, path)[0] for path in ("/livez", "/readyz")] == [200, 200]
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_hint() -> None:

@@ -13,7 +13,15 @@ from diloco.common.errors import (
     ObjectLostError,
     StoreUnavailableError,
 )
-from diloco.common.service import FIRST_BACKOFF_S, LAST_BACKOFF_S, Runtime, cancel, first_of
+from diloco.common.service import (
+    FIRST_BACKOFF_S,
+    LAST_BACKOFF_S,
+    AskedToStopError,
+    Runtime,
+    cancel,
+    first_of,
+    unless_asked,
+)
 
 
 class Clock:
@@ -240,3 +248,22 @@ def test_cancelled_tasks_are_waited_for_whatever_they_raise(run_async):
 
     run_async(main())
     assert ended == [True]
+
+
+def test_a_start_waits_until_somebody_asks_for_its_end(run_async):
+    async def begin() -> str:
+        return "begun"
+
+    assert run_async(unless_asked(begin(), lambda: False)) == "begun"
+    ended = []
+
+    async def waits_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    answers = iter([False, False, True])
+    with pytest.raises(AskedToStopError):
+        run_async(unless_asked(waits_for_ever(), lambda: next(answers)))
+    assert ended

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from runlab import RUN, Lab
 
+from diloco.aggregator.checkpoint_watch import made_at_s
 from diloco.check import service
 from diloco.common import names, wire
 from diloco.common.store import DirectoryStore, MemoryStore
+from diloco.common.tape import load_specification
 from diloco.projections.history import History, read_history
 from diloco.projections.live import LastHeartbeat
 
@@ -71,6 +73,26 @@ def test_checkpoints_that_fail_or_are_old() -> None:
     assert told(("0000-000000000003", 500.0), 1001.0 + service.MAKING_S) == ["error"]
     assert told((name, 1000.0), 1001.0 + service.MAKING_S) == ["ok"]
     assert told((name, 1000.0), 1001.0 + service.CHECKPOINT_S) == ["warning"]
+
+
+def test_a_run_without_any_checkpoint() -> None:
+    history = ask(joined(Lab(), 1, leaving=False))
+    created_s = history.specification.created_at_s
+    assert not [*service.checkpoints(history, None, created_s + service.CHECKPOINT_S)]
+    (found,) = service.checkpoints(history, None, created_s + service.CHECKPOINT_S + 1)
+    assert found.severity == "warning"
+    assert "diloco-checkpoint.timer" in found.advice
+
+
+def test_the_age_of_a_run_without_any_checkpoint_counts_from_its_creation() -> None:
+    async def look() -> tuple[float, float]:
+        lab = Lab()
+        await lab.create()
+        specification = await load_specification(lab.bus, RUN)
+        return await made_at_s(lab.context, ""), specification.created_at_s
+
+    found, created_at_s = ask(look())
+    assert found == created_at_s > 0
 
 
 def test_what_a_learner_says_of_itself() -> None:

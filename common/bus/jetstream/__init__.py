@@ -24,6 +24,6 @@ grants this.
 
 from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S
 from diloco.common.bus.jetstream.nats_bus import NatsBus, connect
-from diloco.common.bus.jetstream.waiting import AskedToStopError, connect_or_wait
+from diloco.common.bus.jetstream.waiting import connect_or_wait
 
-__all__ = ["CALL_TIMEOUT_S", "AskedToStopError", "NatsBus", "connect", "connect_or_wait"]
+__all__ = ["CALL_TIMEOUT_S", "NatsBus", "connect", "connect_or_wait"]

@@ -1,7 +1,5 @@
 """A daemon's first connection: while no server answers it waits for one, within the process."""
 
-from collections.abc import Callable
-
 from diloco.common import log
 from diloco.common.bus.jetstream.nats_bus import NatsBus, connect
 from diloco.common.config import BusSection
@@ -10,28 +8,17 @@ from diloco.common.service import Runtime
 ATTEMPT_S = 5.0
 
 
-class AskedToStopError(Exception):
-    """Somebody asked the daemon to stop before it had a connection."""
-
-
 async def connect_or_wait(
-    section: BusSection,
-    name: str,
-    runtime: Runtime,
-    logger: log.Logger,
-    asked_to_stop: Callable[[], bool],
+    section: BusSection, name: str, runtime: Runtime, logger: log.Logger
 ) -> NatsBus:
     """Connect to NATS, whenever a server answers.
 
     Raises:
-        AskedToStopError: the daemon is to end; looked at before each attempt.
         BusError: the server refused the credentials.
         ConfigError: the URL or the credentials cannot be used.
     """
 
     async def attempt() -> NatsBus:
-        if asked_to_stop():
-            raise AskedToStopError
         return await connect(
             section.url,
             name=name,

@@ -206,15 +206,6 @@ run "aggregator_elsewhere" {
   expect_failures = [var.aggregators]
 }
 
-run "no_learner" {
-  command = plan
-
-  variables {
-    learners = {}
-  }
-  expect_failures = [var.learners]
-}
-
 run "learner_with_capitals" {
   command = plan
 
@@ -355,6 +346,15 @@ run "privileged_port" {
 
   variables {
     metrics_port = 80
+  }
+  expect_failures = [var.metrics_port]
+}
+
+run "metrics_where_machines_answer" {
+  command = plan
+
+  variables {
+    metrics_port = 9463
   }
   expect_failures = [var.metrics_port]
 }

@@ -51,7 +51,7 @@ run "network" {
     error_message = "every rule opens one port"
   }
   assert {
-    condition     = toset(flatten([for rule in module.network.firewalls : flatten(rule.allow[*].ports)])) == toset(["4222", "6222", "22", "9464"])
+    condition     = toset(flatten([for rule in module.network.firewalls : flatten(rule.allow[*].ports)])) == toset(["4222", "6222", "22", "9463", "9464"])
     error_message = "no other port is open: not 8222, NATS's monitoring"
   }
   assert {
@@ -59,9 +59,13 @@ run "network" {
     error_message = "ssh comes by IAP only"
   }
   assert {
-    condition = alltrue([for rule in module.network.firewalls : alltrue([for range in rule.source_ranges : contains(["35.191.0.0/16", "130.211.0.0/22", "10.64.0.0/20"], range)])
+    condition = alltrue([for rule in module.network.firewalls : alltrue([for range in rule.source_ranges : contains(["10.64.0.0/20"], range)])
     if contains(flatten(rule.allow[*].ports), "9464")])
-    error_message = "metrics are private: health checks and monitoring_ranges"
+    error_message = "metrics are private: monitoring_ranges"
+  }
+  assert {
+    condition     = [for rule in module.network.firewalls : [rule.source_ranges, rule.target_tags] if contains(flatten(rule.allow[*].ports), "9463")] == [[toset(["35.191.0.0/16", "130.211.0.0/22"]), toset(["diloco-demo-learner"])]]
+    error_message = "Google's health checks ask learners' machines, and nobody else does"
   }
   assert {
     condition     = toset(keys(module.network.ways_out)) == toset(keys(var.subnets)) && alltrue([for nat in module.network.ways_out : nat.nat_ip_allocate_option == "AUTO_ONLY"])
@@ -257,6 +261,58 @@ run "machines" {
   assert {
     condition     = [for name, one in module.aggregator : jsondecode(one.instance.metadata["diloco"]).units] == [["diloco-aggregator.service", "diloco-gc.timer"], ["diloco-aggregator.service"]]
     error_message = "two aggregators, of which one collects what no aggregator knows of"
+  }
+}
+
+run "health" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for one in module.learner : one.health_check.http_health_check[0].request_path == "/livez" && one.health_check.http_health_check[0].port == 9463])
+    error_message = "a machine is made anew only if it is itself broken, whatever its learner does"
+  }
+}
+
+run "one_is_paused" {
+  command = plan
+
+  variables {
+    learners = {
+      central = { zone = "us-central1-a", kind = "v5p", chips = 4 }
+      slice   = { zone = "us-east5-a", kind = "v6e", topology = "4x8", paused = true }
+    }
+  }
+  assert {
+    condition     = { for name, one in module.learner : name => one.group.target_size } == { central = 1, slice = 0 }
+    error_message = "it has no machines, the other keeps its own"
+  }
+}
+
+run "all_are_paused" {
+  command = plan
+
+  variables {
+    paused = true
+  }
+  assert {
+    condition     = alltrue([for one in module.learner : one.group.target_size == 0])
+    error_message = "no learner has machines"
+  }
+  assert {
+    condition     = length(module.nats.instances) == 3 && length(module.aggregator) == 2 && length(module.learner) == 4
+    error_message = "all else stays"
+  }
+}
+
+run "without_learners" {
+  command = plan
+
+  variables {
+    learners = {}
+  }
+  assert {
+    condition     = length([for rule in module.objects.bucket.lifecycle_rule : rule if one(rule.action).type == "Delete"]) == 0
+    error_message = "age deletes nothing where no learner's prefix is named: a rule without one would be for every object"
   }
 }
 

@@ -120,4 +120,24 @@ def checkpoints_in_the_way():
     check("a checkpoint as root leaves the hourly ones alone; a folder in their way is named")
 
 
-scenario(install, full_disk, a_loop, no_rights, checkpoints_in_the_way)
+def a_late_disk():
+    """The disk of the store is mounted when the daemons have been started."""
+    run("systemctl", "stop", A, B, AGGREGATOR)
+    Path("/run/disk").mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", "/run/disk")
+    run("cp", "-a", "/srv/diloco/.", "/run/disk")
+    run("find", "/srv/diloco", "-mindepth", "1", "-delete")
+    for unit in (AGGREGATOR, A):
+        begin(unit)
+    for unit in (AGGREGATOR, A):
+        until(lambda unit=unit: "waits: " in status_text(unit), f"{unit} waits for the disk")
+    pids = {unit: show(unit, "MainPID") for unit in (AGGREGATOR, A)}
+    run("mount", "--bind", "/run/disk", "/srv/diloco")
+    for unit, pid in pids.items():
+        until(lambda unit=unit: active(unit), f"{unit} goes on")
+        assert show(unit, "MainPID") == pid
+    versions_go_on()
+    check("a store whose disk is mounted late: its daemons wait, and go on with it")
+
+
+scenario(install, full_disk, a_loop, no_rights, checkpoints_in_the_way, a_late_disk)

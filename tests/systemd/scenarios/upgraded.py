@@ -87,7 +87,9 @@ def edited():
     assert "status 2" in told, told
     assert unit.read_text() == text
     assert OLD in (UNITS / "diloco-checkpoint.service").read_text()
-    run(f"{NEW}/bin/diloco", "install-units", "--overwrite")
+    told = run(f"{NEW}/bin/diloco", "install-units", "--overwrite")
+    assert f"{unit} was edited" in told, told
+    assert Path(f"{unit}.edited").read_text() == text
     assert "CPUQuota" not in unit.read_text()
     check("a unit that was edited by hand is named, and nothing is written without --overwrite")
 

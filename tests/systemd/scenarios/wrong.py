@@ -19,6 +19,7 @@ from rig import (
     check,
     diloco,
     drop_in,
+    error_of,
     events,
     failed,
     follow_page,
@@ -100,9 +101,26 @@ def no_credentials():
     check("wrong credentials: failed, listed, and the server's refusal is told")
 
 
+def before_the_run():
+    """Who is started before `run create` says so, and is there once there is a run."""
+    for unit in (AGGREGATOR, A):
+        begin(unit)
+    told = until(lambda: error_of(AGGREGATOR), "it says what is missing")
+    assert "there is no run 'demo'" in told, told
+    assert "diloco run create" in told, told
+    until(lambda: restarts(AGGREGATOR) >= 3, "it tries again")
+    assert "waits for 5 s before restart 2" in journal(AGGREGATOR)
+    until(lambda: "waits: reading the run" in status_text(A), "it says what it waits for")
+    assert any("create the run" in (event.get("hint") or "") for event in events(A)), journal(A)
+    follow_page("create")
+    for unit in (AGGREGATOR, A):
+        until(lambda unit=unit: active(unit), f"{unit} is ready")
+        reset(unit)
+    check("started before the run is created: said, tried again with longer pauses, and ready")
+
+
 def without_nats():
     """All wait within the process, and say so."""
-    follow_page("create")
     run("systemctl", "stop", NATS)
     # On its own a learner waits for NATS; beside an aggregator that starts, it waits for that.
     for unit in (AGGREGATOR, CHECKPOINT, A):
@@ -138,4 +156,4 @@ def stopped_while_starting():
     check("a learner that hangs while it starts is ended, and started again")
 
 
-scenario(install, mistyped, no_credentials, without_nats, stopped_while_starting)
+scenario(install, mistyped, no_credentials, before_the_run, without_nats, stopped_while_starting)

@@ -17,7 +17,8 @@ resource "google_storage_bucket" "this" {
   }
 
   dynamic "lifecycle_rule" {
-    for_each = var.backstops
+    # A rule without a prefix would be one for every object.
+    for_each = { for name, rule in var.backstops : name => rule if length(rule.prefixes) > 0 }
     content {
       action {
         type = "Delete"

@@ -206,14 +206,14 @@ resource "google_compute_instance_template" "this" {
 resource "google_compute_health_check" "this" {
   count               = local.hosts == 1 ? 1 : 0
   name                = local.full_name
-  description         = "Ten minutes without /healthz: the machine itself is broken, since systemd restarts what hangs."
+  description         = "Ten minutes without /livez: the machine itself is broken. Of its daemons systemd takes care."
   check_interval_sec  = 60
   timeout_sec         = 10
   unhealthy_threshold = 10
 
   http_health_check {
-    port         = var.metrics_port
-    request_path = "/healthz"
+    port         = var.livez_port
+    request_path = "/livez"
   }
 
   log_config {
@@ -225,7 +225,7 @@ resource "google_compute_instance_group_manager" "this" {
   name               = local.full_name
   zone               = var.zone
   base_instance_name = local.full_name
-  target_size        = local.hosts
+  target_size        = var.paused ? 0 : local.hosts
 
   version {
     instance_template = google_compute_instance_template.this.self_link_unique

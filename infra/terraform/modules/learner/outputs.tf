@@ -40,3 +40,8 @@ output "secret" {
   description = "Its credentials as the state holds them."
   value       = module.credentials.stored
 }
+
+output "health_check" {
+  description = "What its machine is asked; null for a slice of several hosts."
+  value       = one(google_compute_health_check.this[*])
+}

@@ -97,8 +97,13 @@ variable "tag" {
   type        = string
 }
 
-variable "metrics_port" {
-  description = "Port of /healthz."
+variable "paused" {
+  description = "Whether it has no machines for now."
+  type        = bool
+}
+
+variable "livez_port" {
+  description = "Port of /livez, which infra/boot.py answers."
   type        = number
 }
 

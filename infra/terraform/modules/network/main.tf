@@ -103,7 +103,7 @@ resource "google_compute_firewall" "ssh" {
 
 resource "google_compute_firewall" "health" {
   name          = "${var.name}-health"
-  description   = "Google's health checks ask learners for /healthz."
+  description   = "Google's health checks ask learners' machines for /livez."
   network       = google_compute_network.this.id
   direction     = "INGRESS"
   source_ranges = local.probe_ranges
@@ -111,7 +111,7 @@ resource "google_compute_firewall" "health" {
 
   allow {
     protocol = "tcp"
-    ports    = [tostring(var.metrics_port)]
+    ports    = [tostring(var.livez_port)]
   }
 }
 

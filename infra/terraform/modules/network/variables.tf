@@ -14,7 +14,12 @@ variable "tags" {
 }
 
 variable "metrics_port" {
-  description = "Port of /metrics and /healthz."
+  description = "Port of /metrics."
+  type        = number
+}
+
+variable "livez_port" {
+  description = "Port of /livez on learners' machines."
   type        = number
 }
 

@@ -1,0 +1,266 @@
+"""Where everything stands in a file that keeps a run; the file itself stays on disk.
+
+A message takes some 20 bytes here, whatever its length.
+"""
+
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.common import names
+from diloco.common.bus import Message
+from diloco.common.errors import IntegrityError
+from diloco.common.tape.file import MAGIC, as_message, begins_with, run_in
+from diloco.common.tape.frames import (
+    HEAD,
+    Frame,
+    damaged,
+    frame_bytes,
+    read_frame,
+    read_frames,
+    whole_frames,
+)
+
+BUNDLE = b"DLBUND1\n"
+
+
+def is_kept(path: Path) -> bool:
+    """Whether a file is an exported tape or a bundle."""
+    return begins_with(path, MAGIC) or begins_with(path, BUNDLE)
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a file is a bundle."""
+    return begins_with(path, BUNDLE)
+
+
+def magic_of(path: Path) -> bytes:
+    """How a kept file begins."""
+    return BUNDLE if is_bundle(path) else MAGIC
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """What a kept file says of itself: at least the run's name, as "run".
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
+    magic = magic_of(path)
+    with path.open("rb") as file:
+        frame = next(read_frames(path, file, magic), None)
+    content: Any = frame.content if frame else None
+    run_in(path, content)
+    return dict(content)
+
+
+class Piece(NamedTuple):
+    """A piece of an object or a file: where its frame stands, and its bytes within the whole."""
+
+    frame_at: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Whole:
+    """An object or a file, in pieces."""
+
+    size_bytes: int
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its pieces are there."""
+        return sum(piece.stop - piece.start for piece in self.pieces) == self.size_bytes
+
+
+class Log:
+    """The messages of a stream: sequence, place in the file, subject."""
+
+    def __init__(self) -> None:
+        self.seqs = array("q")
+        self.ats = array("q")
+        self.whose = array("l")
+        self.subjects: list[str] = []
+        self._ids: dict[str, int] = {}
+
+    def add(self, at: int, message: Message) -> None:
+        """The next message."""
+        if message.subject not in self._ids:
+            self._ids[message.subject] = len(self.subjects)
+            self.subjects.append(message.subject)
+        self.seqs.append(message.seq)
+        self.ats.append(at)
+        self.whose.append(self._ids[message.subject])
+
+    def drop(self, below: dict[str, int]) -> None:
+        """Forget messages of these subjects below sequences."""
+        limits = {self._ids[subject]: seq for subject, seq in below.items() if subject in self._ids}
+        rows = zip(self.seqs, self.ats, self.whose, strict=True)
+        kept = [row for row in rows if row[0] >= limits.get(row[2], 0)]
+        self.seqs, self.ats = array("q", (r[0] for r in kept)), array("q", (r[1] for r in kept))
+        self.whose = array("l", (row[2] for row in kept))
+
+    def last(self, wanted: Iterable[int]) -> int | None:
+        """Place in the file of the last message of these subjects."""
+        chosen = {*wanted}
+        for index in range(len(self.seqs) - 1, -1, -1):
+            if self.whose[index] in chosen:
+                return self.ats[index]
+        return None
+
+    def rows(self, wanted: set[int], start_seq: int) -> Iterator[int]:
+        """Places in the file of the messages of these subjects from a sequence on."""
+        for index in range(bisect_left(self.seqs, start_seq), len(self.seqs)):
+            if self.whose[index] in wanted:
+                yield self.ats[index]
+
+
+class Kept:
+    """A kept file, opened; `close` it.
+
+    Attributes:
+        header: what it says of itself.
+        tape, ops: its streams.
+        objects, files: what a bundle holds, by name.
+        lost: what is wrong with it, in a sentence, where it was opened all the same; or "".
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self.tape, self.ops = Log(), Log()
+        self.objects: dict[str, Whole] = {}
+        self.files: dict[str, Whole] = {}
+        self.lost = ""
+        self._file = path.open("rb")
+
+    @property
+    def run(self) -> str:
+        """The run that it is of."""
+        return str(self.header["run"])
+
+    @property
+    def bundle(self) -> bool:
+        """Whether it brings its objects with it."""
+        return is_bundle(self.path)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def content(self, at: int) -> Any:
+        """What the frame at a place holds; from any thread.
+
+        Raises:
+            IntegrityError: the file has changed since.
+        """
+        head = os.pread(self._file.fileno(), HEAD.size, at)
+        return read_frame(self.path, os.pread(self._file.fileno(), frame_bytes(head), at))
+
+    def message(self, at: int) -> Message:
+        """The message at a place."""
+        content = self.content(at)
+        return as_message(self.path, content["ops"] if isinstance(content, dict) else content)
+
+    def read(self, whole: Whole, start: int, stop: int) -> bytes:
+        """Bytes of an object or a file."""
+        found = []
+        for piece in whole.pieces:
+            if piece.start < stop and piece.stop > start:
+                data = self.content(piece.frame_at)["data"]
+                found.append(data[max(0, start - piece.start) : stop - piece.start])
+        return b"".join(found)
+
+
+def open_kept(path: Path, *, salvage: bool = False) -> Kept:
+    """Open a kept file.
+
+    Args:
+        path: the file.
+        salvage: take what is whole of a damaged one; `Kept.lost` says that it is.
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
+    kept = Kept(path)
+    try:
+        _fill(kept, salvage=salvage)
+    except BaseException:
+        kept.close()
+        raise
+    return kept
+
+
+def _fill(kept: Kept, *, salvage: bool) -> None:
+    magic = magic_of(kept.path)
+    try:
+        with kept.path.open("rb") as file:
+            ended = _take_all(kept, read_frames(kept.path, file, magic))
+        if not ended:
+            count = len(kept.tape.seqs)
+            raise damaged(kept.path, f"was cut short after {count} messages")
+    except IntegrityError as error:
+        if not salvage:
+            raise
+        kept.header, kept.tape, kept.ops, kept.objects, kept.files = {}, Log(), Log(), {}, {}
+        kept.lost = error.message
+        _take_all(kept, whole_frames(kept.path, magic), strict=False)
+        kept.objects = {name: one for name, one in kept.objects.items() if one.complete}
+        run_in(kept.path, kept.header)
+
+
+def _take_all(kept: Kept, frames: Iterator[Frame], *, strict: bool = True) -> bool:
+    """Note where everything stands; whether the file's end is there."""
+    for at, content in frames:
+        if not kept.header:
+            run_in(kept.path, content)
+            kept.header = content
+        elif isinstance(content, list):
+            message = as_message(kept.path, content)
+            if kept.tape.seqs and message.seq <= kept.tape.seqs[-1]:
+                if strict:
+                    before = kept.tape.seqs[-1]
+                    raise damaged(kept.path, f"sequence {message.seq} comes after {before}")
+                continue
+            kept.tape.add(at, message)
+        elif "messages" in content:
+            _check_end(kept, content, strict=strict)
+            if strict and next(frames, None) is not None:
+                raise damaged(kept.path, "goes on behind its end")
+            return True
+        else:
+            _take(kept, at, content)
+    return False
+
+
+def _take(kept: Kept, at: int, content: dict[str, Any]) -> None:
+    if "ops" in content:
+        kept.ops.add(at, as_message(kept.path, content["ops"]))
+        return
+    named = next((kind for kind in ("object", "file") if kind in content), None)
+    if named is None:
+        raise damaged(kept.path, f"has a frame with {sorted(content)}")
+    of = kept.objects if named == "object" else kept.files
+    whole = of.setdefault(content[named], Whole(content["of"]))
+    begin = content["at"]
+    whole.pieces.append(Piece(at, begin, begin + len(content["data"])))
+
+
+def _check_end(kept: Kept, content: dict[str, Any], *, strict: bool) -> None:
+    counted = {"messages": len(kept.tape.seqs)}
+    if "objects" in content:
+        counted["objects"] = len(kept.objects)
+    said = {key: content[key] for key in counted}
+    whole = all(one.complete for of in (kept.objects, kept.files) for one in of.values())
+    if strict and (said != counted or not whole):
+        raise damaged(kept.path, f"ends with {said} and holds {counted}")
+    # What was collected from the tape while the objects were copied is not of this copy.
+    oldest = content.get("oldest", {})
+    below = {names.record(kept.run, fragment): seq for fragment, seq in oldest.items()}
+    if below:
+        kept.tape.drop(below)

@@ -1,0 +1,75 @@
+"""The objects of a bundle as a store that can be read."""
+
+from diloco.common.errors import StoreError
+from diloco.common.kept.index import Kept, Whole
+from diloco.common.store import (
+    ObjectInfo,
+    check_object_name,
+    check_range,
+    check_size,
+    object_missing,
+)
+
+
+class KeptStore:
+    """Objects in a file; from any thread.
+
+    Args:
+        kept: the file; who opened it closes it.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Refused.
+
+        Raises:
+            StoreError: always.
+        """
+        raise StoreError(f"{str(self._kept.path)!r} is a file: it takes no object {name!r}")
+
+    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+        """The bytes of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectTooLargeError: it has more than `limit_bytes`.
+        """
+        whole = self._whole(name)
+        check_size(name, whole.size_bytes, limit_bytes)
+        return self._kept.read(whole, 0, whole.size_bytes)
+
+    def get_range(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of `name`.
+
+        Raises:
+            ObjectMissingError: no such object.
+            ObjectRangeError: the range is empty, or ends beyond the object.
+        """
+        check_range(name, start, stop)
+        whole = self._whole(name)
+        check_range(name, start, stop, whole.size_bytes)
+        return self._kept.read(whole, start, stop)
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects whose names begin with `prefix`, in order of name."""
+        return [
+            ObjectInfo(name, whole.size_bytes)
+            for name, whole in sorted(self._kept.objects.items())
+            if name.startswith(prefix)
+        ]
+
+    def delete(self, name: str) -> None:
+        """Refused.
+
+        Raises:
+            StoreError: always.
+        """
+        raise StoreError(f"{str(self._kept.path)!r} is a file: object {name!r} stays in it")
+
+    def _whole(self, name: str) -> Whole:
+        check_object_name(name)
+        if name not in self._kept.objects:
+            raise object_missing(name)
+        return self._kept.objects[name]

@@ -1,0 +1,100 @@
+"""Frames of a file: msgpack behind its length and checksum, so that damage is known where it is."""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgpack
+
+from diloco.common.errors import IntegrityError
+from diloco.common.shards import crc32c
+
+# A message, its subject and its id, or a piece of an object, with room to spare.
+FRAME_BYTES = 2 << 20
+HEAD = struct.Struct("<II")
+
+
+class Frame(NamedTuple):
+    """What a frame holds, and where it begins."""
+
+    at: int
+    content: Any
+
+
+def write_frame(file: BinaryIO, content: Any) -> None:
+    """Append a frame."""
+    data: bytes = msgpack.packb(content)
+    file.write(HEAD.pack(len(data), crc32c(data)))
+    file.write(data)
+
+
+def damaged(path: Path, what: str) -> IntegrityError:
+    """The error of a file that is not as it was written."""
+    return IntegrityError(
+        f"the tape file {str(path)!r} {what}",
+        hint="export it again, or make a whole one of what is left: "
+        f"diloco bundle {path} NEW --salvage",
+    )
+
+
+def read_frames(path: Path, file: BinaryIO, magic: bytes) -> Iterator[Frame]:
+    """Every frame, in order.
+
+    Raises:
+        IntegrityError: the file begins otherwise, is damaged, or was cut short.
+    """
+    if file.read(len(magic)) != magic:
+        raise damaged(path, "does not begin as a tape does")
+    at = len(magic)
+    while head := file.read(HEAD.size):
+        if len(head) < HEAD.size:
+            raise damaged(path, "was cut short")
+        size, checksum = HEAD.unpack(head)
+        data = file.read(size) if size <= FRAME_BYTES else b""
+        if len(data) != size or crc32c(data) != checksum:
+            raise damaged(path, f"is damaged before byte {file.tell()}")
+        yield Frame(at, _unpacked(path, data))
+        at += HEAD.size + size
+
+
+def read_frame(path: Path, data: bytes) -> Any:
+    """What a frame holds whose bytes are at hand.
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
+    size, checksum = HEAD.unpack_from(data)
+    body = data[HEAD.size : HEAD.size + size]
+    if len(body) != size or crc32c(body) != checksum:
+        raise damaged(path, "has changed since it was opened")
+    return _unpacked(path, body)
+
+
+def frame_bytes(head: bytes) -> int:
+    """Length of a whole frame, by its first bytes."""
+    return HEAD.size + int(HEAD.unpack(head)[0])
+
+
+def whole_frames(path: Path, magic: bytes) -> Iterator[Frame]:
+    """The frames of a damaged file that are whole; what stands between them is passed over."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        at = len(magic)
+        while at + HEAD.size < len(data):
+            size, checksum = HEAD.unpack_from(data, at)
+            end = at + HEAD.size + size
+            if 0 < size <= FRAME_BYTES and end <= len(data):
+                body = data[at + HEAD.size : end]
+                if crc32c(body) == checksum:
+                    yield Frame(at, _unpacked(path, body))
+                    at = end
+                    continue
+            at += 1
+
+
+def _unpacked(path: Path, data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise damaged(path, f"holds no msgpack: {error}") from error

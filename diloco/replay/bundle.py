@@ -1,0 +1,359 @@
+"""`diloco bundle`: a run, or a part of it, in one file: tape, objects, heartbeats, logs, packages.
+
+Every command that reads takes it in place of RUN, on another machine, without bus or store.
+Beginning at a version it is what garbage collection would have left of the run, and is judged so.
+"""
+
+import asyncio
+import contextlib
+import json
+import platform
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from diloco.check.evidence import Newest, newer_than
+from diloco.check.remake import named
+from diloco.cli.opening import OpenRun, open_run
+from diloco.cli.versions import find_targets
+from diloco.common import names, wire
+from diloco.common.bus import Message
+from diloco.common.errors import ConfigError, ObjectMissingError, StreamMissingError
+from diloco.common.kept import BundleWriter, open_kept
+from diloco.common.release import packages, release
+from diloco.common.store import ObjectStore
+from diloco.common.tape import Entry, Item, RunContext, messages_of, read_item, records_of
+from diloco.replay.redact import Redactor, names_in
+
+WARNING = (
+    "its shards are outer gradients, and its views the model: who has them can learn of the data "
+    "that they were trained on; no redaction changes them"
+)
+ABOUT, PACKAGES, LOGS = "about.json", "packages.txt", "logs/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What goes into a bundle.
+
+    Attributes:
+        first: a version; each fragment begins at its newest stored state up to it. None: all.
+        until: versions or a time, as the command has it; None: up to now.
+        redact: names are replaced by hashes.
+        logs: files, or folders of them.
+        salvage: what is whole of a file that is damaged.
+    """
+
+    first: int | None = None
+    until: str | None = None
+    redact: bool = False
+    logs: Sequence[Path] = ()
+    salvage: bool = False
+
+
+def run_bundle(target: str, path: Path, wanted: Wanted) -> None:
+    """Write a bundle, and say what is in it.
+
+    Raises:
+        DilocoError: there is no such run, or the file is there.
+    """
+    console = Console()
+    with console.status("copying ..."):
+        done = asyncio.run(_bundle(target, path, wanted))
+    console.print(
+        f"{done.messages:,} messages, {done.objects:,} objects and {len(done.files)} files are in "
+        f"{path} ({path.stat().st_size:,} bytes)",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+    if done.lost:
+        console.print(f"[yellow]a part only:[/] {done.lost}", soft_wrap=True)
+    console.print(f"[yellow]mind:[/] {WARNING}", soft_wrap=True)
+
+
+def run_unpack(path: Path, folder: Path) -> None:
+    """Write the logs and notes of a bundle into a new folder.
+
+    Raises:
+        ConfigError: the folder is there.
+        IntegrityError: the bundle is damaged.
+    """
+    if folder.exists():
+        raise ConfigError(f"{str(folder)!r} exists already", hint="give another name")
+    kept = open_kept(path)
+    with contextlib.closing(kept):
+        for name, whole in kept.files.items():
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                raise ConfigError(f"{str(path)!r} has a file {name!r}: nothing of it is written")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(kept.read(whole, 0, whole.size_bytes))
+    Console().print(f"{len(kept.files)} files are in {folder}", soft_wrap=True)
+
+
+class Done(NamedTuple):
+    """What a bundle holds."""
+
+    messages: int
+    objects: int
+    files: list[str]
+    lost: str
+
+
+async def _bundle(target: str, path: Path, wanted: Wanted) -> Done:
+    async with open_run(target, name="bundle", reads=True, salvage=wanted.salvage) as opened:
+        context = opened.context
+        # Before the tape: what it does not know of then is newer than it.
+        there = await context.runtime.call(context.store.list, f"{context.run}/")
+        part = await _part(context, wanted)
+        redactor = await _redactor(context) if wanted.redact else None
+        lost = opened.kept.lost or opened.kept.header.get("lost", "") if opened.kept else ""
+        made_s = context.runtime.clock()
+        run = redactor.name(context.run) if redactor else context.run
+        header = {"run": run, "made_s": made_s, "redacted": wanted.redact, "lost": lost}
+        with BundleWriter(path, header) as writer:
+            copy = _Copy(opened, writer, redactor)
+            # First what a part that is left of a file cannot be read without.
+            await copy.objects([names.layout_object(context.run, context.layout.digest)])
+            await copy.tape(part)
+            await copy.heartbeats()
+            await copy.needed([info.name for info in there], newer=wanted.until is None)
+            await copy.collected()
+            files = [*_notes(header | {"warning": WARNING}), *_logs(target, wanted.logs)]
+            files += _earlier(opened, {name for name, _ in files})
+            for name, data in files:
+                writer.file(*(copy.hidden(name, data) if redactor else (name, data)))
+    return Done(writer.messages, writer.objects, [name for name, _ in files], lost)
+
+
+# What part of the tape
+
+
+@dataclass
+class Part:
+    """Messages up to a sequence, and of each subject from one on."""
+
+    last_seq: int
+    below: dict[str, int] = field(default_factory=dict)
+
+    def has(self, message: Message) -> bool:
+        """Whether a message is of it."""
+        return message.seq >= self.below.get(message.subject, 0)
+
+
+async def _part(context: RunContext, wanted: Wanted) -> Part:
+    last_seq = await context.bus.last_sequence(context.tape)
+    if wanted.until is not None:
+        targets = await find_targets(context, wanted.until, option="--until")
+        last_seq = max(at.record_seq for at in targets.values())
+    part = Part(last_seq)
+    if wanted.first is not None:
+        for fragment in range(len(context.layout.fragments)):
+            await _begin(context, fragment, wanted.first, part)
+    return part
+
+
+async def _begin(context: RunContext, fragment: int, first: int, part: Part) -> None:
+    """Leave out what came before a fragment's newest stored state up to a version.
+
+    Raises:
+        ConfigError: nothing is stored so early.
+    """
+    begin: tuple[int, int] | None = None
+    learners: set[str] = set()
+    async for record, seq, *_ in records_of(context, fragment):
+        stored = record.outer_version == record.version and record.what != "verdict"
+        if stored and record.version <= first and seq <= part.last_seq:
+            begin = (seq, record.position)
+        learners |= {mark.learner for mark in record.policy.marks}
+    if begin is None:
+        raise ConfigError(
+            f"fragment {fragment}: no view is stored of version {first} or before",
+            hint="begin later; gc.replay_window_s sets how much garbage collection keeps",
+        )
+    part.below[names.record(context.run, fragment)] = begin[0]
+    for learner in learners:
+        part.below[names.update(context.run, learner, fragment)] = begin[1]
+
+
+async def _messages(context: RunContext, part: Part | None = None) -> AsyncIterator[Message]:
+    subjects = names.tape_subjects(context.run)
+    async for message in messages_of(context.bus, context.tape, subjects):
+        if part is None or (message.seq <= part.last_seq and part.has(message)):
+            yield message
+
+
+async def _redactor(context: RunContext) -> Redactor:
+    """Knows every name on the tape and among the heartbeats."""
+    known: set[str] = set()
+    async for message in _messages(context):
+        known |= {name for name in [names.subject_learner(message.subject)] if name}
+        known |= {*names_in(message.payload)}
+        item = await read_item(context, message)
+        if isinstance(item, Entry) and item.stored is not None:
+            known |= {*names_in(context.store.get(item.stored.name))}
+    return Redactor(context.run, known)
+
+
+# Copying
+
+
+class _Copy:
+    """A bundle under way.
+
+    Args:
+        opened: the run.
+        writer: takes it.
+        redactor: replaces names; None to keep them.
+    """
+
+    def __init__(self, opened: OpenRun, writer: BundleWriter, redactor: Redactor | None) -> None:
+        self._context = opened.context
+        self._writer = writer
+        self._redactor = redactor
+        self._needed: set[str] = set()
+        self._pinned: tuple[str, ...] = ()
+        fragments = range(len(opened.context.layout.fragments))
+        self._newest: dict[int, Newest | None] = dict.fromkeys(fragments)
+        self._oldest: dict[int, int] = {}
+        self._last_seq = 0
+
+    async def tape(self, part: Part) -> None:
+        """Every message of a part."""
+        context = self._context
+        async for message in _messages(context, part):
+            item = await read_item(context, message)
+            self._need(item)
+            self._last_seq = message.seq
+            self._writer.message(await self._told(message, item))
+
+    async def _told(self, message: Message, item: Item) -> Message:
+        """The message as the bundle has it."""
+        if self._redactor is None:
+            return message
+        if not isinstance(item, Entry) or item.stored is None:
+            return self._redactor.message(message)[0]
+        context, name = self._context, item.stored.name
+        body = await context.runtime.call(context.store.get, name)
+        told, again = self._redactor.message(message, body)
+        pointer = wire.decode(wire.RecordPointer, told.payload)
+        self._needed.discard(name)
+        self._writer.object(pointer.body.name, again)
+        return told
+
+    def _need(self, item: Item) -> None:
+        """Note the objects that a message names."""
+        run = self._context.run
+        if getattr(item, "stored", None) is not None:
+            self._needed.add(item.stored.name)  # type: ignore[union-attr]
+        if not isinstance(item, Entry):
+            return
+        match item.body:
+            case wire.Specification(constants=str() as constants):
+                self._needed.add(constants)
+            case wire.Manifest() as manifest:
+                self._needed |= {shard.name for shard in manifest.shards}
+            case wire.Record() as record:
+                self._needed |= {ref.name for ref in named(record)}
+                self._oldest.setdefault(record.fragment, item.seq)
+                self._newest[record.fragment] = Newest(item.seq, record, item.time_s)
+            case wire.Checkpoint() as checkpoint:
+                self._needed.add(names.checkpoint_object(run, checkpoint.name))
+                self._pinned += tuple(
+                    names.version_object(run, fragment, version, "", "").removesuffix("--")
+                    for fragment, version in enumerate(checkpoint.versions)
+                )
+
+    async def heartbeats(self) -> None:
+        """Heartbeats and rejections, as far as they are kept."""
+        context, subjects = self._context, names.ops_subjects(self._context.run)
+        with contextlib.suppress(StreamMissingError):
+            stream = names.ops_stream(context.run)
+            async for message in messages_of(context.bus, stream, subjects):
+                told = self._redactor.message(message)[0] if self._redactor else message
+                self._writer.ops(told)
+
+    async def needed(self, there: Sequence[str], *, newer: bool) -> None:
+        """The objects that the tape needs, and those that it has not come to."""
+        context, wanted = self._context, self._needed
+        if newer:
+            newest, last_seq = self._newest, self._last_seq
+            found = newer_than(context.run, context.epoch, newest, there, last_seq)
+            wanted = wanted | {*found}
+        prefixes = (names.scores_prefix(context.run), names.epoch_prefix(context.run))
+        await self.objects(
+            name for name in there if name in wanted or name.startswith((*prefixes, *self._pinned))
+        )
+
+    async def objects(self, wanted: Iterable[str]) -> None:
+        """These objects."""
+        for name in wanted:
+            await self._context.runtime.call(self._object, self._context.store, name)
+
+    def _object(self, store: ObjectStore, name: str) -> None:
+        with contextlib.suppress(ObjectMissingError):  # Collected meanwhile.
+            data = store.get(name)
+            if self._redactor is not None:
+                name, data = self._redactor.object(name, data)
+            self._writer.object(name, data)
+
+    async def collected(self) -> None:
+        """Note what garbage collection has trimmed while the objects were copied."""
+        for fragment, oldest_seq in self._oldest.items():
+            async for recorded in records_of(self._context, fragment):
+                if recorded.record_seq > oldest_seq:
+                    self._writer.oldest(fragment, recorded.record_seq)
+                break
+
+    def hidden(self, name: str, data: bytes) -> tuple[str, bytes]:
+        """A file without names."""
+        assert self._redactor is not None
+        text = self._redactor.text(data.decode(errors="replace"))
+        folder, _, last = name.rpartition("/")
+        stem, dot, suffix = last.partition(".")
+        return f"{folder}{'/' if folder else ''}{self._redactor.name(stem)}{dot}{suffix}", (
+            text.encode()
+        )
+
+
+# Files beside
+
+
+def _notes(about: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
+    """Of this machine: records name the packages of their makers by a digest."""
+    host = {"release": release(), "python": sys.version, "platform": platform.platform()}
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(about["made_s"]))
+    yield ABOUT, (json.dumps({**about, "made": made, **host}, indent=1) + "\n").encode()
+    yield PACKAGES, ("\n".join(packages()) + "\n").encode()
+
+
+def _logs(target: str, given: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """Logs of a local run, and those that are given.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = Path(target)
+    own = (path if path.is_dir() else path.parent) / "logs"
+    run_folder = path.is_dir() or path.name == "run.toml"
+    for place in [*([own] if run_folder and own.is_dir() else []), *given]:
+        if not place.exists():
+            raise ConfigError(f"there is no log {str(place)!r}", hint="journalctl -u UNIT > FILE")
+        for file in sorted(place.iterdir()) if place.is_dir() else [place]:
+            if file.is_file():
+                yield f"{LOGS}{file.name}", file.read_bytes()
+
+
+def _earlier(opened: OpenRun, new: Iterable[str]) -> list[tuple[str, bytes]]:
+    """Files of the bundle that this one is made of."""
+    kept, known = opened.kept, {*new}
+    if kept is None:
+        return []
+    return [
+        (name, kept.read(whole, 0, whole.size_bytes))
+        for name, whole in kept.files.items()
+        if name not in known and whole.complete
+    ]

@@ -1,0 +1,74 @@
+"""Who may be merged, and who rejected: lies, damage, and learners that are shut out."""
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping
+
+from simchain import UpdateId, hold, update_id
+
+from diloco.common import wire
+
+# The learner that lies.
+LIAR_INDEX = 15
+LIAR = f"learner-{LIAR_INDEX}"
+# Why an honest update may be rejected.
+HONEST = {"superseded", "ended", "late", "missing", "rolled_back", "stale"}
+
+
+class Admission:
+    """What is known of one tape's learners that nobody believes.
+
+    Args:
+        rotten: names of objects that are damaged.
+        injected: faults so far, by kind.
+        shut_out: who is as the tape begins.
+    """
+
+    def __init__(
+        self, rotten: Container[str], injected: Mapping[str, int], shut_out: Iterable[str] = ()
+    ) -> None:
+        # Of hostile learners: updates by fragment, and whether each may be merged.
+        self.hostile: dict[tuple[int, UpdateId], bool] = {}
+        self._rotten = rotten
+        self._injected = injected
+        # Words about each learner that was ever shut out, oldest first: sequence, and whether it is.
+        self._words: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
+        for learner in shut_out:
+            self._words[learner].append((0, True))
+
+    def hear(self, word: wire.Quarantine, seq: int) -> None:
+        """A word about a learner: only an operator shuts an honest one out."""
+        self._words[word.learner].append((seq, word.active))
+        honest = word.learner != LIAR and not self._injected["rot"]
+        wrong = honest and word.active and word.by != "operator"
+        hold(not wrong, "quarantine", word.learner, f"shut out by {word.by}: {word.reason}")
+
+    def check_merged(self, fragment: int, taken: wire.Input) -> None:
+        """Nothing is merged that is a lie, is damaged, or is of somebody who is shut out."""
+        update = update_id(taken)
+        fooled = self.hostile.get((fragment, update)) is False
+        hold(not fooled, "fooled", update, f"merged: {taken}")
+        rotten = [one.name for one in taken.shards if one.name in self._rotten]
+        hold(not rotten, "rot", update, f"{rotten} was merged")
+        shut_out = self._was_shut_out(taken.learner, taken.stream_seq, taken.stream_seq)
+        hold(not shut_out, "quarantine", update, f"merged, sent at {taken.stream_seq}")
+
+    def check_rejected(self, record_seq: int, taken: wire.Rejected) -> None:
+        """An honest update is rejected for no reason that says otherwise."""
+        about, what = update_id(taken), f"{taken.reason}: {taken.detail}"
+        hold(self._may_be_rejected(record_seq, taken), "rejected", about, what)
+
+    def _may_be_rejected(self, record_seq: int, taken: wire.Rejected) -> bool:
+        if taken.learner == LIAR or taken.reason in HONEST:
+            return True
+        if taken.reason == "quarantined":
+            return self._was_shut_out(taken.learner, taken.stream_seq, record_seq)
+        return taken.reason == "checksum" and self._injected["rot"] > 0
+
+    def _was_shut_out(self, learner: str, since_seq: int, until_seq: int) -> bool:
+        """Whether a learner was shut out by any word that counted between two sequences."""
+        counted = False
+        for seq, active in self._words.get(learner, ()):
+            if seq > until_seq:
+                break
+            counted = active or (counted and seq > since_seq)
+        return counted

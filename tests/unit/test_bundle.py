@@ -1,0 +1,183 @@
+"""A run in one file: what it holds, that all who read take it, and what becomes of a damaged one."""
+
+import io
+import json
+
+import pytest
+import spoiled
+from rich.console import Console
+
+from diloco.cli.opening import Place, use_place
+from diloco.common.errors import BusError, ConfigError, IntegrityError, StoreError
+from diloco.common.kept import KeptBus, KeptStore, open_kept
+from diloco.replay import looking
+from diloco.replay.bundle import Wanted, run_bundle, run_unpack
+from diloco.replay.options import Options
+from diloco.replay.run import run_replay
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return spoiled.make_run(tmp_path_factory.mktemp("bundled"), "rate", versions=8)
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+    return made(run, tmp_path_factory.mktemp("whole") / "run.bundle")
+
+
+def made(run, path, target=None, **wanted):
+    """A bundle of a tape file and its store."""
+    use_place(Place(None, str(run.store)))
+    try:
+        run_bundle(str(target or run.tape), path, Wanted(**wanted))
+    finally:
+        use_place(Place())
+    return path
+
+
+def replay(bundle, **options) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=200)
+    return run_replay(str(bundle), Options(**options), console), console.file.getvalue()
+
+
+def shown(capsys, bundle, what):
+    capsys.readouterr()
+    looking.run_show(str(bundle), what)
+    return capsys.readouterr().out
+
+
+def test_a_whole_run_is_verified_from_the_file_alone(whole):
+    status, text = replay(whole)
+    assert (status, "bit for bit" in text) == (0, True)
+    assert replay(whole, decide=True)[0] == 0
+
+
+def test_a_part_is_what_collection_would_have_left(run, tmp_path):
+    part = made(run, tmp_path / "part.bundle", first=4, until="6")
+    kept = open_kept(part)
+    assert {name.split("/")[0] for name in kept.objects} == {run.name}
+    kept.close()
+    assert part.stat().st_size < made(run, tmp_path / "all.bundle").stat().st_size
+    status, text = replay(part)
+    assert (status, "before what garbage collection has left" in text) == (2, True), text
+    assert "MISSING" not in text
+    assert replay(part, decide=True)[0] in (0, 2)
+
+
+def test_a_version_before_all_that_is_stored_is_refused(whole, tmp_path):
+    part = tmp_path / "later.bundle"
+    run_bundle(str(whole), part, Wanted(first=4))
+    with pytest.raises(ConfigError, match="no view is stored of version 1 or before"):
+        run_bundle(str(part), tmp_path / "earlier.bundle", Wanted(first=1))
+
+
+def test_objects_that_are_gone_are_missing_from_the_file_too(run, tmp_path):
+    store = tmp_path / "store"
+    store.mkdir()
+    for path in run.store.rglob("*"):
+        if path.is_file() and "/update/0/0-" not in str(path.relative_to(run.store))[:-1]:
+            (store / path.relative_to(run.store)).parent.mkdir(parents=True, exist_ok=True)
+            (store / path.relative_to(run.store)).write_bytes(path.read_bytes())
+    damaged = spoiled.Run(run.name, run.tape, store)
+    status, text = replay(made(damaged, tmp_path / "damaged.bundle"))
+    assert (status, "MISSING" in text) == (1, True), text
+
+
+def test_names_are_hashed_and_all_of_it_still_verified(run, tmp_path, capsys):
+    log = tmp_path / "logs" / f"{spoiled.CULPRIT}.log"
+    log.parent.mkdir()
+    log.write_text(f"joined run={run.name} learner={spoiled.CULPRIT} host=10.0.0.17\n")
+    bundle = made(run, tmp_path / "hidden.bundle", redact=True, logs=[log.parent])
+    data = bundle.read_bytes()
+    for name in (*spoiled.LEARNERS, run.name, "10.0.0.17"):
+        assert name.encode() not in data, name
+    for options in ({}, {"decide": True}):
+        status, text = replay(bundle, **options)
+        assert status == 0, text
+    capsys.readouterr()
+    status, _ = replay(bundle, blame=True, json=True)
+    worst = json.loads(capsys.readouterr().out)["learners"][0]
+    assert worst["word"] == "harmful"
+    assert worst["learner"].startswith("n0")
+    assert worst["learner"] in shown(capsys, bundle, "0@7")
+
+
+def test_a_broken_chain_stays_broken_under_other_names(run, tmp_path):
+    from test_verdicts import rewritten
+
+    from diloco.common import names, wire
+
+    def changed(message):
+        if message.subject != names.record(run.name, 0):
+            return message
+        record = wire.decode(wire.Record, message.payload)
+        if record.version != 5:
+            return message
+        later = record.model_copy(update={"merged_at_s": record.merged_at_s + 1.0})
+        return message._replace(payload=wire.encode(later))
+
+    tape = rewritten(run, tmp_path / "changed.tape", changed)
+    bundle = made(run, tmp_path / "b.bundle", target=tape, redact=True)
+    status, text = replay(bundle)
+    assert (status, "its digest is" in text) == (1, True), text
+
+
+def test_logs_and_packages_come_out_again(run, tmp_path):
+    log = tmp_path / "aggregator.log"
+    log.write_text("committed version=1\n")
+    bundle = made(run, tmp_path / "run.bundle", logs=[log])
+    again = tmp_path / "again.bundle"
+    run_bundle(str(bundle), again, Wanted())
+    run_unpack(again, tmp_path / "out")
+    assert (tmp_path / "out/logs/aggregator.log").read_text() == log.read_text()
+    assert "jax==" in (tmp_path / "out/packages.txt").read_text()
+    about = json.loads((tmp_path / "out/about.json").read_text())
+    assert (about["run"], about["redacted"]) == (run.name, False)
+    with pytest.raises(ConfigError, match="exists already"):
+        run_unpack(again, tmp_path / "out")
+    with pytest.raises(ConfigError, match="there is no log"):
+        run_bundle(str(bundle), tmp_path / "x.bundle", Wanted(logs=[tmp_path / "none.log"]))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.999])
+def test_what_is_left_of_a_cut_file_can_be_read(whole, tmp_path, share, capsys):
+    data = whole.read_bytes()
+    cut = tmp_path / "cut.bundle"
+    cut.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(IntegrityError, match=r"cut short|damaged") as told:
+        replay(cut)
+    assert "--salvage" in told.value.hint
+    again = tmp_path / "again.bundle"
+    capsys.readouterr()
+    run_bundle(str(cut), again, Wanted(salvage=True))
+    assert "a part only" in capsys.readouterr().out
+    status, text = replay(again)
+    # What was cut off in the end was no part of the run; nobody can know that.
+    assert (status, "bit for bit" in text) == (2 if share > 0.99 else 1, False), text
+    assert "what was left of a damaged file" in text
+
+
+def test_a_turned_byte_costs_one_frame(whole, tmp_path):
+    data = bytearray(whole.read_bytes())
+    data[len(data) // 2] ^= 1
+    bad = tmp_path / "bad.bundle"
+    bad.write_bytes(data)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        open_kept(bad)
+    before, after = open_kept(whole), open_kept(bad, salvage=True)
+    messages = len(before.tape.seqs) - len(after.tape.seqs)
+    assert messages + len(before.objects) - len(after.objects) == 1
+    before.close()
+    after.close()
+
+
+def test_a_file_takes_nothing(whole):
+    import asyncio
+
+    kept = open_kept(whole)
+    with pytest.raises(BusError, match="is a file"):
+        asyncio.run(KeptBus(kept).publish("diloco.x.end", b""))
+    with pytest.raises(StoreError, match="is a file"):
+        KeptStore(kept).put("x/y", b"")
+    kept.close()
