@@ -351,7 +351,7 @@ def _check_metrics(metrics: Mapping[str, Any]) -> None:
             )
         if not isinstance(value, jax.ShapeDtypeStruct) or value.shape:
             raise TaskError(
-                f"the metric {name!r} of Task.loss is no scalar: {tree_words(value)}",
+                f"the metric {name!r} of Task.loss must be a scalar, not {tree_words(value)}",
                 hint="return its mean over the batch",
             )
     if len(metrics) > MOST_METRICS:

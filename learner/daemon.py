@@ -51,7 +51,8 @@ def serve(config: Config, learner: str) -> None:
                 load_frozen=partial(loaded_frozen, task),
             )
             if not task.takes_key:
-                log.get(run=config.run.name).info("first_edition", advice=FIRST_EDITION)
+                logger = log.get(run=config.run.name, learner=learner)
+                logger.info("first_edition", advice=FIRST_EDITION)
             try:
                 with island.context(), joined(config, member, asked, runtime, probes) as life:
                     program.train(life, config.learner.speed.get(learner, 1.0))

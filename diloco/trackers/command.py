@@ -37,8 +37,8 @@ def track(
 ) -> None:
     """Show a run in TensorBoard or Weights & Biases.
 
-    Reads the run's tape from its beginning, heartbeats and kept scores, and goes on until the run
-    ends. It is no part of the run: nobody waits for it.
+    Reads the run's tape from its beginning, its heartbeats and kept scores, until the run ends. No
+    learner or aggregator waits for it.
     """
     log.configure("error")
     if tensorboard is None and wandb is None:

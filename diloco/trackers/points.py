@@ -65,4 +65,4 @@ class Points:
 
 
 def _named(learner: str, figures: dict[str, float]) -> dict[str, float]:
-    return {f"learner/{learner}/{name}": value for name, value in figures.items()}
+    return {f"learners/{learner}/{name}": value for name, value in figures.items()}

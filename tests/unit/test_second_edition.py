@@ -145,7 +145,7 @@ BROKEN = {
     ),
     "a metric of rows": (
         {"loss": lambda v, b, key: (jnp.mean(v.trained["w"]), {"rows": b}, v.state)},
-        "'rows' of Task.loss is no scalar",
+        "'rows' of Task.loss must be a scalar",
     ),
     "a metric's name": (
         {"loss": lambda v, b, key: (jnp.mean(v.trained["w"]), {"a b": 1.0}, v.state)},

@@ -38,10 +38,10 @@ def test_a_heartbeat_says_metrics_and_shares_of_time():
     point = Points().of_heartbeat(beat(), 100.0)
     assert (point.step, point.at_s) == (7, 100.0)
     assert point.values == {
-        "learner/a/tokens_per_second": 10.0,
-        "learner/a/accuracy": 0.5,
-        "learner/a/stall_share": 0.1,
-        "learner/a/data_wait_share": 0.2,
+        "learners/a/tokens_per_second": 10.0,
+        "learners/a/accuracy": 0.5,
+        "learners/a/stall_share": 0.1,
+        "learners/a/data_wait_share": 0.2,
     }
 
 
@@ -68,7 +68,7 @@ def test_a_run_is_followed_from_its_beginning(once):
 
     asyncio.run(asyncio.wait_for(run(), 60.0))
     names = [set(point.values) for point in kept.points]
-    assert {"learner/a/loss", "learner/a/step_seconds"} in names
+    assert {"learners/a/loss", "learners/a/step_seconds"} in names
     rounds = [point for point in kept.points if "train/loss" in point.values]
     assert [point.values["round/updates"] for point in rounds] == [1, 1]
     assert kept.closed
