@@ -9,11 +9,13 @@ import optax
 import pytest
 
 from diloco.common.config import SyncSection
-from diloco.common.errors import ConfigError, TaskError
+from diloco.common.errors import ConfigError, DilocoError, TaskError
 from diloco.common.layout import TensorHint
+from diloco.learner.context import Traffic
 from diloco.learner.contract import check_task, refusals
 from diloco.learner.frozen import loaded_frozen
 from diloco.learner.inner_step import make_inner_step
+from diloco.learner.synchronizer import EMA, Meter
 from diloco.learner.task import Task, Variables, params_shapes, scores
 from diloco.learner.tree import Division, division_of, task_layout
 
@@ -187,3 +189,16 @@ def test_what_evaluate_says_has_a_loss():
     assert scores(TASK.evaluate(None)) == {"loss": 1.0, "accuracy": 0.5}
     with pytest.raises(TaskError, match="no loss, but accuracy"):
         scores({"accuracy": 1.0})
+
+
+def test_metrics_are_averaged_and_held_out_figures_shown_as_they_are():
+    meter = Meter("a", Traffic())
+    for accuracy in (0.0, 1.0):
+        meter.measured({"accuracy": np.float32(accuracy), "other": jnp.float32(2.0)})
+    meter.show({"held_out_loss": 0.25, "held_out_wrong": float("nan")})
+    beat = meter.heartbeat(1)
+    assert beat.metrics == pytest.approx({"accuracy": EMA, "other": 2.0, "held_out_loss": 0.25})
+    with pytest.raises(DilocoError, match="cannot hold the metrics held out"):
+        meter.show({"held out": 1.0})
+    with pytest.raises(DilocoError, match="cannot hold the metrics 67"):
+        meter.show({f"m{number}": 1.0 for number in range(64)})
