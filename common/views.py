@@ -160,14 +160,8 @@ def assemble_view(
     data = get_object(context.store, snapshot)
     read_bytes = len(data)
     view = np.frombuffer(data, np.float32).copy()
-    sync = sync_of(context.settings.sync, context.layout.fragments[fragment])
     for delta in deltas:
-        data = get_object(context.store, delta)
-        read_bytes += len(data)
-        encoded = shards.unpack_delta(
-            data, codec=sync.delta_codec, count=view.size, block=sync.block
-        )
-        view += decode_numpy(sync.delta_codec, encoded, sync.block)
+        read_bytes += _move(context, fragment, view, delta)
     if shards.digest(view) != view_digest:
         raise IntegrityError(
             f"fragment {fragment}: the stored view {snapshot.name} and the deltas behind it "
@@ -175,3 +169,34 @@ def assemble_view(
             hint="runbooks/digest-mismatch.md",
         )
     return view, read_bytes
+
+
+def next_view(
+    context: RunContext,
+    fragment: int,
+    view: npt.NDArray[np.float32],
+    view_digest: str,
+    delta: wire.ObjectRef,
+) -> npt.NDArray[np.float32]:
+    """The view that a delta leads to from the one before, float32 [N], verified.
+
+    Raises:
+        ObjectMissingError: garbage collection has taken the delta.
+        IntegrityError: it does not give the digest.
+    """
+    moved = view.copy()
+    _move(context, fragment, moved, delta)
+    if shards.digest(moved) != view_digest:
+        raise IntegrityError(f"{delta.name} gives {shards.digest(moved)}, not {view_digest}")
+    return moved
+
+
+def _move(
+    context: RunContext, fragment: int, view: npt.NDArray[np.float32], delta: wire.ObjectRef
+) -> int:
+    """Add a delta to a view; the bytes that were read."""
+    data = get_object(context.store, delta)
+    sync = sync_of(context.settings.sync, context.layout.fragments[fragment])
+    encoded = shards.unpack_delta(data, codec=sync.delta_codec, count=view.size, block=sync.block)
+    view += decode_numpy(sync.delta_codec, encoded, sync.block)
+    return len(data)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from diloco.learner.task import Batch, Params, Task, Variables
     from diloco.model.load import load
     from diloco.operate.from_params import create
+    from diloco.replay.tables import open  # noqa: A004 - as `tarfile.open`
 
     __version__: str
 
@@ -70,6 +71,7 @@ __all__ = [
     "load_tensors",
     "matrices_by_hint",
     "muon",
+    "open",
     "warmup_cosine",
 ]
 
@@ -105,6 +107,7 @@ _HOMES = {
     "load_task": "diloco.learner.contract",
     "matrices_by_hint": "diloco.learner.optimizer",
     "muon": "diloco.learner.optimizer",
+    "open": "diloco.replay.tables",
     "warmup_cosine": "diloco.learner.optimizer",
 }
 

@@ -11,6 +11,7 @@ Pure, as `machine.py` is.
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from diloco.aggregator.core import events, machine, memory, rounds
@@ -166,7 +167,6 @@ class _Follower:
         self.state: State | None = None
         self.commit: Commit | None = None
         self._tape = tape
-        self._seqs = [heard.stream_seq for heard in tape]
         self._rules_at = rules_at
         self._whole_from = whole_from
         self._next = 0
@@ -212,7 +212,7 @@ class _Follower:
         self.state = memory.resume(base, base_seq, at_s)
         self.rules = self._rules_at(base.policy.settings_seq)
         self.commit = None
-        self._next = bisect_left(self._seqs, base.position)
+        self._next = bisect_left(self._tape, base.position, key=attrgetter("stream_seq"))
 
     def _cannot_begin(self, base: wire.Record) -> str:
         """Why it cannot begin in the middle of an owner's life, or ''.
@@ -242,8 +242,10 @@ class _Follower:
 
     def _hear_until(self, seq: int) -> None:
         """Give the machine what the tape has up to a sequence, or until it closes."""
-        while self._next < len(self._tape) and self._seqs[self._next] <= seq and not self.commit:
+        while self._next < len(self._tape) and not self.commit:
             heard = self._tape[self._next]
+            if heard.stream_seq > seq:
+                break
             self._next += 1
             assert self.state is not None
             if heard.rules is not None and heard.stream_seq > self.state.settings_seq:

@@ -16,7 +16,8 @@ from diloco.common.errors import BusUnavailableError, IntegrityError, ObjectMiss
 from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import decode
-from diloco.common.tape.records import record_in
+from diloco.common.tape.objects import get_object
+from diloco.common.tape.records import record_of
 from diloco.common.tape.run import RunContext
 
 # A server that says that there are messages gives the next one within so long.
@@ -30,6 +31,7 @@ class Entry(NamedTuple):
         body: of the class that its subject carries; never a `RecordPointer`.
         size_bytes: of the message, without its subject.
         stored: the object that holds its body, if that is too large for the tape.
+        raw: what the body was decoded from.
     """
 
     seq: int
@@ -38,6 +40,7 @@ class Entry(NamedTuple):
     body: wire.Body
     size_bytes: int
     stored: wire.ObjectRef | None = None
+    raw: bytes = b""
 
 
 class Garbage(NamedTuple):
@@ -159,18 +162,19 @@ def _decoded(message: Message) -> Item:
         if parsed is not None and parsed.kind == "record" and parsed.fragment is not None:
             return Unreadable(seq, time_s, subject, parsed.fragment, error.message)
         return Garbage(seq, time_s, subject, error.message)
-    return Entry(seq, time_s, subject, body, len(payload))
+    return Entry(seq, time_s, subject, body, len(payload), raw=payload)
 
 
 def _with_body(entry: Entry, pointer: wire.RecordPointer, store: ObjectStore) -> Item:
     """A record in place of the message that points to it."""
     try:
-        record = record_in(store, entry.subject, pointer)
+        raw = get_object(store, pointer.body)
+        record = record_of(entry.subject, raw)
         _check_attempt(record, pointer.attempt_id)
     except (WireError, IntegrityError, ObjectMissingError) as error:
         seq, time_s, subject = entry[:3]
         return Unreadable(seq, time_s, subject, pointer.fragment, error.message, pointer.body)
-    return entry._replace(body=record, stored=pointer.body)
+    return entry._replace(body=record, stored=pointer.body, raw=raw)
 
 
 def _check_attempt(body: wire.Record | wire.RecordPointer, attempt_id: str) -> None:

@@ -6,13 +6,16 @@ each fragment is judged from its oldest record on. `remake.py` goes on with the 
 """
 
 import itertools
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco.common import wire
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import next_step
+from diloco.common.tape import read_positions
 from diloco.projections.history import (
     Announced,
     Chain,
@@ -90,15 +93,15 @@ class Audit:
             self.breaches.append(Breach(rule, where, what))
 
 
-def audit(history: History, *, hostile: Sequence[str] = ()) -> Audit:
+def audit(history: History, *, hostile: Sequence[str] = (), data: bool = True) -> Audit:
     """Every invariant that the tape alone can show.
 
     Args:
         history: the tape.
         hostile: senders that need not cover their data without a gap.
+        data: also whether learners were trained on all of their data, and once.
     """
     found = Audit(history)
-    sent = history.sent()
     for bad in history.unreadable:
         where = f"fragment {bad.fragment}, record {bad.seq}"
         found.hold(False, "chain", where, f"unreadable: {bad.why}")
@@ -106,12 +109,13 @@ def audit(history: History, *, hostile: Sequence[str] = ()) -> Audit:
         chain = history.records.get(fragment, [])
         found.hold(bool(chain), "chain", f"fragment {fragment}", "has no record")
         if chain:
-            own = {update: at for update, at in sent.items() if update.fragment == fragment}
+            own = history.sent(fragment)
             _check_chain(found, fragment, chain)
             _check_totals(found, fragment, chain)
             _check_resolved(found, fragment, chain, own)
     _check_inputs(found)
-    _check_data(found, hostile)
+    if data:
+        _check_data(found, hostile)
     if history.end is not None:
         _check_end(found, history.end, hostile)
     return found
@@ -274,8 +278,8 @@ def _balance(
     """Tokens sent = merged + rejected + in flight, since the oldest record."""
     first, last = chain[0][1].totals, chain[-1][1].totals
     account = found.account
-    tokens_sent = sum(at.manifest.tokens for at in sent.values())
-    tokens_flying = sum(at.manifest.tokens for at in flying.values())
+    tokens_sent = sum(at.tokens for at in sent.values())
+    tokens_flying = sum(at.tokens for at in flying.values())
     merged = last.tokens_merged - first.tokens_merged
     rejected = last.tokens_rejected - first.tokens_rejected
     gone = [
@@ -304,11 +308,10 @@ def _balance(
 
 def _check_inputs(found: Audit) -> None:
     """What a record says of an update is what its manifest says."""
-    announced = dict(found.history.manifests)
     for record in found.history.all_records():
         where = f"fragment {record.fragment}, version {record.version}"
         for taken in resolves(record):
-            manifest = announced.get(taken.stream_seq)
+            manifest = found.history.manifest_at(taken.stream_seq)
             if manifest is None:
                 trimmed = taken.stream_seq < found.history.whole_from
                 found.hold(trimmed, "inputs", where, f"no manifest at {taken.stream_seq}")
@@ -332,58 +335,98 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
     manifests and leaves cover. Of averaged state, adopting a version lets go what was not sent.
     """
     history = found.history
-    runs: dict[tuple[str, int, int], list[wire.Manifest]] = defaultdict(list)
-    for update, at in history.sent().items():
-        if update.learner not in hostile:
-            runs[update.learner, update.incarnation, update.fragment].append(at.manifest)
     begins: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for (learner, incarnation, fragment), manifests in runs.items():
+    for fragment in sorted(history.manifests_of):
+        _check_lives(found, fragment, hostile, begins)
+    earlier = _earlier(found)
+    if earlier is not None:
+        ended = _earlier_ends(history, [*begins], earlier)
+        for life, starts in begins.items():
+            _check_beginning(found, life, starts, ended[life])
+
+
+def _check_lives(
+    found: Audit, fragment: int, hostile: Sequence[str], begins: dict[tuple[str, int], set[int]]
+) -> None:
+    """Updates of a fragment follow each other; where each life begins goes to `begins`."""
+    history = found.history
+    averaged = history.layout.fragments[fragment].averaged
+    chain = history.records[fragment]
+    restores = [record.version for _, record in chain if record.what == "restore"]
+    runs: dict[tuple[str, int], list[tuple[int, Announced]]] = defaultdict(list)
+    for update, at in history.sent(fragment).items():
+        if update.learner not in hostile:
+            runs[update.learner, update.incarnation].append((update.seq, at))
+    for (learner, incarnation), updates in runs.items():
         where = f"{learner}, life {incarnation}, fragment {fragment}"
-        manifests.sort(key=lambda manifest: manifest.seq)
-        if history.layout.fragments[fragment].averaged:
+        updates.sort()
+        first_seq, first = updates[0]
+        if averaged:
             pass
-        elif manifests[0].seq == 1:
-            begins[learner, incarnation].add(manifests[0].position - manifests[0].steps)
+        elif first_seq == 1:
+            begins[learner, incarnation].add(first.position - first.steps)
         else:
-            found.hold(history.trimmed, "data", where, f"begins with {manifests[0].seq}")
-        for before, after in itertools.pairwise(manifests):
+            found.hold(history.trimmed, "data", where, f"begins with {first_seq}")
+        for (before_seq, before), (seq, after) in itertools.pairwise(updates):
             found.hold(
-                after.seq == before.seq + 1
-                and _goes_on(history, before, after)
+                seq == before_seq + 1
+                and _goes_on(restores, before, after, averaged=averaged)
                 and after.base_version >= before.base_version,
-                "data", where, f"update {after.seq} does not follow {before.seq}",
+                "data", where, f"update {seq} does not follow {before_seq}",
             )  # fmt: skip
-    for (learner, incarnation), starts in begins.items():
-        _check_beginning(found, learner, incarnation, starts)
 
 
-def _goes_on(history: History, before: wire.Manifest, after: wire.Manifest) -> bool:
+def _earlier(found: Audit) -> Mapping[str, int] | None:
+    """Data positions of earlier epochs; None if they are lost."""
+    history = found.history
+    try:
+        return read_positions(history.store, history.specification)
+    except (ObjectMissingError, IntegrityError, WireError) as error:
+        found.hold(False, "data", "the specification", error.message)
+        return None
+
+
+def _goes_on(
+    restores: Sequence[int], before: Announced, after: Announced, *, averaged: bool
+) -> bool:
     """Whether the data of an update begins where that of the one before ended.
 
     A rollback between them drops what was not sent; so does a version of averaged state.
     """
     begins = after.position - after.steps
-    if history.layout.fragments[after.fragment].averaged:
+    if averaged:
         return begins >= before.position
-    dropped = any(
-        record.what == "restore" and before.base_version < record.version <= after.base_version
-        for _, record in history.records[after.fragment]
-    )
+    dropped = any(before.base_version < version <= after.base_version for version in restores)
     return begins == before.position or (dropped and begins > before.position)
 
 
-def _check_beginning(found: Audit, learner: str, incarnation: int, starts: set[int]) -> None:
-    history = found.history
-    said: list[tuple[int, wire.Manifest | wire.Leave]] = [*history.manifests, *history.leaves]
-    earlier = [
-        message.position
-        for seq, message in said
-        if message.learner == learner and max(seq, message.incarnation + 1) <= incarnation
-    ]
-    behind = max([*earlier, history.specification.positions.get(learner, 0)])
+def _earlier_ends(
+    history: History, lives: Sequence[tuple[str, int]], earlier: Mapping[str, int]
+) -> dict[tuple[str, int], int]:
+    """How far the data had come, by what earlier lives had said, when each life began."""
+    own: dict[str, list[int]] = defaultdict(list)
+    for learner, incarnation in sorted(lives):
+        own[learner].append(incarnation)
+    found = {life: earlier.get(life[0], 0) for life in lives}
+    said: Iterator[tuple[int, wire.Manifest | wire.Leave]]
+    said = itertools.chain(history.manifests, history.leaves)
+    for seq, message in said:
+        known = own[message.learner]
+        after = bisect_left(known, max(seq, message.incarnation + 1))
+        for incarnation in known[after : after + 1]:
+            life = (message.learner, incarnation)
+            found[life] = max(found[life], message.position)
+    for learner, known in own.items():
+        for before, after in itertools.pairwise(known):
+            found[learner, after] = max(found[learner, after], found[learner, before])
+    return found
+
+
+def _check_beginning(found: Audit, life: tuple[str, int], starts: set[int], behind: int) -> None:
     # What earlier lives have sent may be trimmed; then it lies further on.
-    fits = starts == {behind} or (history.trimmed and len(starts) == 1 and min(starts) > behind)
-    where = f"{learner}, life {incarnation}"
+    trimmed = found.history.trimmed
+    fits = starts == {behind} or (trimmed and len(starts) == 1 and min(starts) > behind)
+    where = f"{life[0]}, life {life[1]}"
     found.hold(fits, "data", where, f"begins at {sorted(starts)}, earlier lives ended at {behind}")
 
 

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from heapq import nlargest
+from operator import itemgetter
 from statistics import fmean, median
 
 import numpy as np
@@ -44,10 +46,11 @@ def strangers(history: History) -> Iterator[Finding]:
 
 def mean_cosines(history: History) -> dict[str, list[float]]:
     """Of each learner, in each of the newest rounds, the mean cosine to the others' updates."""
-    rounds = [at for chain in history.records.values() for at in chain if len(at[1].inputs) > 2]
+    every = (at for chain in history.records.values() for at in chain if len(at[1].inputs) > 2)
+    newest = nlargest(ROUNDS, every, key=itemgetter(0))
     found: dict[str, list[float]] = defaultdict(list)
     left = ROUND_BYTES
-    for _, record in sorted(rounds, key=lambda at: at[0])[-ROUNDS:]:
+    for _, record in newest[::-1]:
         left -= sum(shard.size_bytes for taken in record.inputs for shard in taken.shards)
         if left < 0:
             break

@@ -320,9 +320,8 @@ async def _examine_run(
     ]
 
 
-def _in_time(history: History) -> list[wire.Record]:
-    chained = [at for chain in history.records.values() for at in chain]
-    return [record for _, record in sorted(chained, key=lambda at: at[0])]
+def _in_time(history: History) -> Iterator[wire.Record]:
+    return (record for _, record in history.in_order())
 
 
 class _Look(NamedTuple):

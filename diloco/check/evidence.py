@@ -8,7 +8,7 @@ tape was cut. Reads nothing.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from diloco.aggregator.core.garbage import Ledger, newer_than_tape
@@ -34,10 +34,10 @@ def holes(history: History) -> list[Hole]:
     """Messages that are gone, and that no collection takes."""
     oldest = [chain[0][0] for chain in history.records.values() if chain]
     kept_from = max(oldest, default=0)
-    seqs = [seq for seq in history.times_s if seq >= kept_from]
+    seqs = (seq for seq in history.times_s if seq >= kept_from)
     return [
         Hole(before + 1, after - 1)
-        for before, after in itertools.pairwise(sorted(seqs))
+        for before, after in itertools.pairwise(seqs)
         if after > before + 1
     ]
 
@@ -55,13 +55,17 @@ def broken_chains(history: History) -> Iterator[Breach]:
                 yield Breach("chain", where, what)
 
 
-def standing_objects(history: History) -> dict[str, int]:
-    """Objects that no collection takes while the tape stands as it does, with their record."""
+def missing_objects(history: History, there: Container[str]) -> dict[str, int]:
+    """Objects that are not there, and that no collection takes while the tape stands as it does.
+
+    By name, with their record.
+    """
     found: dict[str, int] = {}
     for chain in history.records.values():
         for index, (seq, record) in enumerate(chain):
             for ref in _kept_for(record, oldest=index == 0):
-                found.setdefault(ref.name, seq)
+                if ref.name not in there:
+                    found.setdefault(ref.name, seq)
     return found
 
 

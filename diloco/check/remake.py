@@ -13,7 +13,7 @@ from functools import partial
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.shard_reader import read_input
 from diloco.check.audit import Breach, Objects
-from diloco.check.evidence import newer_objects, standing_objects
+from diloco.check.evidence import missing_objects, newer_objects
 from diloco.common import cores, names, shards, wire
 from diloco.common.averaged import sync_of
 from diloco.common.codec import Encoded
@@ -62,7 +62,7 @@ def check_objects(
     found = Objects()
     run = history.run
     there = {info.name: info.size_bytes for info in history.store.list(f"{run}/")}
-    standing = standing_objects(history)
+    standing = missing_objects(history, there)
     wanted = {ref.name: (seq, ref) for seq, ref in needed_now(history)}
     found.needed = len(wanted)
     found.needed_bytes = sum(ref.size_bytes for _, ref in wanted.values())

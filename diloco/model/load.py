@@ -71,7 +71,7 @@ def arrays_of(layout: Layout, views: list[np.ndarray]) -> Arrays:
     }
     for fragment, view in zip(layout.fragments, views, strict=True):
         for piece in fragment.pieces:
-            values = _values(piece, view)
+            values = piece_values(piece, view)
             if arrays[piece.tensor].shape:
                 arrays[piece.tensor][piece.start : piece.stop] = values
             else:
@@ -79,7 +79,7 @@ def arrays_of(layout: Layout, views: list[np.ndarray]) -> Arrays:
     return arrays
 
 
-def _values(piece: Piece, view: np.ndarray) -> np.ndarray:
+def piece_values(piece: Piece, view: np.ndarray) -> np.ndarray:
     """A piece's values, without the padding of its segments."""
     padded = view[piece.offset : piece.offset + piece.stride]
     groups = padded.reshape(piece.groups, piece.group_stride)[:, : piece.group_size]

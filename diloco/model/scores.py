@@ -7,7 +7,7 @@ collection has taken.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from diloco.common import names, shards, wire
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.service import cancel
 from diloco.common.tape import RunContext, last_record, read_record
-from diloco.common.views import load_version, load_view
+from diloco.common.views import load_version, load_view, next_view
 from diloco.projections.timeseries import TimeSeries
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Scorer:
         self._context = context
         self._task = task
         self._model = model
+        # Of each fragment the last one: the next version is one delta away.
+        self._views: dict[int, tuple[str, np.ndarray]] = {}
 
     @classmethod
     async def of_run(cls, context: RunContext) -> "Scorer":
@@ -69,8 +71,29 @@ class Scorer:
             ObjectMissingError: garbage collection has taken what it is made of.
             IntegrityError: what is stored does not give the recorded digest.
         """
-        views = [await load_version(self._context, record) for record in records]
+        views = [await self._view(record) for record in records]
         return await self._score(records, seqs, views)
+
+    async def _view(self, record: wire.Record) -> np.ndarray:
+        """The view after a record; errors as `of`."""
+        digest, view = self._views.get(record.fragment, ("", np.empty(0, np.float32)))
+        if digest != record.view_digest:
+            delta = record.delta if digest == record.base_digest else None
+            found = None
+            if delta is not None:
+                found = await self._context.runtime.call(self._moved, view, record, delta)
+            view = await load_version(self._context, record) if found is None else found
+            self._views[record.fragment] = (record.view_digest, view)
+        return view
+
+    def _moved(
+        self, view: np.ndarray, record: wire.Record, delta: wire.ObjectRef
+    ) -> np.ndarray | None:
+        """The view before, moved by a delta; None if that does not give the digest."""
+        try:
+            return next_view(self._context, record.fragment, view, record.view_digest, delta)
+        except (ObjectMissingError, IntegrityError):
+            return None
 
     async def _score(
         self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
@@ -175,15 +198,27 @@ async def all_kept(context: RunContext, *, thinned: bool = False) -> list[wire.S
     Raises:
         StoreError: the store is away.
     """
+    found = {score.record_seqs: score async for score in _read_kept(context, thinned=thinned)}
+    return sorted(found.values(), key=lambda score: score.at_s)
+
+
+async def kept_losses(context: RunContext) -> dict[int, float]:
+    """Loss of every score that was kept, by the hash of its records' sequences.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    return {hash(score.record_seqs): score.loss async for score in _read_kept(context)}
+
+
+async def _read_kept(context: RunContext, *, thinned: bool = False) -> AsyncIterator[wire.Score]:
     listed = await context.runtime.call(context.store.list, names.scores_prefix(context.run))
-    found = {}
     for info in listed[:: 1 + len(listed) // KEPT if thinned else 1]:
         with contextlib.suppress(ObjectMissingError, WireError):
             data = await context.runtime.call(context.store.get, info.name)
             score = wire.decode(wire.Score, data)
             if (score.run, score.epoch) == (context.run, context.epoch):
-                found[score.record_seqs] = score
-    return sorted(found.values(), key=lambda score: score.at_s)
+                yield score
 
 
 async def scores_of(

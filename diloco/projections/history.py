@@ -1,7 +1,8 @@
-"""A run's whole tape in memory, decoded: what was sent, and what became of it.
+"""A run's whole tape: what was sent, and what became of it.
 
 For whoever compares everything with everything, as `diloco doctor` and `diloco replay` do. What
-goes over the tape once is a fold of its own that holds less (`timeseries.py`, `live.py`).
+goes over the tape once is a fold of its own that holds less (`timeseries.py`, `live.py`). Messages
+are in a file and decoded when they are asked for (`spool.py`): go over them, and keep little.
 
 Garbage collection trims the tape, so a history begins where the tape does: from sequence
 `whole_from` on nothing is missing; what stands before it are the last messages of their subjects
@@ -9,12 +10,15 @@ and the tails of the chains of records. Each fragment is accounted for from its 
 that one says what was resolved before (`settled`).
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
+import heapq
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
-from diloco.common import wire
+from diloco.common import names, wire
 from diloco.common.config import RunSettings, parse_settings
 from diloco.common.errors import WireError
 from diloco.common.layout import Layout
@@ -30,9 +34,11 @@ from diloco.common.tape import (
     load_specification,
     read_tape,
 )
+from diloco.projections.spool import Part, Spool, Spooled, Times
 
+Body = TypeVar("Body", bound=wire.Body)
 # A fragment's records, in order, with their sequences.
-Chain = list[tuple[int, wire.Record]]
+Chain = Sequence[tuple[int, wire.Record]]
 
 
 class Sent(NamedTuple):
@@ -45,11 +51,67 @@ class Sent(NamedTuple):
 
 
 class Announced(NamedTuple):
-    """An update's first announcement that the tape still holds."""
+    """An update's first announcement that the tape still holds, in short."""
 
     stream_seq: int
     time_s: float
-    manifest: wire.Manifest
+    tokens: int
+    steps: int
+    position: int
+    base_version: int
+
+
+def _spooled(spool: Spool, kind: type[Body]) -> Spooled[tuple[int, Body]]:
+    """(sequence, body) of messages of one kind."""
+
+    def unpack(index: int, raw: bytes) -> tuple[int, Body]:
+        return found.seqs[index], wire.decode(kind, raw)
+
+    found: Spooled[tuple[int, Body]] = Spooled(spool, unpack)
+    return found
+
+
+class Chains(dict[int, Chain]):
+    """The records of each fragment; of one that has none, an empty chain."""
+
+    def __missing__(self, fragment: int) -> Chain:
+        return ()
+
+
+class Entries(Spooled[Entry]):
+    """All decoded messages but records."""
+
+    def __init__(self, spool: Spool, times_s: Times) -> None:
+        super().__init__(spool, self._entry)
+        self._times_s = times_s
+        self._subjects: dict[str, type[wire.Body]] = {}
+        self._names: list[str] = []
+        self._ids: dict[str, int] = {}
+        self._whose = array("l")
+        self._sizes = array("q")
+
+    def take(self, entry: Entry, place: int) -> None:
+        """The next one, whose bytes begin at a place."""
+        if entry.subject not in self._ids:
+            self._ids[entry.subject] = len(self._names)
+            self._names.append(entry.subject)
+            self._subjects[entry.subject] = type(entry.body)
+        self._whose.append(self._ids[entry.subject])
+        self._sizes.append(entry.size_bytes)
+        self.add(entry.seq, place, None if entry.raw else entry)
+
+    def _entry(self, index: int, raw: bytes) -> Entry:
+        subject, seq = self._names[self._whose[index]], self.seqs[index]
+        body = wire.decode(self._subjects[subject], raw)
+        return Entry(seq, self._times_s[seq], subject, body, self._sizes[index], raw=raw)
+
+    def concerning(self, fragment: int) -> Sequence[Entry]:
+        """Those that are about a fragment, or about none."""
+        of = [names.parse_subject(subject) for subject in self._names]
+        about = [None if one is None else one.fragment for one in of]
+        chosen = {index for index, one in enumerate(about) if one in (None, fragment)}
+        rows = (index for index, whose in enumerate(self._whose) if whose in chosen)
+        return Part(self, array("q", rows))
 
 
 @dataclass
@@ -71,22 +133,30 @@ class History:
     layout: Layout
     store: ObjectStore
     extent: Extent = field(default_factory=Extent)
-    times_s: dict[int, float] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    spool: Spool = field(default_factory=Spool)
+    times_s: Times = field(default_factory=Times)
+    # Made of the spool, unless they come from another history.
+    entries: Entries = None  # type: ignore[assignment]
     garbage: list[Garbage] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
     bodies: set[str] = field(default_factory=set)
     joins: list[tuple[int, wire.Join]] = field(default_factory=list)
     leaves: list[tuple[int, wire.Leave]] = field(default_factory=list)
-    manifests: list[tuple[int, wire.Manifest]] = field(default_factory=list)
-    records: dict[int, list[tuple[int, wire.Record]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    manifests: Spooled[tuple[int, wire.Manifest]] = None  # type: ignore[assignment]
+    manifest_seqs: "array[int]" = field(default_factory=lambda: array("q"))
+    manifests_of: "dict[int, array[int]]" = field(default_factory=dict)
+    records: Chains = field(default_factory=Chains)
     changes: dict[int, RunSettings] = field(default_factory=dict)
     quarantines: list[tuple[int, wire.Quarantine]] = field(default_factory=list)
     checkpoints: list[tuple[int, wire.Checkpoint]] = field(default_factory=list)
     stop: tuple[int, wire.Stop] | None = None
     end: tuple[int, wire.End] | None = None
+
+    def __post_init__(self) -> None:
+        """Lists that lie in the spool, unless they come from another history."""
+        if self.entries is None:
+            self.entries = Entries(self.spool, self.times_s)
+            self.manifests = _spooled(self.spool, wire.Manifest)
 
     @property
     def whole_from(self) -> int:
@@ -111,7 +181,7 @@ class History:
     def take(self, item: Item) -> None:
         """Add the tape's next message."""
         self.extent.take(item)
-        self.times_s[item.seq] = item.time_s
+        self.times_s.add(item.seq, item.time_s)
         if isinstance(item, Garbage):
             self.garbage.append(item)
             return
@@ -119,13 +189,20 @@ class History:
             self.bodies.add(item.stored.name)
         if isinstance(item, Unreadable):
             self.unreadable.append(item)
-        elif isinstance(item.body, wire.Record):
-            self.records[item.body.fragment].append((item.seq, item.body))
+            return
+        place = self.spool.put(item.raw)
+        if isinstance(item.body, wire.Record):
+            self._take_record(item, item.body, place)
         else:
-            self.entries.append(item)
-            self._take_entry(item)
+            self.entries.take(item, place)
+            self._take_entry(item, place)
 
-    def _take_entry(self, entry: Entry) -> None:
+    def _take_record(self, entry: Entry, record: wire.Record, place: int) -> None:
+        chain = self.records.setdefault(record.fragment, _spooled(self.spool, wire.Record))
+        assert isinstance(chain, Spooled)
+        chain.add(entry.seq, place, None if entry.raw else (entry.seq, record))
+
+    def _take_entry(self, entry: Entry, place: int) -> None:
         seq = entry.seq
         match entry.body:
             case wire.Join() as join:
@@ -133,7 +210,7 @@ class History:
             case wire.Leave() as leave:
                 self.leaves.append((seq, leave))
             case wire.Manifest() as manifest:
-                self._take_manifest(entry, manifest)
+                self._take_manifest(entry, manifest, place)
             case wire.Settings() as settings:
                 self._take_settings(entry, settings)
             case wire.Quarantine() as word:
@@ -145,12 +222,15 @@ class History:
             case wire.End() as end:
                 self.end = self.end or (seq, end)
 
-    def _take_manifest(self, entry: Entry, manifest: wire.Manifest) -> None:
+    def _take_manifest(self, entry: Entry, manifest: wire.Manifest, place: int) -> None:
         epoch = self.specification.epoch
-        if manifest.epoch == epoch:
-            self.manifests.append((entry.seq, manifest))
-        else:
+        if manifest.epoch != epoch:
             self._refuse(entry, f"an update of epoch {manifest.epoch}, the tape is of {epoch}")
+            return
+        own = self.manifests_of.setdefault(manifest.fragment, array("q"))
+        own.append(len(self.manifests))
+        self.manifest_seqs.append(entry.seq)
+        self.manifests.add(entry.seq, place, None if entry.raw else (entry.seq, manifest))
 
     def _take_settings(self, entry: Entry, settings: wire.Settings) -> None:
         try:
@@ -171,15 +251,30 @@ class History:
             for _, record in chain:
                 yield record
 
-    def sent(self) -> dict[Sent, Announced]:
-        """Every distinct update, by its first announcement."""
+    def announced(self, fragment: int) -> Sequence[tuple[int, wire.Manifest]]:
+        """The manifests of a fragment."""
+        return Part(self.manifests, self.manifests_of.get(fragment, ()))
+
+    def manifest_at(self, seq: int) -> wire.Manifest | None:
+        """The manifest at a sequence of the tape."""
+        index = bisect_left(self.manifest_seqs, seq)
+        if index == len(self.manifest_seqs) or self.manifest_seqs[index] != seq:
+            return None
+        return self.manifests[index][1]
+
+    def sent(self, fragment: int | None = None) -> dict[Sent, Announced]:
+        """Every distinct update, of a fragment or all, by its first announcement."""
         found: dict[Sent, Announced] = {}
-        for seq, manifest in self.manifests:
-            found.setdefault(identity(manifest), Announced(seq, self.times_s[seq], manifest))
+        for seq, sent in self.manifests if fragment is None else self.announced(fragment):
+            if (update := identity(sent)) not in found:
+                found[update] = Announced(
+                    seq, self.times_s[seq], sent.tokens, sent.steps, sent.position,
+                    sent.base_version,
+                )  # fmt: skip
         return found
 
     def merged(self) -> dict[Sent, wire.Input]:
-        """Every update that a record merges."""
+        """Every update that a record merges; for tapes that are short."""
         return {
             answered(record, taken): taken
             for record in self.all_records()
@@ -194,6 +289,10 @@ class History:
             for taken in record.rejected
         }
 
+    def in_order(self) -> Iterator[tuple[int, wire.Record]]:
+        """Every record with its sequence, in order of the tape."""
+        return in_order(self.records.values())
+
     def lives(self, learner: str) -> list[int]:
         """Incarnations of a learner, in order."""
         return [seq for seq, join in self.joins if join.learner == learner]
@@ -206,6 +305,16 @@ class History:
         """The settings a record was made under; None if they are trimmed from the tape."""
         seq = record.policy.settings_seq
         return self.changes.get(seq) if seq else self.settings
+
+
+def up_to(chain: Chain, last_seq: int) -> Chain:
+    """A chain up to a sequence."""
+    return chain[: bisect_right(chain, last_seq, key=itemgetter(0))]
+
+
+def in_order(chains: Iterable[Chain]) -> Iterator[tuple[int, wire.Record]]:
+    """The records of several fragments in order of the tape."""
+    return heapq.merge(*chains, key=itemgetter(0))
 
 
 def identity(manifest: wire.Manifest) -> Sent:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
 from math import comb, inf
+from operator import attrgetter
 from statistics import fmean, median, pstdev
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from diloco.check.remake import Progress
 from diloco.common import wire
 from diloco.common.averaged import settings_of
 from diloco.common.layout import Fragment
-from diloco.projections.history import Chain, History
+from diloco.projections.history import Chain, History, in_order
 from diloco.replay.rounds import admitted_again, copy_arrays, load_arrays, settings_at
 
 # Updates whose harm is looked into tensor by tensor.
@@ -48,6 +49,27 @@ Evaluate = Callable[[Sequence[Vector]], float]
 Word = Literal["harmful", "useless", "helpful"]
 
 
+class Judged(NamedTuple):
+    """An update that is judged, in short: there may be very many."""
+
+    learner: str
+    incarnation: int
+    seq: int
+    norm: float
+    loss: float
+    weight: float
+    staleness: int
+    clip: float
+
+    @classmethod
+    def of(cls, taken: wire.Input) -> "Judged":
+        """As a record has it."""
+        return cls(
+            taken.learner, taken.incarnation, taken.seq, taken.norm, taken.loss, taken.weight,
+            taken.staleness, taken.clip,
+        )  # fmt: skip
+
+
 class Effect(NamedTuple):
     """What one update did to the held-out loss, within its round.
 
@@ -62,7 +84,7 @@ class Effect(NamedTuple):
     record_seq: int
     global_step: int
     at_s: float
-    update: wire.Input
+    update: Judged
     did: float
     alone: float
     loss_before: float
@@ -104,14 +126,19 @@ class Blame:
 
     effects: list[Effect] = field(default_factory=list)
     tensors: list[TensorEffect] = field(default_factory=list)
+    _worst: list[Effect] = field(default_factory=list)
+
+    def add(self, effect: Effect) -> bool:
+        """The next one; whether it is among the worst so far."""
+        self.effects.append(effect)
+        if effect.did <= 0:
+            return False
+        self._worst = nlargest(BY_TENSOR, [*self._worst, effect], key=attrgetter("did"))
+        return any(one is effect for one in self._worst)
 
     def worst(self) -> list[Effect]:
         """The updates that did most harm so far, the worst first."""
-        return nlargest(BY_TENSOR, (one for one in self.effects if one.did > 0), key=_harm)
-
-
-def _harm(effect: Effect) -> float:
-    return effect.did
+        return self._worst
 
 
 def blame(
@@ -134,7 +161,8 @@ def blame(
     """
     found = Blame()
     models = {fragment: load_arrays(history, chain[0][1]) for fragment, chain in chains.items()}
-    line = sorted((at for chain in chains.values() for at in chain[1:]), key=lambda at: at[0])
+    count = sum(len(chain) - 1 for chain in chains.values())
+    line = in_order(chain[1:] for chain in chains.values())
     before = evaluate(_views(models))
     for done, (seq, record) in enumerate(line):
         if record.what == "restore":
@@ -143,12 +171,11 @@ def blame(
         elif record.what == "version":
             judged = _Round(history, models, seq, record, before)
             for effect, without in judged.effects(evaluate):
-                found.effects.append(effect)
-                if effect in found.worst():
+                if found.add(effect):
                     found.tensors += judged.by_tensor(effect, without, evaluate)
             before = judged.loss
         if progress is not None:
-            progress(done + 1, len(line))
+            progress(done + 1, count)
     worst = found.worst()
     found.tensors = [one for one in found.tensors if one.effect in worst]
     return found
@@ -195,8 +222,8 @@ class _Round:
             yield (
                 Effect(
                     record.fragment, record.version, self._seq, record.global_step,
-                    record.closed_at_s, taken, self.loss - loss, alone - self._before, self._before,
-                    self.loss, loss,
+                    record.closed_at_s, Judged.of(taken), self.loss - loss, alone - self._before,
+                    self._before, self.loss, loss,
                 ),
                 without,
             )  # fmt: skip

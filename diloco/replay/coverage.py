@@ -15,6 +15,7 @@ from diloco.check.evidence import Hole
 from diloco.common.errors import IntegrityError
 from diloco.common.release import release
 from diloco.projections.history import Chain, History
+from diloco.replay.listing import Listing
 
 Verdict = Literal["verified", "incomplete", "wrong"]
 STATUSES: dict[Verdict, int] = {"verified": 0, "wrong": 1, "incomplete": 2}
@@ -104,35 +105,34 @@ def check_readable(history: History) -> None:
 
 
 def tape_of(
-    history: History, listed: Iterable[str], *, window_s: float, now_s: float, lost: str = ""
+    history: History, listing: Listing, *, window_s: float, now_s: float, lost: str = ""
 ) -> Tape:
     """What a tape and the listing of its store say of its wholeness.
 
     Args:
         history: the tape.
-        listed: names of the run's objects, from before it was read.
+        listing: of the run's objects, from before it was read.
         window_s: what is older may have been collected, where the tape is a copy of one that goes
             on; infinite where it is the run's own.
         now_s: the time.
         lost: as `Tape` has it.
     """
-    there = {*listed}
-    seqs = sorted(history.times_s)
-    standing = evidence.standing_objects(history)
+    times_s = history.times_s
+    first_seq = next(iter(times_s))
     missing = tuple(
         (name, seq)
-        for name, seq in standing.items()
-        if name not in there and now_s - history.times_s[seq] <= window_s
+        for name, seq in evidence.missing_objects(history, listing).items()
+        if now_s - history.times_s[seq] <= window_s
     )
-    breaches = [found for found in audit(history).breaches if found.rule in RULES]
+    breaches = [found for found in audit(history, data=False).breaches if found.rule in RULES]
     unreadable = {f"fragment {bad.fragment}, record {bad.seq}" for bad in history.unreadable}
     return Tape(
         run=history.run,
-        first_seq=seqs[0],
-        last_seq=seqs[-1],
-        messages=len(seqs),
-        first_s=history.times_s[seqs[0]],
-        last_s=history.times_s[seqs[-1]],
+        first_seq=first_seq,
+        last_seq=history.last_seq,
+        messages=len(times_s),
+        first_s=times_s[first_seq],
+        last_s=times_s[history.last_seq],
         end_seq=history.end[0] if history.end else 0,
         releases=tuple(sorted({record.release for record in history.all_records()})),
         unreadable=len(history.unreadable),
@@ -142,7 +142,7 @@ def tape_of(
             [found for found in breaches if found.where not in unreadable]
             + [*evidence.broken_chains(history)]
         ),
-        newer=tuple(evidence.newer_objects(history, there)),
+        newer=tuple(evidence.newer_objects(history, listing.newer)),
         missing=missing,
         lost=lost,
     )
@@ -152,8 +152,8 @@ def before_the_tape(history: History, chosen: Mapping[int, Chain]) -> int:
     """Versions of these fragments that were made before the oldest record that the tape has."""
     count = 0
     for fragment, chain in chosen.items():
-        oldest = history.records[fragment][0][1]
-        if chain and chain[0][1] is oldest and oldest.what != "restored":
+        oldest_seq, oldest = history.records[fragment][0]
+        if chain and chain[0][0] == oldest_seq and oldest.what != "restored":
             count += oldest.version
     return count
 

@@ -1,6 +1,8 @@
 """Every decision of a run once more: `aggregator/core/decisions.py` over a run's history."""
 
+from array import array
 from collections.abc import Iterator, Sequence
+from typing import overload
 
 from diloco.aggregator.arrays.fragment import make_input, step_size
 from diloco.aggregator.core import events, rounds
@@ -14,6 +16,7 @@ from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.tape import Entry
 from diloco.projections.history import Chain, History
+from diloco.projections.spool import Part
 
 
 def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
@@ -50,16 +53,39 @@ def _settings_at(history: History, seq: int) -> RunSettings:
     return history.changes[seq] if seq else history.settings
 
 
-def heard(history: History, fragment: int) -> list[Heard]:
+class _Told(Sequence[Heard]):
+    """Events of a fragment, made of the tape's messages when they are asked for."""
+
+    def __init__(self, history: History, fragment: int, entries: Sequence[Entry]) -> None:
+        self._history = history
+        self._fragment = fragment
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> Heard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Heard]: ...
+    def __getitem__(self, index: int | slice) -> Heard | Sequence[Heard]:
+        if isinstance(index, slice):
+            return _Told(self._history, self._fragment, self._entries[index])
+        event = _heard(self._history, self._fragment, self._entries[index])
+        assert event is not None
+        return event
+
+
+def heard(history: History, fragment: int) -> Sequence[Heard]:
     """What the tape tells the machine of a fragment, up to the run's end."""
-    found = []
-    for entry in history.entries:
+    about = history.entries.concerning(fragment)
+    chosen = array("q")
+    for index, entry in enumerate(about):
         if isinstance(entry.body, wire.End):
             break
-        event = _heard(history, fragment, entry)
-        if event is not None:
-            found.append(event)
-    return found
+        if _heard(history, fragment, entry) is not None:
+            chosen.append(index)
+    return _Told(history, fragment, Part(about, chosen))
 
 
 def _heard(history: History, fragment: int, entry: Entry) -> Heard | None:

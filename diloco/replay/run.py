@@ -3,28 +3,26 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from diloco.aggregator.arrays.merge import Vector
-from diloco.aggregator.core.decisions import Decision
 from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
 from diloco.cli.versions import find_targets
-from diloco.common import names, wire
+from diloco.common import names
 from diloco.common.errors import ConfigError
-from diloco.common.tape import RunContext
+from diloco.common.tape import RunContext, records_of
 from diloco.learner.contract import model_of
 from diloco.learner.task import held_out_loss
 from diloco.model import files as model_file
 from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History, read_history
-from diloco.replay import blame, blame_screen, score, verify, verify_screen, whatif
+from diloco.replay import blame, blame_screen, decide_screen, score, verify, verify_screen, whatif
 from diloco.replay.bar import progress_bar
 from diloco.replay.coverage import (
     STATUSES,
@@ -34,12 +32,9 @@ from diloco.replay.coverage import (
     tape_of,
     verdict,
 )
-from diloco.replay.decide import decide
+from diloco.replay.listing import Listing, fragment_of, read_listing
 from diloco.replay.options import Options
 from diloco.replay.verify import Lost
-
-# Decisions that differ are shown in full up to so many.
-SHOWN = 5
 
 
 def run_replay(target: str, options: Options, console: Console | None = None) -> int:
@@ -82,23 +77,24 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         with console.status("reading the tape ..."):
             until = await _until(context, options)
             # Before the tape: what it does not know of then is newer than it.
-            there = await context.runtime.call(context.store.list, f"{context.run}/")
-            listed = [info.name for info in there]
+            listing = await read_listing(context)
             history = await read_history(context)
         check_readable(history)
         chosen = verify.chains(history, _fragments(history, options), options.first, until)
         if options.decide:
-            return await asyncio.to_thread(_decide, history, chosen, console)
+            told = partial(decide_screen.tell, as_json=options.json)
+            return await asyncio.to_thread(told, history, chosen, console)
         if options.score or options.bisect:
             return await score.run_score(context, history, chosen, options, console)
         if options.blame:
-            return await _blame(context, history, chosen, listed, options, console)
+            return await _blame(context, history, chosen, listing, options, console)
         if options.settings or options.without:
             return await _what_if(context, history, chosen, options, console)
         window_s = opened.config.gc.replay_window_s if opened.copy else math.inf
         lost = opened.kept.header.get("lost", "") if opened.kept is not None else ""
         now_s = context.runtime.clock()
-        tape = tape_of(history, listed, window_s=window_s, now_s=now_s, lost=lost)
+        tape = tape_of(history, listing, window_s=window_s, now_s=now_s, lost=lost)
+        tape = replace(tape, missing=await _still_missing(context, tape.missing))
         return await _verify(context, history, chosen, tape, window_s, options, console)
 
 
@@ -146,6 +142,26 @@ async def _is_collected(context: RunContext, history: History, lost: Lost, windo
     return context.runtime.clock() - history.times_s[lost.record_seq] > window_s
 
 
+async def _still_missing(
+    context: RunContext, missing: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, int], ...]:
+    """Objects that are gone: not made, nor collected, while tape and store were read."""
+    if not missing:
+        return ()
+    oldest: dict[int | None, int] = {}
+    for fragment in range(len(context.layout.fragments)):
+        async for recorded in records_of(context, fragment):
+            oldest[fragment] = recorded.record_seq
+            break
+    there = await context.runtime.call(context.store.list, f"{context.run}/")
+    found = Listing(info.name for info in there)
+    return tuple(
+        (name, seq)
+        for name, seq in missing
+        if name not in found and seq > oldest.get(fragment_of(context.run, name), 0)
+    )
+
+
 async def _until(context: RunContext, options: Options) -> dict[int, int]:
     if options.until is None:
         return {}
@@ -178,68 +194,6 @@ async def _export_views(
     await model_file.write_model(folder, "safetensors", context, views, records)
 
 
-# Decide
-
-
-def _decide(history: History, chosen: Mapping[int, Chain], console: Console) -> int:
-    outcomes: dict[str, int] = {"same": 0, "different": 0, "unknown": 0}
-    reasons: dict[str, int] = {}
-    for fragment, chain in chosen.items():
-        for decision in decide(history, fragment, chain):
-            outcomes[decision.outcome] += 1
-            if decision.outcome == "unknown":
-                reasons[decision.why] = reasons.get(decision.why, 0) + 1
-            if decision.outcome == "different" and outcomes["different"] <= SHOWN:
-                show_decision(decision, console)
-    for why, count in reasons.items():
-        console.print(f"[yellow]{count} not decided again[/]: {why}", soft_wrap=True)
-    if outcomes["different"] > SHOWN:
-        console.print(f"... and {outcomes['different'] - SHOWN} more that differ")
-    verify_screen.show_unreadable(history.unreadable, console)
-    console.print(
-        f"run [bold]{history.run}[/]: {outcomes['same']} decisions are as recorded, "
-        f"{outcomes['different']} differ, {outcomes['unknown']} could not be decided again",
-        soft_wrap=True,
-    )
-    if outcomes["different"] or history.unreadable:
-        return STATUSES["wrong"]
-    return STATUSES["incomplete" if outcomes["unknown"] else "verified"]
-
-
-def show_decision(decision: Decision, console: Console) -> None:
-    """A decision that came out in another way: each field, as recorded and as decided now."""
-    record = decision.record
-    console.print(
-        f"[bold red]fragment {record.fragment}, {record.what} {record.version}[/] (record "
-        f"{decision.record_seq}, made by {record.aggregator}, closed for {record.reason})",
-        soft_wrap=True,
-    )
-    table = Table("field", "recorded", "decided again", show_edge=False)
-    for name, said, found in decision.fields:
-        for part, one, other in _parts(name, said, found):
-            table.add_row(part, escape(one), escape(other))
-    console.print(table)
-
-
-def _parts(name: str, said: Any, found: Any) -> Iterator[tuple[str, str, str]]:
-    """The smallest parts of a field that differ."""
-    if isinstance(said, wire.Part) and type(said) is type(found):
-        for key in type(said).model_fields:
-            yield from _parts(f"{name}.{key}", getattr(said, key), getattr(found, key))
-    elif isinstance(said, tuple) and isinstance(found, tuple) and len(said) == len(found):
-        for index, (one, other) in enumerate(zip(said, found, strict=True)):
-            yield from _parts(f"{name}[{index}]", one, other)
-    elif isinstance(said, tuple) and isinstance(found, tuple):
-        yield name, f"{len(said)}: {_short(said)}", f"{len(found)}: {_short(found)}"
-    elif said != found:
-        yield name, _short(said), _short(found)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]} ..."
-
-
 # Blame
 
 
@@ -247,12 +201,11 @@ async def _blame(
     context: RunContext,
     history: History,
     chosen: dict[int, Chain],
-    listed: list[str],
+    listing: Listing,
     options: Options,
     console: Console,
 ) -> int:
-    there = {*listed}
-    chains = {fragment: whatif.mergeable(chain, there) for fragment, chain in chosen.items()}
+    chains = {fragment: whatif.mergeable(chain, listing) for fragment, chain in chosen.items()}
     late = [f"{f} at {c[0][1].version}" for f, c in chains.items() if c[0][1].version > 0]
     if late and not options.json:
         console.print(f"[yellow]note:[/] fragments begin at later versions: {', '.join(late)}")

@@ -6,8 +6,10 @@ kept beside the run, and none is computed twice.
 
 import itertools
 import json as json_module
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +19,9 @@ from rich.table import Table
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, StoreError
 from diloco.common.tape import RunContext
-from diloco.model.scores import Scorer, all_kept
+from diloco.model.scores import Scorer, kept_losses
 from diloco.model.scores import keep as keep_score
-from diloco.projections.history import Chain, History
+from diloco.projections.history import Chain, History, in_order, up_to
 from diloco.replay.bar import progress_bar
 from diloco.replay.options import Options
 from diloco.replay.verify import is_stored
@@ -28,13 +30,14 @@ RISES = 5
 
 
 class Moment(NamedTuple):
-    """The model after a record, which made a version: of each fragment its record and sequence."""
+    """The model after a record, which made a version, in short: there may be very many."""
 
-    record: wire.Record
+    fragment: int
+    version: int
     record_seq: int
+    global_step: int
+    at_s: float
     stored: bool
-    records: tuple[wire.Record, ...]
-    seqs: tuple[int, ...]
 
 
 @dataclass
@@ -59,42 +62,61 @@ class Scored:
 
 def moments(chains: Mapping[int, Chain]) -> list[Moment]:
     """Every model that a run has had, from when all its fragments had a version."""
-    line = sorted(
-        (
-            (seq, record)
-            for chain in chains.values()
-            for seq, record in chain
-            if record.what != "verdict"
-        ),
-        key=lambda at: at[0],
-    )
-    newest: dict[int, tuple[int, wire.Record]] = {}
+    seen: set[int] = set()
     found = []
-    for seq, record in line:
-        newest[record.fragment] = (seq, record)
-        if len(newest) == len(chains):
-            at = [newest[fragment] for fragment in sorted(newest)]
-            records, seqs = tuple(one for _, one in at), tuple(number for number, _ in at)
-            found.append(Moment(record, seq, is_stored(record), records, seqs))
+    for seq, record in in_order(chains.values()):
+        if record.what == "verdict":
+            continue
+        seen.add(record.fragment)
+        if len(seen) == len(chains):
+            found.append(
+                Moment(
+                    record.fragment, record.version, seq, record.global_step, record.closed_at_s,
+                    is_stored(record),
+                )
+            )  # fmt: skip
     return found
+
+
+def models(chains: Mapping[int, Chain]) -> Iterator[list[tuple[int, wire.Record]]]:
+    """Of every moment, in order, the (sequence, record) of each fragment that made its model."""
+    newest: dict[int, tuple[int, wire.Record]] = {}
+    for seq, record in in_order(chains.values()):
+        if record.what != "verdict":
+            newest[record.fragment] = (seq, record)
+            if len(newest) == len(chains):
+                yield [newest[fragment] for fragment in sorted(newest)]
+
+
+def model_at(chains: Mapping[int, Chain], moment: Moment) -> list[tuple[int, wire.Record]]:
+    """As `models`, of one moment."""
+    return [_newest(chains[fragment], moment.record_seq) for fragment in sorted(chains)]
+
+
+def _newest(chain: Chain, seq: int) -> tuple[int, wire.Record]:
+    """The last version of a fragment up to a sequence."""
+    earlier = up_to(chain, seq)
+    return next(at for at in (earlier[i] for i in range(len(earlier) - 1, -1, -1))
+                if at[1].what != "verdict")  # fmt: skip
 
 
 class _Scores:
     """Scores moments, from what was kept or anew; a moment whose objects are gone has none."""
 
-    def __init__(self, context: RunContext, scorer: Scorer, kept: list[wire.Score]) -> None:
+    def __init__(self, context: RunContext, scorer: Scorer, kept: dict[int, float]) -> None:
         self._context = context
         self._scorer = scorer
-        self._kept = {score.record_seqs: score.loss for score in kept}
+        self._kept = kept
         self._keeps = True
         self.gone = 0
 
-    async def of(self, moment: Moment) -> float | None:
-        """The held-out loss at a moment."""
-        if moment.seqs in self._kept:
-            return self._kept[moment.seqs]
+    async def of(self, at: Sequence[tuple[int, wire.Record]]) -> float | None:
+        """The held-out loss of a model."""
+        seqs, records = [seq for seq, _ in at], [record for _, record in at]
+        if (known := self._kept.get(hash(tuple(seqs)))) is not None:
+            return known
         try:
-            score = await self._scorer.of(moment.records, moment.seqs)
+            score = await self._scorer.of(records, seqs)
         except (ObjectMissingError, IntegrityError):
             self.gone += 1
             return None
@@ -122,20 +144,20 @@ async def run_score(
     every = moments(chosen)
     if not every:
         raise ConfigError("no version of every fragment is on the tape: nothing can be scored")
-    scores = _Scores(context, await Scorer.of_run(context), await all_kept(context))
+    scores = _Scores(context, await Scorer.of_run(context), await kept_losses(context))
     with progress_bar(console, "scoring") as hear:
         find = _bisected if options.bisect else _all
-        found = await find(every, scores, hear)
+        found = await find(chosen, every, scores, hear)
     if not found.losses:
         raise ConfigError(
             "no version can be scored: their objects are gone",
             hint="garbage collection keeps what gc.replay_window_s says",
         )
     if options.json:
-        tell_json(history.run, found)
+        tell_json(history, found)
         return 0
     console.print(table(found))
-    for line in sentences(found, scores.gone):
+    for line in sentences(history, found, scores.gone):
         console.print(line, soft_wrap=True, highlight=False)
     if options.plot is not None:
         draw(history.run, found, options.plot)
@@ -146,30 +168,48 @@ async def run_score(
 Hear = Callable[[int, int], None]
 
 
-async def _all(every: list[Moment], scores: _Scores, hear: Hear) -> Scored:
+async def score_all(
+    context: RunContext, scorer: Scorer, chains: Mapping[int, Chain]
+) -> dict[int, float]:
+    """The loss at every moment, by the sequence of its record; those that are new are kept.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    scores = _Scores(context, scorer, await kept_losses(context))
+    every = moments(chains)
+    found = await _all(chains, every, scores, lambda *_: None)
+    return {every[index].record_seq: loss for index, loss in found.losses.items()}
+
+
+async def _all(
+    chains: Mapping[int, Chain], every: list[Moment], scores: _Scores, hear: Hear
+) -> Scored:
     found = Scored(every, {})
-    for index, moment in enumerate(every):
-        loss = await scores.of(moment)
+    for index, at in enumerate(models(chains)):
+        loss = await scores.of(at)
         if loss is not None:
             found.losses[index] = loss
         hear(index + 1, len(every))
     return found
 
 
-async def _bisected(every: list[Moment], scores: _Scores, hear: Hear) -> Scored:
+async def _bisected(
+    chains: Mapping[int, Chain], every: list[Moment], scores: _Scores, hear: Hear
+) -> Scored:
     """Stored moments first; then the half of the largest rise that rises more, down to a round."""
     found = Scored(every, {})
     first = [index for index, moment in enumerate(every) if moment.stored]
     wanted = sorted({*first, 0, len(every) - 1})
     for done, index in enumerate(wanted):
-        loss = await scores.of(every[index])
+        loss = await scores.of(model_at(chains, every[index]))
         if loss is not None:
             found.losses[index] = loss
         hear(done + 1, len(wanted))
     while (rises := found.rises()) and rises[0][2] > rises[0][1] + 1:
         _, low, high = rises[0]
         middle = (low + high) // 2
-        loss = await scores.of(every[middle])
+        loss = await scores.of(model_at(chains, every[middle]))
         if loss is None:
             break
         found.losses[middle] = loss
@@ -179,18 +219,24 @@ async def _bisected(every: list[Moment], scores: _Scores, hear: Hear) -> Scored:
 # Telling
 
 
-def sentences(found: Scored, gone: int) -> list[str]:
+def learners_of(history: History, moment: Moment) -> list[str]:
+    """Who was merged in the round that led to a moment."""
+    chain = history.records[moment.fragment]
+    index = bisect_left(chain, moment.record_seq, key=itemgetter(0))
+    return [taken.learner for taken in chain[index][1].inputs]
+
+
+def sentences(history: History, found: Scored, gone: int) -> list[str]:
     """The largest rises with their rounds."""
     told = []
     for rise, before, after in found.rises()[:RISES]:
         if rise <= 0:
             break
         moment = found.moments[after]
-        record = moment.record
-        who = ", ".join(taken.learner for taken in record.inputs) or record.what
-        where = f"fragment {record.fragment}, version {record.version}, record {moment.record_seq}"
+        who = ", ".join(learners_of(history, moment)) or "restore"
+        where = f"fragment {moment.fragment}, version {moment.version}, record {moment.record_seq}"
         between = "" if after == before + 1 else f" within {after - before} versions up to"
-        told.append(f"+{rise:.4f}{between} {where} (step {record.global_step}): {who}")
+        told.append(f"+{rise:.4f}{between} {where} (step {moment.global_step}): {who}")
     if not told:
         told.append("the loss never rose from one scored version to the next")
     if gone:
@@ -208,31 +254,28 @@ def table(found: Scored) -> Table:
     rows = Table("step", "fragment@version", "record", "held-out loss", title="held-out loss")
     for index, moment, loss in points:
         if index in kept:
-            record = moment.record
-            place = f"{record.fragment}@{record.version}"
-            rows.add_row(f"{record.global_step}", place, f"{moment.record_seq}", f"{loss:.4f}")
+            place = f"{moment.fragment}@{moment.version}"
+            rows.add_row(f"{moment.global_step}", place, f"{moment.record_seq}", f"{loss:.4f}")
     rows.caption = f"{len(points)} of {len(found.moments)} versions are scored"
     return rows
 
 
-def tell_json(run: str, found: Scored) -> None:
+def tell_json(history: History, found: Scored) -> None:
     """Every score and the largest rises, for scripts."""
     points = [
         {
-            "fragment": moment.record.fragment, "version": moment.record.version,
-            "record_seq": moment.record_seq, "global_step": moment.record.global_step,
-            "at_s": moment.record.closed_at_s, "loss": loss,
+            **{key: value for key, value in moment._asdict().items() if key != "stored"},
+            "loss": loss,
         }
         for _, moment, loss in found.points()
     ]  # fmt: skip
     rises = [
         {"rise": rise, "after_seq": found.moments[i].record_seq, "record_seq": at.record_seq,
-         "fragment": at.record.fragment, "version": at.record.version,
-         "learners": [taken.learner for taken in at.record.inputs]}
+         "fragment": at.fragment, "version": at.version, "learners": learners_of(history, at)}
         for rise, i, j in found.rises()[:RISES]
         for at in [found.moments[j]]
     ]  # fmt: skip
-    document = {"run": run, "scores": points, "rises": rises}
+    document = {"run": history.run, "scores": points, "rises": rises}
     print(json_module.dumps(document), flush=True)  # noqa: T201 - the result itself
 
 
@@ -247,7 +290,7 @@ def draw(run: str, found: Scored, path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     points: Sequence[tuple[int, Moment, float]] = found.points()
-    axes.plot([m.record.global_step for _, m, _ in points], [loss for _, _, loss in points], ".-")
+    axes.plot([m.global_step for _, m, _ in points], [loss for _, _, loss in points], ".-")
     axes.set_xlabel("global step")
     axes.set_ylabel("held-out loss")
     axes.set_title(f"{run}: every scored version", fontsize=10)

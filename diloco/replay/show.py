@@ -121,7 +121,7 @@ def _object(history: History, name: str) -> Found:
 def tell(history: History, found: Found) -> Iterator[str]:
     """Lines on what was found."""
     for seq in found.seqs:
-        record = _record_at(history, seq)
+        record = record_at(history, seq)
         if record is not None:
             yield from tell_record(history, seq, record)
         else:
@@ -130,7 +130,8 @@ def tell(history: History, found: Found) -> Iterator[str]:
         yield from tell_update(history, update)
 
 
-def _record_at(history: History, seq: int) -> wire.Record | None:
+def record_at(history: History, seq: int) -> wire.Record | None:
+    """The record at a sequence of the tape."""
     for chain in history.records.values():
         for at, record in chain:
             if at == seq:
@@ -148,15 +149,14 @@ def _name(taken: wire.Input | wire.Rejected) -> str:
 
 def _tell_message(history: History, seq: int) -> Iterator[str]:
     at = _clock(history.times_s[seq])
-    for entry in history.entries:
-        if entry.seq == seq and isinstance(entry.body, wire.Manifest):
+    if (entry := history.entries.at(seq)) is not None:
+        if isinstance(entry.body, wire.Manifest):
             yield from tell_update(history, identity(entry.body))
-            return
-        if entry.seq == seq:
+        else:
             yield f"message {seq}: {entry.body.kind}, stored {at}, on {entry.subject}"
             for field in type(entry.body).model_fields:
                 yield f"  {field:<14} {str(getattr(entry.body, field))[:300]}"
-            return
+        return
     unread: list[Unreadable | Garbage] = [*history.unreadable, *history.garbage]
     for bad in unread:
         if bad.seq == seq:
@@ -189,9 +189,9 @@ def tell_record(history: History, seq: int, record: wire.Record) -> Iterator[str
         f"{since(history.times_s[seq])}"
     )
     yield f"  merged {len(record.inputs)}, in this order:"
-    manifests = dict(history.manifests)
     for taken in record.inputs:
-        yield f"    {_merged_line(history, taken, manifests.get(taken.stream_seq), began_s)}"
+        manifest = history.manifest_at(taken.stream_seq)
+        yield f"    {_merged_line(history, taken, manifest, began_s)}"
     yield from _not_merged(history, seq, record)
     yield from _observed(record, began_s)
     yield from _by_tensor(history, record)
@@ -230,8 +230,8 @@ def _not_merged(history: History, seq: int, record: wire.Record) -> Iterator[str
     for answer_seq, other in history.records[record.fragment]:
         for taken in resolves(other):
             later[answered(other, taken)] = answer_seq
-    for update, at in history.sent().items():
-        waits = update.fragment == record.fragment and at.stream_seq < seq and update not in own
+    for update, at in history.sent(record.fragment).items():
+        waits = at.stream_seq < seq and update not in own
         if waits and (answer := later.get(update, seq + 1)) > seq:
             where = f"record {answer}" if update in later else "no record yet"
             yield (
@@ -300,7 +300,7 @@ def tell_update(history: History, update: Sent) -> Iterator[str]:
     yield (
         f"update {update.learner}:{update.incarnation}-{update.seq} of fragment {update.fragment}"
     )
-    for seq, manifest in history.manifests:
+    for seq, manifest in history.announced(update.fragment):
         if identity(manifest) == update:
             yield (
                 f"  announced by message {seq}, {_clock(history.times_s[seq])}, attempt "

@@ -19,7 +19,7 @@ from diloco.check.remake import Progress, Remaker
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.store import ObjectStore, check_size
-from diloco.projections.history import Chain, History
+from diloco.projections.history import Chain, History, up_to
 from diloco.replay.coverage import Versions
 
 # Threads that read ahead, and how many records ahead they read.
@@ -101,7 +101,9 @@ class Memory:
 
     def begin(self, fragment: int, chain: Chain) -> int:
         """Index of the record to begin at."""
-        seq, digest = self._reached.get(fragment, (0, ""))
+        if fragment not in self._reached:
+            return 0
+        seq, digest = self._reached[fragment]
         for index, (at, record) in enumerate(chain):
             if (at, record.outer_digest) == (seq, digest):
                 return index
@@ -132,9 +134,7 @@ def chains(
     """
     found = {}
     for fragment in fragments:
-        chain = history.records.get(fragment, [])
-        last = until.get(fragment, history.last_seq)
-        chain = [(seq, record) for seq, record in chain if seq <= last]
+        chain = up_to(history.records[fragment], until.get(fragment, history.last_seq))
         if first is not None:
             begins = [
                 index

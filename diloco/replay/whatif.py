@@ -9,7 +9,7 @@ are not asked: their updates are those that they sent.
 import asyncio
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -227,7 +227,7 @@ def _sentences(
     return found
 
 
-def mergeable(chain: Chain, there: set[str]) -> Chain:
+def mergeable(chain: Chain, there: Container[str]) -> Chain:
     """The longest end of a chain that begins with a stored state and lacks no input.
 
     Raises:
@@ -236,7 +236,7 @@ def mergeable(chain: Chain, there: set[str]) -> Chain:
     begin = None
     for index in range(len(chain) - 1, -1, -1):
         _, record = chain[index]
-        if is_stored(record) and {record.snapshot.name, record.outer.name} <= there:
+        if is_stored(record) and record.snapshot.name in there and record.outer.name in there:
             begin = index
         if not all(shard.name in there for taken in record.inputs for shard in taken.shards):
             break

@@ -71,7 +71,8 @@ def test_learners_of_both_frameworks_train_one_model(world):
     accuracy = own_loop_torch.accuracy(world.config_path)
     assert accuracy > 0.8
     assert own_loop.accuracy(world.config_path) == pytest.approx(accuracy, abs=0.004)
-    assert {learner for learner, *_ in read_tape(world).sent()} == {"a", "b"}
+    sent = read_tape(world).manifests
+    assert {manifest.learner for _, manifest in sent} == {"a", "b"}
 
 
 def test_an_optimizer_goes_on_from_its_state():

@@ -181,3 +181,30 @@ def test_a_file_takes_nothing(whole):
     with pytest.raises(StoreError, match="is a file"):
         KeptStore(kept).put("x/y", b"")
     kept.close()
+
+
+def test_decisions_are_told_to_scripts_too(run, whole, tmp_path, capsys):
+    from test_verdicts import rewritten
+
+    from diloco.common import names, wire
+
+    capsys.readouterr()
+    assert replay(whole, decide=True, json=True)[0] == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["verdict"], told["status"], told["same"]) == ("verified", 0, 16)
+
+    def changed(message):
+        if message.subject != names.record(run.name, 0):
+            return message
+        record = wire.decode(wire.Record, message.payload)
+        if record.version == 5:
+            record = record.model_copy(update={"global_step": record.global_step + 1})
+        return message._replace(payload=wire.encode(record))
+
+    tape = rewritten(run, tmp_path / "changed.tape", changed)
+    other = made(run, tmp_path / "other.bundle", target=tape)
+    capsys.readouterr()
+    status, _ = replay(other, decide=True, json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert (status, told["verdict"], told["different"] > 0) == (1, "wrong", True)
+    assert told["first_different"][0]["fields"][0]["field"] == "global_step"

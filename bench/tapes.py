@@ -1,0 +1,225 @@
+"""Time and memory of what reads a whole tape, on runs of as many versions as are asked for.
+
+    python -m bench.tapes make DIR --versions 1000        # a run's bundle, by the real writers
+    python -m bench.tapes measure DIR                     # verify, decide, score, blame
+
+The run is made by the real aggregator, on a bus in memory and a store in a folder; its learners are
+hands that send noise, so that the time goes into rounds. Each command then runs in a process of its
+own, and its highest resident memory is read when it has ended.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from diloco.aggregator.context import Context
+from diloco.aggregator.daemon import aggregate
+from diloco.common import log, names, shards, slices, wire
+from diloco.common.bus import MemoryBus
+from diloco.common.config import BusSection, RunSettings
+from diloco.common.quantize import encode
+from diloco.common.service import Runtime, cancel
+from diloco.common.store import MemoryStore, ObjectStore
+from diloco.common.tape import RunContext, last_record, messages_of
+from diloco.learner import tree
+from diloco.learner.task import Task
+from diloco.operate.create import create_run
+
+RUN = "tape"
+LEARNERS = ("island-a", "island-b", "island-c")
+SHAPE, FRAGMENTS = (8, 16), 4
+STEPS = 8
+PATIENCE_S = 60.0
+COMMANDS = {
+    "verify": [],
+    "decide": ["--decide"],
+    "score": ["--score"],
+    "blame": ["--blame", "--json"],
+}
+
+
+def build(*, steps: int, seed: int) -> Task:  # noqa: ARG001 - as a task's
+    """A task whose evaluation takes no time."""
+
+    def init(key: Any) -> dict[str, Any]:
+        keys = jax.random.split(key, FRAGMENTS)
+        return {f"part{i}": jax.random.normal(keys[i], SHAPE) for i in range(FRAGMENTS)}
+
+    def loss(params: Any, batch: Any) -> Any:
+        return sum(jnp.square(leaf - batch).mean() for leaf in params.values())
+
+    def batches(learner: str, position: int) -> Any:  # noqa: ARG001
+        while True:
+            yield np.zeros((), np.float32)
+
+    def evaluate(params: Any) -> float:
+        return float(sum(np.square(np.asarray(leaf)).mean() for leaf in params.values()))
+
+    return Task(
+        init=init, loss=loss, batches=batches, evaluate=evaluate, tokens_per_batch=1,
+        optimizer=optax.identity(), schedule=optax.constant_schedule(0.1),
+    )  # fmt: skip
+
+
+class Maker:
+    """A run under way in this process."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        settings = RunSettings.model_validate(
+            {
+                "run": {"name": RUN, "steps": 1 << 30},
+                "task": {"build": "bench.tapes:build"},
+                "sync": {
+                    "fragments": FRAGMENTS, "interval_steps": STEPS, "block": 16,
+                    "snapshot_interval_versions": 50,
+                },
+                "outer": {"learning_rate": 0.1, "momentum": 0.5},
+                "quorum": {
+                    "pace": 0.0, "min_learners": len(LEARNERS), "deadline_s": 30.0,
+                    "liveness_timeout_s": 3600.0,
+                },
+            }
+        )  # fmt: skip
+        task = build(steps=1, seed=0)
+        self.params = task.init(jax.random.key(0))
+        self.bus = MemoryBus()
+        self.context = Context(
+            name="aggregator", settings=settings, layout=tree.task_layout(task, settings.sync),
+            epoch=0, bus=self.bus, store=store, runtime=Runtime(), logger=log.get(),
+        )  # fmt: skip
+        self.lives: dict[str, int] = {}
+        sync, size = settings.sync, self.context.layout.fragments[0].size
+        rng = np.random.default_rng(0)
+        noise = [jnp.asarray(rng.normal(size=size) / 100, jnp.float32) for _ in range(64)]
+        self.payloads = [
+            shards.pack(sync.codec, encode(sync.codec, one, sync.block), sync.block)
+            for one in noise
+        ]
+        self.blocks = slices.describe(np.arange(size // sync.block))
+
+    async def make(self, versions: int) -> None:
+        """Rounds until there are so many versions, over all fragments."""
+        context = self.context
+        await create_run(
+            context.settings, BusSection(), context.layout, self.params, self.bus, context.store,
+            context.runtime,
+        )  # fmt: skip
+        work = asyncio.ensure_future(aggregate(context))
+        try:
+            for learner in LEARNERS:
+                join = wire.Join(run=RUN, learner=learner, layout=context.layout.digest, host="h")
+                self.lives[learner] = await self.bus.publish(
+                    names.join(RUN, learner), wire.encode(join)
+                )
+            rounds = (self._rounds(f, versions // FRAGMENTS) for f in range(FRAGMENTS))
+            await asyncio.gather(*rounds)
+        finally:
+            await cancel(work)
+            with contextlib.suppress(asyncio.CancelledError):
+                work.result()
+
+    async def _rounds(self, fragment: int, count: int) -> None:
+        base, _ = await last_record(self.context, fragment)
+        for seq in range(1, count + 1):
+            for index, learner in enumerate(LEARNERS):
+                await self._send(learner, index, fragment, base, seq)
+            async with asyncio.timeout(PATIENCE_S):
+                version = base.version
+                while base.version == version:
+                    await asyncio.sleep(0.001)
+                    base, _ = await last_record(self.context, fragment)
+
+    async def _send(
+        self, learner: str, index: int, fragment: int, base: wire.Record, seq: int
+    ) -> None:
+        context, life = self.context, self.lives[learner]
+        data = self.payloads[(7 * seq + index) % len(self.payloads)]
+        name = names.shard(RUN, learner, fragment, 0, life, seq, 0)
+        context.store.put(name, data)
+        shard = wire.Shard(
+            name=name, size_bytes=len(data), crc32c=shards.crc32c(data), slices=self.blocks
+        )
+        manifest = wire.Manifest(
+            run=RUN, learner=learner, epoch=0, incarnation=life, seq=seq, fragment=fragment,
+            base_version=base.version, base_digest=base.view_digest, layout=context.layout.digest,
+            codec=context.settings.sync.codec, tokens=STEPS, steps=STEPS, position=STEPS * seq,
+            shards=(shard,), local_step=STEPS * seq, loss=1.0, step_time_s=0.001, encode_s=0.0,
+            upload_s=0.0, attempt=0, final=False,
+        )  # fmt: skip
+        await self.bus.publish(names.update(RUN, learner, fragment), wire.encode(manifest))
+
+
+async def make(folder: Path, versions: int) -> None:
+    """A run's bundle, in one process and without a server."""
+    from diloco.common.kept import BundleWriter
+
+    store, began_s = MemoryStore(), time.monotonic()
+    maker = Maker(store)
+    await maker.make(versions)
+    context: RunContext = maker.context
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"run": RUN, "made_s": time.time(), "redacted": False, "lost": ""}
+    with BundleWriter(folder / "run.bundle", header) as writer:
+        subjects = names.tape_subjects(RUN)
+        async for message in messages_of(maker.bus, context.tape, subjects):
+            writer.message(message)
+        for info in store.list(f"{RUN}/"):
+            writer.object(info.name, store.get(info.name))
+    size = (folder / "run.bundle").stat().st_size
+    took_s = time.monotonic() - began_s
+    print(json.dumps({"versions": versions, "bytes": size, "made_s": round(took_s, 1)}))
+
+
+def measure(folder: Path, commands: list[str], more: list[str]) -> None:
+    """Run each command on the bundle; a line of JSON for each."""
+    for name in commands:
+        command = [sys.executable, "-m", "diloco", "replay", str(folder / "run.bundle")]
+        began_s = time.monotonic()
+        with (folder / f"{name}.out").open("wb") as out:
+            process = subprocess.Popen([*command, *COMMANDS[name], *more], stdout=out, stderr=out)
+            _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        told: dict[str, Any] = {
+            "command": name, "status": process.returncode,
+            "seconds": round(time.monotonic() - began_s, 1),
+            "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
+            "peak_mib": round(_resident(usage) / 1024),
+        }  # fmt: skip
+        print(json.dumps(told), flush=True)
+
+
+def _resident(usage: resource.struct_rusage) -> float:
+    """Highest resident memory in KiB."""
+    return usage.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+
+
+def main() -> None:
+    """Make or measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["make", "measure"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--versions", type=int, default=1000)
+    parser.add_argument("--commands", nargs="+", default=[*COMMANDS], choices=[*COMMANDS])
+    given, more = parser.parse_known_args()
+    log.configure("error")
+    if given.what == "make":
+        asyncio.run(make(given.folder, given.versions))
+    else:
+        measure(given.folder, given.commands, more)
+
+
+if __name__ == "__main__":
+    main()

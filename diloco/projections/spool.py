@@ -1,0 +1,163 @@
+"""Messages of a tape kept in a file, and decoded whenever they are asked for.
+
+Memory is for an index, some 20 bytes a message. The file has no name, goes with the process, and
+is as large as the tape; it is made where TMPDIR says.
+"""
+
+import os
+import struct
+import tempfile
+import weakref
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeVar, overload
+
+T = TypeVar("T")
+_SIZE = struct.Struct("<I")
+# Read at once: most messages are shorter.
+READ_BYTES = 1 << 14
+# Decoded messages that are kept, for who asks for the same ones again and again.
+RECENT = 32
+
+
+class Spool:
+    """Bytes in a file, by where they begin. One thread writes; then any may read."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="diloco-tape-")  # noqa: SIM115 - as long as this
+        weakref.finalize(self, self._file.close)
+        self._end = self._flushed = 0
+
+    def put(self, data: bytes) -> int:
+        """Append; where it begins."""
+        place = self._end
+        self._file.write(_SIZE.pack(len(data)))
+        self._file.write(data)
+        self._end += _SIZE.size + len(data)
+        return place
+
+    def get(self, place: int) -> bytes:
+        """What begins there."""
+        if place >= self._flushed:
+            self._file.flush()
+            self._flushed = self._end
+        data = os.pread(self._file.fileno(), READ_BYTES, place)
+        end = _SIZE.size + _SIZE.unpack_from(data)[0]
+        if end > len(data):
+            data += os.pread(self._file.fileno(), end - len(data), place + len(data))
+        return data[_SIZE.size : end]
+
+
+class Spooled(Sequence[T], Generic[T]):
+    """A list of which the items are in a spool.
+
+    Args:
+        spool: the file.
+        unpack: makes an item of its index and bytes.
+
+    Attributes:
+        seqs: of the items, in order.
+    """
+
+    def __init__(self, spool: Spool, unpack: Callable[[int, bytes], T]) -> None:
+        self.seqs = array("q")
+        self._places = array("q")
+        self._spool = spool
+        self._unpack = unpack
+        self._held: dict[int, T] = {}
+        self._recent: dict[int, T] = {}
+
+    def add(self, seq: int, place: int, item: T | None = None) -> None:
+        """Append what begins at a place; or an item itself, which stays in memory."""
+        if item is not None:
+            self._held[len(self.seqs)] = item
+        self.seqs.append(seq)
+        self._places.append(place)
+
+    def at(self, seq: int) -> T | None:
+        """The item of a sequence."""
+        index = bisect_left(self.seqs, seq)
+        found = index < len(self.seqs) and self.seqs[index] == seq
+        return self[index] if found else None
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return Part(self, range(len(self.seqs))[index])
+        index = range(len(self.seqs))[index]
+        if index in self._held:
+            return self._held[index]
+        if (known := self._recent.get(index)) is not None:
+            return known
+        found = self._unpack(index, self._spool.get(self._places[index]))
+        if len(self._recent) >= RECENT:
+            self._recent.clear()
+        self._recent[index] = found
+        return found
+
+    def __setitem__(self, index: int, item: T) -> None:
+        index = range(len(self.seqs))[index]
+        self._held[index] = item
+        self._recent.pop(index, None)
+
+    def __iter__(self) -> Iterator[T]:
+        return (self[index] for index in range(len(self.seqs)))
+
+
+class Part(Sequence[T], Generic[T]):
+    """Some items of a list, in order, of which no copy is made."""
+
+    def __init__(self, whole: Sequence[T], indices: Sequence[int]) -> None:
+        self._whole = whole
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return Part(self._whole, self._indices[index])
+        return self._whole[self._indices[index]]
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._whole[index] for index in self._indices)
+
+
+class Times(Mapping[int, float]):
+    """When each message was stored, by its sequence."""
+
+    def __init__(self) -> None:
+        self._seqs = array("q")
+        self._times_s = array("d")
+
+    def add(self, seq: int, time_s: float) -> None:
+        """The next message."""
+        self._seqs.append(seq)
+        self._times_s.append(time_s)
+
+    def __getitem__(self, seq: int) -> float:
+        index = bisect_left(self._seqs, seq)
+        if index == len(self._seqs) or self._seqs[index] != seq:
+            raise KeyError(seq)
+        return self._times_s[index]
+
+    def __contains__(self, seq: Any) -> bool:
+        index = bisect_left(self._seqs, seq)
+        return index < len(self._seqs) and self._seqs[index] == seq
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._seqs)
+
+    def __len__(self) -> int:
+        return len(self._seqs)

@@ -1,0 +1,337 @@
+"""`diloco.open`: a run's past in Python, as tables and arrays, by the code of the commands.
+
+Rows are made as the tape is gone over, so that a table takes the memory of its columns.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+
+from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
+from diloco.aggregator.shard_reader import read_input, read_parts
+from diloco.cli.opening import open_run
+from diloco.common import wire
+from diloco.common.codec import decode_numpy
+from diloco.common.errors import ConfigError
+from diloco.common.layout import Piece
+from diloco.common.tape import RunContext
+from diloco.common.views import load_version
+from diloco.learner.background import running_loop
+from diloco.model.load import piece_values
+from diloco.model.scores import Scorer, all_kept
+from diloco.projections.history import History, Sent, answered, identity, read_history, resolves
+from diloco.replay import score, show, verify
+from diloco.replay.rounds import load_arrays, settings_at
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+T = TypeVar("T")
+Arrays = dict[str, np.ndarray]
+Rows = Iterator[dict[str, Any]]
+# Rows that are made into columns at once.
+BATCH = 10_000
+
+
+class Update(NamedTuple):
+    """A merged update: what its record says, and its outer gradient by tensor."""
+
+    said: wire.Input
+    gradient: Arrays
+
+
+@dataclass(frozen=True)
+class Step:
+    """One version of a fragment: parameters before and after it, and the updates between.
+
+    Attributes:
+        before, after: of the fragment, by tensor; a part of one is `name[start:stop]`.
+        updates: in the order in which they were merged.
+        again: merges the round once more in this process, for a debugger; the parameters.
+    """
+
+    record: wire.Record
+    record_seq: int
+    before: Arrays
+    after: Arrays
+    updates: tuple[Update, ...]
+    again: Callable[[], Arrays]
+
+
+class Past:
+    """A run's past; a `with` block, or `close`, ends what reads it.
+
+    Args:
+        run: RUN, as commands take it: also a bundle or an exported tape.
+
+    Raises:
+        DilocoError: no such run; bus or store are away.
+    """
+
+    def __init__(self, run: str | Path) -> None:
+        self._stack = ExitStack()
+        self._loop = self._stack.enter_context(running_loop())
+        self._opened = AsyncExitStack()
+        try:
+            run_opened = open_run(run, name="open", reads=True)
+            opened = self._call(self._opened.enter_async_context(run_opened))
+        except BaseException:
+            self._stack.close()
+            raise
+        self._context: RunContext = opened.context
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result; the loop is on a thread of its own, since notebooks have one already."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of bus, store and file; again is harmless."""
+        if not self._loop.is_closed():
+            self._call(self._opened.aclose())
+        self._stack.close()
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self._context.run
+
+    @cached_property
+    def history(self) -> History:
+        """The tape, as the commands read it, up to when it is first asked for."""
+        return self._call(read_history(self._context))
+
+    def updates(self) -> "pa.Table":
+        """Every update that was announced, with what became of it."""
+        return _table(_updates(self.history))
+
+    def rounds(self) -> "pa.Table":
+        """Every record: rounds with their times, and verdicts."""
+        return _table(_rounds(self.history))
+
+    def versions(self) -> "pa.Table":
+        """Every version of every fragment, with its digests."""
+        return _table(_versions(self.history))
+
+    def scores(self, *, make: bool = False) -> "pa.Table":
+        """The held-out losses that were kept; with `make` of every version, as `replay --score`.
+
+        Raises:
+            DilocoError: the task cannot be built.
+        """
+        made = self._make_scores() if make else self._kept_scores()
+        return _table(_scores(self.history, self._call(made)))
+
+    async def _kept_scores(self) -> dict[int, float]:
+        return {max(one.record_seqs): one.loss for one in await all_kept(self._context)}
+
+    async def _make_scores(self) -> dict[int, float]:
+        context, history = self._context, self.history
+        chosen = verify.chains(history, range(len(history.layout.fragments)), None, {})
+        return await score.score_all(context, await Scorer.of_run(context), chosen)
+
+    def step(self, version: str) -> Step:
+        """A version of a fragment, such as "0@12", with its arrays.
+
+        Raises:
+            ConfigError: the tape has no such version, or none before it.
+            DilocoError: what it is made of is gone or damaged.
+        """
+        history = self.history
+        (seq,) = show.find(history, version).seqs
+        record = show.record_at(history, seq)
+        if record is None or record.what != "version" or not record.inputs:
+            raise ConfigError(f"{version!r} is not a version that was merged", hint=show.HINT)
+        base = next(
+            at
+            for _, at in reversed(history.records[record.fragment])
+            if at.version == record.version - 1 and at.what != "verdict"
+        )
+        views = [self._call(load_version(self._context, at)) for at in (base, record)]
+        cut = partial(by_tensor, history, record.fragment)
+        updates = tuple(
+            Update(said, cut(vector))
+            for said, vector in zip(record.inputs, gradients(history, record), strict=True)
+        )
+        again = partial(_again, history, seq, record)
+        return Step(record, seq, cut(views[0]), cut(views[1]), updates, lambda: cut(again()))
+
+
+def open(run: str | Path) -> Past:  # noqa: A001 - `diloco.open`, as `tarfile.open`
+    """A run's past, for scripts and notebooks; arguments and errors as `Past`."""
+    return Past(run)
+
+
+# Arrays
+
+
+def by_tensor(history: History, fragment: int, vector: np.ndarray) -> Arrays:
+    """A fragment's vector as its tensors."""
+    pieces = history.layout.fragments[fragment].pieces
+    shapes = {tensor.name: tensor.shape for tensor in history.layout.tensors}
+    return {_name(piece, shapes): piece_values(piece, vector).copy() for piece in pieces}
+
+
+def _name(piece: Piece, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    shape = shapes[piece.tensor]
+    whole = not shape or (piece.start, piece.stop) == (0, shape[0])
+    return piece.tensor if whole else f"{piece.tensor}[{piece.start}:{piece.stop}]"
+
+
+def gradients(history: History, record: wire.Record) -> Iterator[np.ndarray]:
+    """The outer gradients that a record merged, one after the other, float32 [N].
+
+    Raises:
+        ObjectMissingError, WireError: one is gone or damaged.
+    """
+    settings = settings_at(history, record.policy.settings_seq)
+    grid = make_grid(settings, history.layout, record.fragment)
+    for taken in record.inputs:
+        parts = read_parts(history.store, taken.codec, taken.shards, grid)
+        codec = settings.sync.codec
+        yield np.concatenate([decode_numpy(codec, part, grid.block) for part in parts])
+
+
+def _again(history: History, seq: int, record: wire.Record) -> np.ndarray:
+    """The view after a round, merged from the newest stored state before it on.
+
+    Raises:
+        ConfigError: none is stored.
+        IntegrityError: it does not come out as it was recorded.
+    """
+    chain = history.records[record.fragment]
+    until = verify.chains(history, [record.fragment], record.version - 1, {record.fragment: seq})
+    arrays: FragmentArrays | None = None
+    for _, at in until[record.fragment]:
+        if arrays is None or at.what in ("restore", "restored"):
+            arrays = load_arrays(history, at)
+        elif at.what == "version":
+            arrays.merge_again(at, partial(read_input, history.store, arrays.grid))
+    assert arrays is not None, chain
+    return np.asarray(arrays.view)
+
+
+# Tables
+
+
+def _table(rows: Iterable[dict[str, Any]]) -> "pa.Table":
+    """Rows as a table.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "tables need pyarrow, which is not installed", hint="pip install 'diloco[arrow]'"
+        ) from error
+    tables, batch = [], []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == BATCH:
+            tables.append(pa.Table.from_pylist(batch))
+            batch = []
+    if batch or not tables:
+        tables.append(pa.Table.from_pylist(batch))
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _updates(history: History) -> Rows:
+    for fragment in sorted(history.manifests_of):
+        answers: dict[Sent, tuple[int, int]] = {}
+        for index, (seq, record) in enumerate(history.records[fragment]):
+            for taken in resolves(record):
+                answers.setdefault(answered(record, taken), (seq, index))
+        told: set[Sent] = set()
+        for stream_seq, sent in history.announced(fragment):
+            if (update := identity(sent)) in told:
+                continue
+            told.add(update)
+            yield {
+                "learner": sent.learner, "incarnation": sent.incarnation, "seq": sent.seq,
+                "fragment": fragment, "stream_seq": stream_seq,
+                "announced_s": history.times_s[stream_seq], "base_version": sent.base_version,
+                "tokens": sent.tokens, "steps": sent.steps, "position": sent.position,
+                "local_step": sent.local_step, "loss": sent.loss,
+                "step_time_s": sent.step_time_s, "encode_s": sent.encode_s,
+                "upload_s": sent.upload_s, "bytes": sum(one.size_bytes for one in sent.shards),
+                **_answer(history, update, answers.get(update)),
+            }  # fmt: skip
+
+
+def _answer(history: History, update: Sent, at: tuple[int, int] | None) -> dict[str, Any]:
+    """What became of an update; columns of another fate are null."""
+    found: dict[str, Any] = dict.fromkeys(
+        ("answer", "record_seq", "version", "staleness", "weight", "discount", "clip", "norm",
+         "reason", "detail")
+    )  # fmt: skip
+    if at is None:
+        return found
+    record = history.records[update.fragment][at[1]][1]
+    found |= {"record_seq": at[0], "version": record.version}
+    for taken in record.inputs:
+        if answered(record, taken) == update:
+            fields = ("staleness", "weight", "discount", "clip", "norm")
+            found |= {"answer": "merged"} | {name: getattr(taken, name) for name in fields}
+    for refused in record.rejected:
+        if answered(record, refused) == update:
+            found |= {"answer": "rejected", "reason": refused.reason, "detail": refused.detail}
+    return found
+
+
+def _rounds(history: History) -> Rows:
+    for seq, record in history.in_order():
+        yield {
+            "record_seq": seq, "what": record.what, "fragment": record.fragment,
+            "version": record.version, "global_step": record.global_step,
+            "reason": record.reason, "opened_s": record.opened_at_s,
+            "quorum_s": record.quorum_at_s or None, "closed_s": record.closed_at_s,
+            "merged_s": record.merged_at_s, "stored_s": history.times_s[seq],
+            "inputs": len(record.inputs), "rejected": len(record.rejected),
+            "learners": [taken.learner for taken in record.inputs],
+            "tokens": sum(taken.tokens for taken in record.inputs),
+            "learning_rate": record.learning_rate, "momentum": record.momentum,
+            "settings_seq": record.policy.settings_seq, "aggregator": record.aggregator,
+        }  # fmt: skip
+
+
+def _versions(history: History) -> Rows:
+    for seq, record in history.in_order():
+        if record.what != "verdict":
+            yield {
+                "fragment": record.fragment, "version": record.version, "what": record.what,
+                "record_seq": seq, "global_step": record.global_step,
+                "closed_s": record.closed_at_s, "view_digest": record.view_digest,
+                "outer_digest": record.outer_digest, "stored": verify.is_stored(record),
+                "delta_bytes": record.delta.size_bytes if record.delta else None,
+                "tokens_merged": record.totals.tokens_merged,
+            }  # fmt: skip
+
+
+def _scores(history: History, losses: Mapping[int, float]) -> Rows:
+    """Losses by the sequence of the record that made the model."""
+    for seq, record in history.in_order():
+        if seq in losses:
+            yield {
+                "record_seq": seq, "fragment": record.fragment, "version": record.version,
+                "global_step": record.global_step, "closed_s": record.closed_at_s,
+                "loss": losses[seq],
+            }  # fmt: skip
