@@ -34,10 +34,16 @@ from diloco.common.tape import (
     Recorded,
     data_position,
     decode_as,
+    entries,
     last_record,
     load_specification,
+    read_positions,
     records_of,
+    store_positions,
 )
+
+# Learners whose newest messages are asked for at a time.
+AT_ONCE = 64
 
 
 class Marked(NamedTuple):
@@ -73,12 +79,15 @@ async def mark(context: Context) -> Marked:
     settings, _ = await effective_settings(context)
     specification = await load_specification(context.bus, context.run)
     positions = await _data_positions(context, specification, newest)
+    few = len(positions) <= context.most_positions
+    carried = {"positions": positions if few else {}, "positions_object": None}
     file = wire.CheckpointFile(
         name=message.name,
-        specification=specification.model_copy(update={"positions": positions}),
+        specification=specification.model_copy(update=carried),
         settings=settings.model_dump(),
         records=tuple(records),
         created_at_s=message.created_at_s,
+        positions=() if few else entries(positions),
     )
     await context.runtime.call(
         context.store.put, names.checkpoint_object(context.run, message.name), wire.encode(file)
@@ -132,9 +141,17 @@ async def _data_positions(
     context: Context, specification: wire.Specification, newest: Sequence[Recorded]
 ) -> dict[str, int]:
     """Where the data of each learner goes on: behind all that its manifests and leaves cover."""
+    earlier = await context.runtime.call(read_positions, context.store, specification)
     learners = {m.learner for at in newest for m in at.record.policy.members}
-    known = sorted(learners | specification.positions.keys())
-    return {learner: await data_position(context, learner) for learner in known}
+    known = sorted(learners | earlier.keys())
+    positions: dict[str, int] = {}
+    for start in range(0, len(known), AT_ONCE):
+        some = known[start : start + AT_ONCE]
+        found = await asyncio.gather(
+            *(data_position(context, learner, earlier=earlier) for learner in some)
+        )
+        positions.update(zip(some, found, strict=True))
+    return positions
 
 
 def checkpoints(store: ObjectStore, run: str) -> list[str]:
@@ -200,7 +217,12 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
     Raises:
         RunMismatchError: the tape is another run's, or one that never ended.
     """
-    specification = file.specification.model_copy(update={"epoch": context.epoch})
+    carried: dict[str, object] = {"epoch": context.epoch}
+    if file.positions:
+        carried["positions_object"] = await context.runtime.call(
+            store_positions, context.store, context.run, context.epoch, file.positions
+        )
+    specification = file.specification.model_copy(update=carried)
     subject = names.spec(context.run)
     try:
         await swap(context, subject, wire.encode(specification), identity(context), 0)

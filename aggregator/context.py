@@ -21,12 +21,14 @@ class Context(RunContext):
     """What all parts of one aggregator process share; `name` stands in its records.
 
     `record_bytes`: a longer record keeps its body in an object.
+    `most_positions`: a specification with more data positions keeps them in one.
     `arithmetic`: what arrays are calculated with; None for production's. That loads JAX where it is
     used, and not here: operators' commands have a context too.
     """
 
     name: str
     record_bytes: int = field(default_factory=lambda: wire.RECORD_BYTES)
+    most_positions: int = wire.MAX_KEYS
     gc: GcSection = field(default_factory=GcSection)
     arithmetic: "Arithmetic | None" = None
     metrics: Metrics = field(default_factory=Metrics)

@@ -37,6 +37,9 @@ from diloco.common.service import (
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
 
+# The longest farewell; systemd ends the unit after 30 s.
+LEAVE_S = 25.0
+
 
 async def load_run(
     config: Config, bus: Bus, store: ObjectStore, runtime: Runtime
@@ -179,7 +182,10 @@ def serve(config: Config, pinned: frozenset[int] | None = None) -> None:
     runtime = Runtime()
     probes = make_probes(runtime.retries, run=config.run.name, aggregator=config.aggregator.name)
     with serving(config.metrics, probes):
-        asyncio.run(_serve(config, pinned, runtime, probes))
+        try:
+            asyncio.run(_serve(config, pinned, runtime, probes))
+        finally:
+            log.may_take_longer()
 
 
 async def _serve(
@@ -249,6 +255,8 @@ async def _work(context: Context, leases: Leases, probes: Probes, asked: asyncio
     tell(probes.manager, READY="1")
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     tell_stopping(probes.manager)
+    # All that counts is committed; a thread that hangs in the store would be waited for.
+    log.end_within(LEAVE_S)
     await cancel(reports, checkpoints)
     stop.cancel()
     if work.done():

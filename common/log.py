@@ -53,6 +53,19 @@ def configure(level: str = "info") -> None:
     warnings.showwarning = _show_warning
 
 
+def end_within(within_s: float) -> None:
+    """End the process after so long, with a trace of each thread; `may_take_longer` prevents it.
+
+    With status 1, whatever hangs: a thread of its own watches, and needs no other.
+    """
+    faulthandler.dump_traceback_later(within_s, exit=True, file=STDERR)
+
+
+def may_take_longer() -> None:
+    """Forget `end_within`."""
+    faulthandler.cancel_dump_traceback_later()
+
+
 def take_stderr() -> None:
     """Have all that is written to standard error or output become log lines; for a daemon, once.
 

@@ -325,6 +325,11 @@ def score_object(run: str, epoch: int, global_step: int, digest: str) -> str:
     return f"{scores_prefix(run)}{epoch:04d}-{global_step:012d}-{digest}"
 
 
+def positions_object(run: str, epoch: int, digest: str) -> str:
+    """Object of the data positions that an epoch begins with; its name holds its content."""
+    return f"{run}/positions/{epoch:04d}-{digest}"
+
+
 def epoch_prefix(run: str) -> str:
     """Prefix of the run's claimed epochs."""
     return f"{run}/epoch/"

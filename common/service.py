@@ -27,6 +27,8 @@ FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 10.0
 # Between two looks at whether a daemon that starts is to end.
 ASKED_LOOK_S = 0.2
+# Longer than any farewell takes: giving up leases, closing a connection.
+CANCEL_AGAIN_S = 10.0
 
 
 async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -269,7 +271,16 @@ async def all_of(*coroutines: Coroutine[object, object, None]) -> None:
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel tasks and wait until they have ended."""
+    """Cancel tasks and wait until they have ended.
+
+    More than once if need be: `asyncio.wait_for` of Python 3.11 and nats-py each forget a
+    cancellation that comes in the wrong moment, and the task would go on for ever.
+    """
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
     for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        if not task.cancelled():
+            task.exception()  # Looked at, or asyncio complains in the log.

@@ -3,12 +3,16 @@
 - `messages.py`: the decoder, typed, each body checked against its subject.
 - `reader.py`: a whole tape, message by message.
 - `run.py`: the run's context, specification and settings.
-- `records.py`: the records of a fragment, and the objects they name.
+- `records.py`: the records of a fragment.
+- `objects.py`: the objects that messages name.
+- `positions.py`: where the data of earlier epochs' learners goes on.
 - `file.py`: a tape in one file.
 """
 
 from diloco.common.tape.file import is_tape_file, read_tape_file, tape_file_run, write_tape_file
 from diloco.common.tape.messages import decode, decode_as
+from diloco.common.tape.objects import get_object
+from diloco.common.tape.positions import by_learner, entries, read_positions, store_positions
 from diloco.common.tape.reader import (
     Entry,
     Extent,
@@ -23,7 +27,6 @@ from diloco.common.tape.reader import (
 from diloco.common.tape.records import (
     Recorded,
     check_record,
-    get_object,
     last_record,
     lost_for_good,
     read_record,
@@ -48,11 +51,13 @@ __all__ = [
     "Recorded",
     "RunContext",
     "Unreadable",
+    "by_learner",
     "changed_settings",
     "check_record",
     "data_position",
     "decode",
     "decode_as",
+    "entries",
     "get_object",
     "has_ended",
     "is_tape_file",
@@ -63,12 +68,14 @@ __all__ = [
     "parse_changed",
     "read_item",
     "read_message",
+    "read_positions",
     "read_record",
     "read_tape",
     "read_tape_file",
     "record_digest",
     "records_of",
     "settings_at",
+    "store_positions",
     "tape_file_run",
     "write_tape_file",
 ]

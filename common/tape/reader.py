@@ -16,7 +16,8 @@ from diloco.common.errors import BusUnavailableError, IntegrityError, ObjectMiss
 from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import decode
-from diloco.common.tape.records import get_object, record_of
+from diloco.common.tape.objects import get_object
+from diloco.common.tape.records import record_of
 from diloco.common.tape.run import RunContext
 
 # A server that says that there are messages gives the next one within so long.

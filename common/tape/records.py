@@ -19,6 +19,7 @@ from diloco.common.errors import (
 from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import check_fits, decode
+from diloco.common.tape.objects import get_object
 from diloco.common.tape.run import RunContext
 
 
@@ -168,20 +169,3 @@ def record_digest(record: wire.Record) -> str:
     fields = record.model_dump(exclude_unset=True, exclude={"outer_seq"})
     packed: bytes = msgpack.packb(fields)
     return shards.digest(packed)
-
-
-def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
-    """The bytes of an object, compared with what its record says.
-
-    Raises:
-        IntegrityError: its size or checksum differs.
-        ObjectMissingError, StoreUnavailableError: as `ObjectStore.get`.
-    """
-    data = store.get(expected.name)
-    if len(data) != expected.size_bytes or shards.crc32c(data) != expected.crc32c:
-        raise IntegrityError(
-            f"object {expected.name!r}: {len(data)} bytes with crc32c {shards.crc32c(data)}, "
-            f"its record says {expected.size_bytes} with {expected.crc32c}",
-            hint="runbooks/digest-mismatch.md",
-        )
-    return data

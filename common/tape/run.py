@@ -1,7 +1,7 @@
 """A run as one daemon or command has it: its context, its specification, its settings."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from diloco.common.reasons import Reason
 from diloco.common.service import Runtime
 from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import decode_as
+from diloco.common.tape.positions import read_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,7 @@ async def data_position(
     context: RunContext,
     learner: str,
     last: Callable[[str], Awaitable[Message | None]] | None = None,
+    earlier: Mapping[str, int] | None = None,
 ) -> int:
     """Where a learner's data goes on, in batches: behind all that its messages cover.
 
@@ -127,10 +129,13 @@ async def data_position(
         context: of the run.
         learner: its name.
         last: gives a subject's last message; `Bus.last`, which may be stale, if None.
+        earlier: positions of earlier epochs, by learner; those of the specification if None.
     """
     run = context.run
     last = last or partial(_last, context)
-    specification = await _first(context, names.spec(run), wire.Specification)
+    if earlier is None:
+        specification = await _first(context, names.spec(run), wire.Specification)
+        earlier = await context.runtime.call(read_positions, context.store, specification)
     fragments = range(len(context.layout.fragments))
     kinds: dict[str, type[wire.Manifest | wire.Leave]] = {
         names.leave(run, learner): wire.Leave,
@@ -138,7 +143,7 @@ async def data_position(
     }
     newest = {subject: await last(subject) for subject in kinds}
     joins = await _sequences(context, await last(names.join(run, learner)))
-    positions = [specification.positions.get(learner, 0)]
+    positions = [earlier.get(learner, 0)]
     for subject, message in newest.items():
         if message is not None:
             positions.append(await _position_on(context, kinds[subject], message, joins))

@@ -35,7 +35,8 @@ def encode(body: Body) -> bytes:
     fields["kind"] = body.kind
     packed: bytes = msgpack.packb(fields, use_bin_type=True)
     if len(packed) > FEW_BYTES:
-        _check_limits(packed, body.limit_bytes)
+        # Skipping counts no items: only who decodes it finds what a reader would.
+        _unpack(packed, body.limit_bytes)
     return packed
 
 

@@ -11,12 +11,32 @@ from diloco.common.wire.fields import (
     Digest,
     Name,
     ObjectName,
+    Part,
     Positive,
     Seconds,
     Several,
     Text,
 )
-from diloco.common.wire.records import Record
+from diloco.common.wire.records import ObjectRef, Record
+
+
+class DataPosition(Part):
+    """Where a learner's data goes on."""
+
+    learner: Name = Field(description="the learner")
+    position: Count = Field(description="in batches")
+
+
+class Positions(Body):
+    """The data positions of more learners than a specification holds.
+
+    The body of the object `{run}/positions/{epoch}-{digest}`, on no stream. At most 64 MiB.
+    """
+
+    kind: ClassVar[str] = "positions"
+    limit_bytes: ClassVar[int] = 64 << 20
+    run: Name = Field(description="the run")
+    positions: Several[DataPosition] = Field(description="one for each learner")
 
 
 class Specification(Body):
@@ -29,7 +49,8 @@ class Specification(Body):
     run: Name = Field(description="the run")
     epoch: Count = Field(description="0; one more each time the run is resumed on a new tape")
     positions: dict[Name, Count] = Field(
-        description="where data resumes, in batches, for learners of earlier epochs"
+        description="where data resumes, in batches, for learners of earlier epochs; empty if"
+        " there are more than 4096"
     )
     layout: Digest = Field(description="of the layout object")
     settings: dict[str, Any] = Field(
@@ -38,6 +59,10 @@ class Specification(Body):
     )
     constants: ObjectName | None = Field(description="object with the leaves that are not trained")
     created_at_s: Seconds = Field(description="when")
+    # Specifications of earlier releases lack what follows.
+    positions_object: ObjectRef | None = Field(
+        default=None, description="object with the `Positions` of more than 4096 learners"
+    )
 
 
 class Join(Body):
@@ -132,6 +157,10 @@ class CheckpointFile(Body):
         " its version"
     )
     created_at_s: Seconds = Field(description="when")
+    # Files of earlier releases lack what follows.
+    positions: Several[DataPosition] = Field(
+        default=(), description="of more than 4096 learners; then the specification has none"
+    )
 
 
 class Stop(Body):

@@ -8,12 +8,14 @@ each fragment is judged from its oldest record on. `remake.py` goes on with the 
 import itertools
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco.common import wire
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import next_step
+from diloco.common.tape import read_positions
 from diloco.projections.history import (
     Announced,
     Chain,
@@ -336,9 +338,11 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
     begins: dict[tuple[str, int], set[int]] = defaultdict(set)
     for fragment in sorted(history.manifests_of):
         _check_lives(found, fragment, hostile, begins)
-    ended = _earlier_ends(history, [*begins])
-    for life, starts in begins.items():
-        _check_beginning(found, life, starts, ended[life])
+    earlier = _earlier(found)
+    if earlier is not None:
+        ended = _earlier_ends(history, [*begins], earlier)
+        for life, starts in begins.items():
+            _check_beginning(found, life, starts, ended[life])
 
 
 def _check_lives(
@@ -369,6 +373,16 @@ def _check_lives(
             )  # fmt: skip
 
 
+def _earlier(found: Audit) -> Mapping[str, int] | None:
+    """Data positions of earlier epochs; None if they are lost."""
+    history = found.history
+    try:
+        return read_positions(history.store, history.specification)
+    except (ObjectMissingError, IntegrityError, WireError) as error:
+        found.hold(False, "data", "the specification", error.message)
+        return None
+
+
 def _goes_on(restores: Sequence[int], before: Announced, after: Announced) -> bool:
     """Whether the data of an update begins where that of the one before ended.
 
@@ -379,12 +393,14 @@ def _goes_on(restores: Sequence[int], before: Announced, after: Announced) -> bo
     return begins == before.position or (dropped and begins > before.position)
 
 
-def _earlier_ends(history: History, lives: Sequence[tuple[str, int]]) -> dict[tuple[str, int], int]:
+def _earlier_ends(
+    history: History, lives: Sequence[tuple[str, int]], earlier: Mapping[str, int]
+) -> dict[tuple[str, int], int]:
     """How far the data had come, by what earlier lives had said, when each life began."""
     own: dict[str, list[int]] = defaultdict(list)
     for learner, incarnation in sorted(lives):
         own[learner].append(incarnation)
-    found = {life: history.specification.positions.get(life[0], 0) for life in lives}
+    found = {life: earlier.get(life[0], 0) for life in lives}
     said: Iterator[tuple[int, wire.Manifest | wire.Leave]]
     said = itertools.chain(history.manifests, history.leaves)
     for seq, message in said:

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from diloco.check.audit import Breach
-from diloco.common.tape import RunContext, load_specification, read_tape
+from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
+from diloco.common.tape import RunContext, load_specification, read_positions, read_tape
 from diloco.oracle import Oracle, Remaker
 
 
@@ -31,7 +32,11 @@ async def judge(context: RunContext) -> Judged:
     """
     specification = await load_specification(context.bus, context.run)
     remaker = Remaker(context.layout, context.store.get)
-    oracle = Oracle(specification, context.layout, remaker=remaker)
+    try:
+        positions = await context.runtime.call(read_positions, context.store, specification)
+    except (ObjectMissingError, IntegrityError, WireError) as error:
+        return Judged([Breach("data", "the specification", error.message)], 0, 0, 0)
+    oracle = Oracle(specification, context.layout, remaker=remaker, positions=positions)
     async for item in read_tape(context):
         await context.runtime.call(oracle.take, item)
     return Judged(

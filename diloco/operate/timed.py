@@ -8,7 +8,10 @@ import typer
 
 from diloco.cli.opening import open_run
 from diloco.common import log
+from diloco.common.config import service_manager
 from diloco.common.exits import Exit
+from diloco.common.health import Health, View
+from diloco.common.manager import Starting, tell
 from diloco.common.service import Runtime
 from diloco.common.tape import has_ended
 
@@ -35,13 +38,22 @@ class TimerOptions:
 
 
 async def timed(target: str, work: Callable[[], Awaitable[T]], options: TimerOptions) -> T:
-    """The result of the work, once NATS and the store are there.
+    """The result of the work, once NATS and the store are there; systemd hears what it waits for.
 
     Raises:
         DilocoError: what the work meets, or met last when its time was over.
     """
-    runtime = Runtime()
-    return await runtime.retry(target, work, logger=log.get(run=target), deadline_s=options.wait_s)
+    runtime, manager = Runtime(), service_manager()
+    told = Starting(Health(view=lambda: View("working"), waiting=runtime.retries.now), manager)
+    told.begin()
+    try:
+        result = await runtime.retry(
+            target, work, logger=log.get(run=target), deadline_s=options.wait_s
+        )
+    finally:
+        told.over()
+    tell(manager, STATUS="done")
+    return result
 
 
 async def status(target: str, options: TimerOptions) -> int:

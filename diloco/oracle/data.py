@@ -6,7 +6,7 @@ begins so many before it. A new life goes on behind all that earlier lives have 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,11 +41,11 @@ class _Learner:
 
 
 class Data:
-    """Data positions and answers of all learners."""
+    """Data positions and answers of all learners; `earlier`: those that a tape begins with."""
 
-    def __init__(self, specification: wire.Specification) -> None:
+    def __init__(self, specification: wire.Specification, earlier: Mapping[str, int]) -> None:
         self._learners: dict[str, _Learner] = defaultdict(_Learner)
-        for name, position in specification.positions.items():
+        for name, position in earlier.items():
             self._learners[name].said = position
         self._epoch = specification.epoch
         self._sent: dict[_Life, _Sent] = defaultdict(_Sent)

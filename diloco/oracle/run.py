@@ -1,6 +1,6 @@
 """A whole tape, message by message: what it says against what its rules make of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from diloco.common import wire
 from diloco.common.config import RunSettings, parse_settings
@@ -21,6 +21,7 @@ class Oracle:
         specification: the tape's first message.
         layout: the run's.
         remaker: makes versions again from their objects; None: records alone are judged.
+        positions: of earlier epochs' learners; None: those in the specification.
 
     Attributes:
         findings: all so far.
@@ -33,6 +34,7 @@ class Oracle:
         layout: Layout,
         *,
         remaker: Remaker | None = None,
+        positions: Mapping[str, int] | None = None,
     ) -> None:
         created = parse_settings(specification.settings)
         self.findings: list[Finding] = []
@@ -41,7 +43,8 @@ class Oracle:
         self.chains = [
             Chain(layout, created, self._changed, index) for index in range(len(layout.fragments))
         ]
-        self._data = Data(specification)
+        earlier = specification.positions if positions is None else positions
+        self._data = Data(specification, earlier)
         self._remaker = remaker
         self._last_seq = 0
         self._stopped = False

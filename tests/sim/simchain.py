@@ -11,6 +11,7 @@ from typing import NamedTuple
 from simtensors import TOKENS, Covers
 
 from diloco.common import wire
+from diloco.common.tape import by_learner
 
 
 class Violation(Exception):  # noqa: N818 - no error of ours, but of what is tested
@@ -88,7 +89,7 @@ class Chain:
         return cls(
             record.fragment,
             epoch,
-            until=dict(file.specification.positions),
+            until={**file.specification.positions, **by_learner(file.positions)},
             begins_with=record,
             before=sums(record.totals),
         )

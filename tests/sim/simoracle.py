@@ -12,7 +12,7 @@ from diloco.common.bus import Message
 from diloco.common.codec import Codec, Encoded
 from diloco.common.layout import Layout
 from diloco.common.store import ObjectStore
-from diloco.common.tape import read_message
+from diloco.common.tape import read_message, read_positions
 from diloco.oracle import Finding, Oracle, Remaker
 from diloco.oracle.arrays import Arrays, Grid, Numbers
 
@@ -76,7 +76,8 @@ class Beside:
         body = getattr(item, "body", None)
         if isinstance(body, wire.Specification):
             remaker = Remaker(self._layout, store.get, self._numbers)
-            self.oracle = Oracle(body, self._layout, remaker=remaker)
+            positions = read_positions(store, body)
+            self.oracle = Oracle(body, self._layout, remaker=remaker, positions=positions)
         if self.oracle is None:
             return []
         slowed = any(injected.get(kind) for kind in SLOWING)

@@ -256,6 +256,8 @@ class World:
             name=name,
             gc=self.gc,
             record_bytes=self.record_bytes,
+            # Where records are in objects, so are positions.
+            most_positions=wire.MAX_KEYS if self.record_bytes == wire.RECORD_BYTES else 1,
             arithmetic=self.tensors.arithmetic,
         )
 

@@ -150,6 +150,11 @@ def begin(unit):
     run("systemctl", "start", "--no-block", unit)
 
 
+def begin_alone(unit):
+    """Not after the others: beside an aggregator that starts, a learner would wait for that."""
+    run("systemctl", "start", "--no-block", "--job-mode=ignore-dependencies", unit)
+
+
 def error_of(unit):
     """What has ended a unit; '' while it says something else."""
     text = status_text(unit)

@@ -229,6 +229,28 @@ def test_cancelling_all_of_them_leaves_none(run_async):
     assert sorted(log) == ["a", "b"]
 
 
+def test_a_cancellation_that_was_forgotten_is_sent_again(run_async, monkeypatch):
+    monkeypatch.setattr(service, "CANCEL_AGAIN_S", 0.01)
+    forgotten = []
+
+    async def forgetful():
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            forgotten.append(1)  # As `asyncio.wait_for` does whose answer came just now.
+        await asyncio.Event().wait()
+
+    async def main():
+        task = asyncio.ensure_future(forgetful())
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await cancel(task)
+        assert task.cancelled()
+
+    run_async(main())
+    assert forgotten == [1]
+
+
 def test_cancelled_tasks_are_waited_for_whatever_they_raise(run_async):
     ended = []
 

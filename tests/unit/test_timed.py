@@ -1,6 +1,8 @@
 """What timers start: it waits while NATS or the store is unreachable, as long as it is told to."""
 
 import asyncio
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,21 @@ def test_without_a_wait_the_first_failure_is_told() -> None:
 def test_what_does_not_pass_is_not_waited_for() -> None:
     with pytest.raises(StoreError):
         asyncio.run(timed("run.toml", Work(1, StoreError("no")), TimerOptions(wait_s=600.0)))
+
+
+def test_systemd_hears_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    monkeypatch.setenv("NOTIFY_SOCKET", "notify")
+    heard: list[str] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind("notify")
+        listener.settimeout(60.0)
+
+        async def work() -> None:
+            while "STATUS=working; waits: run.toml" not in "".join(heard):
+                heard.append(listener.recv(4096).decode())
+                raise BusUnavailableError("no server")
+
+        asyncio.run(timed("run.toml", work, TimerOptions(wait_s=600.0)))
+        while "STATUS=done" not in heard[-1]:
+            heard.append(listener.recv(4096).decode())

@@ -12,6 +12,7 @@ from diloco.common.bus.jetstream.address import Address, Pause
 from diloco.common.bus.jetstream.faults import ours
 from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S, Link
 from diloco.common.errors import AccessDeniedError, BusError, BusUnavailableError, ConfigError
+from diloco.common.service import cancel
 
 _DIAL_TIMEOUT_S = 10.0
 
@@ -43,8 +44,7 @@ class Connection:
         """Release the link, and make no other."""
         self.closed = True
         self._linked.set()
-        self._keeper.cancel()
-        await asyncio.wait({self._keeper})
+        await cancel(self._keeper)
         if self.link is not None:
             await self.link.close()
             self.link = None

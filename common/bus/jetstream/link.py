@@ -15,6 +15,7 @@ from diloco.common.bus.jetstream.address import Address
 from diloco.common.errors import AccessDeniedError, BusError, BusUnavailableError, ConfigError
 
 CALL_TIMEOUT_S = 5.0
+_CLOSE_S = 2.0
 
 
 class _Client(Client):
@@ -94,13 +95,21 @@ class Link:
         """Send what is queued and close; never takes long, never raises."""
         self._mark_lost()
         # AssertionError: nats-py has one when the client got nowhere near a connection.
-        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, AssertionError):
-            async with asyncio.timeout(2.0):
-                await self.client.close()
+        # A task of its own: it may forget a cancellation, and then wait on for a peer that is gone.
+        closing = asyncio.ensure_future(self._close_client())
+        closing.add_done_callback(_look_at)
+        try:
+            await asyncio.wait({closing}, timeout=_CLOSE_S)
+        finally:
+            closing.cancel()
         # nats-py fails to close a connection that broke with data unsent; these would wait on.
         for subscription in self.client._subs.values():  # noqa: SLF001
             if subscription._wait_for_msgs_task is not None:  # noqa: SLF001
                 subscription._wait_for_msgs_task.cancel()  # noqa: SLF001
+
+    async def _close_client(self) -> None:
+        with contextlib.suppress(nats.errors.Error, OSError, TimeoutError, AssertionError):
+            await self.client.close()
 
     async def wait_lost(self) -> None:
         """Return once the connection is gone."""

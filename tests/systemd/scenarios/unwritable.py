@@ -17,6 +17,7 @@ from rig import (
     B,
     active,
     begin,
+    begin_alone,
     check,
     diloco,
     drop_in,
@@ -128,7 +129,7 @@ def a_late_disk():
     run("cp", "-a", "/srv/diloco/.", "/run/disk")
     run("find", "/srv/diloco", "-mindepth", "1", "-delete")
     for unit in (AGGREGATOR, A):
-        begin(unit)
+        begin_alone(unit)
     for unit in (AGGREGATOR, A):
         until(lambda unit=unit: "waits: " in status_text(unit), f"{unit} waits for the disk")
     pids = {unit: show(unit, "MainPID") for unit in (AGGREGATOR, A)}

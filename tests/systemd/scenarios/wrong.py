@@ -16,6 +16,7 @@ from rig import (
     A,
     active,
     begin,
+    begin_alone,
     check,
     diloco,
     drop_in,
@@ -122,10 +123,9 @@ def before_the_run():
 def without_nats():
     """All wait within the process, and say so."""
     run("systemctl", "stop", NATS)
-    # On its own a learner waits for NATS; beside an aggregator that starts, it waits for that.
     for unit in (AGGREGATOR, CHECKPOINT, A):
-        run("systemctl", "start", "--no-block", "--job-mode=ignore-dependencies", unit)
-    for unit in (AGGREGATOR, A):
+        begin_alone(unit)
+    for unit in (AGGREGATOR, A, CHECKPOINT):
         until(lambda unit=unit: "waits: " in status_text(unit), f"{unit} says what it waits for")
     pids = {unit: show(unit, "MainPID") for unit in (AGGREGATOR, A, CHECKPOINT)}
     time.sleep(75)

@@ -1,0 +1,98 @@
+"""Where data goes on after a resume, for more learners than a map of a message holds."""
+
+import dataclasses
+
+import pytest
+from runlab import RUN, Lab
+
+from diloco.aggregator import checkpoint
+from diloco.aggregator.context import Context
+from diloco.check.rules import judge
+from diloco.common import names, wire
+from diloco.common.bus import MemoryBus
+from diloco.common.config import BusSection
+from diloco.common.errors import WireError
+from diloco.common.tape import data_position, entries, load_specification, read_positions
+from diloco.operate.streams import make_streams
+
+# More than `wire.MAX_KEYS`.
+MANY = {f"learner-{index:04d}": 7 * index for index in range(5000)}
+
+
+async def resumed(lab: Lab, file: wire.CheckpointFile) -> Context:
+    """A new tape for a lab's run, on a new bus."""
+    bus = MemoryBus()
+    await make_streams(bus, RUN, BusSection())
+    epoch = await checkpoint.next_epoch(bus, lab.store, file)
+    context = dataclasses.replace(lab.context, bus=bus, epoch=epoch)
+    await checkpoint.begin_epoch(context, file)
+    await checkpoint.begin_fragments(context, file.records)
+    return context
+
+
+def test_a_message_cannot_hold_the_positions_of_5000():
+    assert len(MANY) > wire.MAX_KEYS
+    with pytest.raises(WireError):
+        wire.encode(wire.Specification(
+            run=RUN, epoch=1, positions=MANY, layout="0" * 32, settings={}, constants=None,
+            created_at_s=0.0,
+        ))  # fmt: skip
+
+
+def test_a_run_with_5000_learners_is_resumed_twice(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", 2)
+            marked = await checkpoint.mark(lab.context)
+        file = checkpoint.load_file(lab.store, RUN, marked.name)
+        assert (file.specification.positions, file.positions) == ({"a": 16}, ())
+
+        # As `mark` leaves them, had they all been there.
+        crowd = {"a": 16, **MANY}
+        bare = file.specification.model_copy(update={"positions": {}})
+        file = file.model_copy(update={"specification": bare, "positions": entries(crowd)})
+        context = await resumed(lab, wire.decode(wire.CheckpointFile, wire.encode(file)))
+        specification = await load_specification(context.bus, RUN)
+        assert specification.positions == {}
+        assert read_positions(lab.store, specification) == crowd
+        assert await data_position(context, "learner-4999") == 7 * 4999
+        assert await data_position(context, "newcomer") == 0
+        assert (await judge(context)).breaches == []
+
+        marked = await checkpoint.mark(context)
+        again = checkpoint.load_file(lab.store, RUN, marked.name)
+        context = await resumed(lab, again)
+        assert context.epoch == 2
+        assert await data_position(context, "a") == 16
+        assert read_positions(lab.store, await load_specification(context.bus, RUN)) == crowd
+
+    run_async(scenario())
+
+
+def test_few_learners_become_more_than_fit(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        lab.context = dataclasses.replace(lab.context, most_positions=1)
+        async with lab.aggregating():
+            for learner in ("a", "b"):
+                await lab.join(learner)
+            await lab.send_many("a", 2)
+            await lab.send_many("b", 1)
+            marked = await checkpoint.mark(lab.context)
+        file = checkpoint.load_file(lab.store, RUN, marked.name)
+        assert file.positions == entries({"a": 16, "b": 8})
+        context = await resumed(lab, file)
+        assert [await data_position(context, learner) for learner in ("a", "b")] == [16, 8]
+
+        specification = await load_specification(context.bus, RUN)
+        assert specification.positions_object is not None
+        lab.store.delete(specification.positions_object.name)
+        (breach,) = (await judge(context)).breaches
+        assert (breach.rule, breach.where) == ("data", "the specification")
+        assert names.positions_object(RUN, 1, "") in breach.what
+
+    run_async(scenario())
