@@ -44,8 +44,9 @@ def beside(shown: Shown) -> Figure | None:
 def _line(axes: Axes, place: int, times: Column, values: Column, name: str) -> None:
     colour = style.CYCLE[place % len(style.CYCLE)]
     binned = style.binned(times, np.maximum(values, 1e-9), POINTS)
-    axes.plot(binned.centre, binned.middle, style.DASHES[place % 4], lw=1.3, color=colour,
-              label=name)  # fmt: skip
+    there = np.isfinite(binned.middle)  # A line goes on over bins without an update.
+    axes.plot(binned.centre[there], binned.middle[there], style.DASHES[place % 4], lw=1.3,
+              marker=".", ms=3, color=colour, label=name)  # fmt: skip
 
 
 def _to_the_round(rounds: Column, norms: Column) -> Column:
