@@ -13,6 +13,7 @@ from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
 from diloco.common.tape import Recorded, RunContext, last_record, read_tape
 from diloco.projections.live import Follower, LiveState, read_heartbeats, read_leases
+from diloco.projections.trend import Point
 
 # Messages at the end of the tape that rates and averages are taken of.
 WINDOW = 2000
@@ -59,7 +60,10 @@ class FragmentStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """A run as it is now; times are ages in seconds."""
+    """A run as it is now; times are ages in seconds.
+
+    `trends` has each learner's merged updates of lately, their times since the epoch.
+    """
 
     run: str
     state: str
@@ -77,6 +81,7 @@ class Status:
     learners: tuple[LearnerStatus, ...]
     fragments: tuple[FragmentStatus, ...]
     alerts: tuple[Finding, ...]
+    trends: dict[str, tuple[Point, ...]]
 
 
 class Watch:
@@ -148,6 +153,7 @@ class Watch:
             learners=learners,
             fragments=tuple(self._fragment(index, now_s) for index in sorted(observed.records)),
             alerts=(*more, *self._alerts(now_s)),
+            trends={name: (*trend.points,) for name, trend in sorted(observed.trends.items())},
         )
 
     def _fragment(self, index: int, now_s: float) -> FragmentStatus:

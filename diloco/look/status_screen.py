@@ -17,6 +17,7 @@ from diloco.cli.opening import open_run
 from diloco.cli.screen import SEVERITY_STYLES, STATE_STYLES
 from diloco.cli.units import age, human_bytes
 from diloco.common.service import cancel
+from diloco.look import trends
 from diloco.look.status import FragmentStatus, LearnerStatus, Status, Watch
 
 REFRESH_S = 1.0
@@ -64,6 +65,8 @@ def picture(status: Status) -> RenderableType:
     parts = [_summary(status), Text()]
     if status.learners:
         parts += [_learners(status.learners), *_metrics(status.learners), Text()]
+    if status.trends:
+        parts += [trends.table(status.trends, title="lately"), Text()]
     parts.append(_fragments(status.fragments))
     if status.alerts:
         parts += [Text(), _alerts(status.alerts)]

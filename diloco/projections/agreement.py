@@ -6,6 +6,7 @@ while they are in the store: whole updates, pair by pair, of a bounded sample of
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -109,6 +110,7 @@ class Pairs:
         self._sums = np.zeros((len(learners), len(learners)))
         self._counts = np.zeros((len(learners), len(learners)), np.int64)
         self.rounds = 0
+        self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, record: wire.Record, cosines: Matrix) -> None:
         """Count a round's."""
@@ -116,6 +118,14 @@ class Pairs:
         self._sums[np.ix_(rows, rows)] += cosines
         self._counts[np.ix_(rows, rows)] += 1
         self.rounds += 1
+        for row, taken in zip(range(len(cosines)), record.inputs, strict=False):
+            others = np.delete(cosines[row], row)
+            if others.size:
+                self._points[taken.learner].append((record.closed_at_s, float(others.mean())))
+
+    def over_time(self, learner: str) -> list[tuple[float, float]]:
+        """(time, mean cosine to the others) of each round that a learner took part in."""
+        return sorted(self._points[learner])
 
     def mean(self) -> Matrix:
         """Mean cosine between each two learners, NaN where they shared no round."""
