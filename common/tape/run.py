@@ -198,13 +198,20 @@ async def _position_on(
     except WireError as error:
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
     else:
-        outlived = isinstance(said, wire.Manifest) and said.epoch != context.epoch
-        if not outlived and not any(said.incarnation < seq < newest.seq for seq in joins):
+        superseded = any(said.incarnation < seq < newest.seq for seq in joins)
+        if _is_of_this_tape(context, said) and not superseded:
             return said.position
     position = 0
     async for message in context.bus.read(context.tape, [subject], 1):
         with contextlib.suppress(WireError):
-            position = max(position, decode_as(kind, subject, message.payload).position)
+            said = decode_as(kind, subject, message.payload)
+            if _is_of_this_tape(context, said):
+                position = max(position, said.position)
         if message.seq >= newest.seq:
             break
     return position
+
+
+def _is_of_this_tape(context: RunContext, said: wire.Manifest | wire.Leave) -> bool:
+    """Whether an update may be merged: of one of another tape nobody has the work."""
+    return not isinstance(said, wire.Manifest) or said.epoch == context.epoch
