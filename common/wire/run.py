@@ -57,7 +57,9 @@ class Specification(Body):
         description="sections `run`, `task`, `sync`, `outer`, `staleness`, `quorum`, `bounds` of"
         " the configuration, every key"
     )
-    constants: ObjectName | None = Field(description="object with the leaves that are not trained")
+    constants: ObjectName | None = Field(
+        description="object with the index of the leaves that are not synchronized"
+    )
     created_at_s: Seconds = Field(description="when")
     # Specifications of earlier releases lack what follows.
     positions_object: ObjectRef | None = Field(
