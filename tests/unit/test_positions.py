@@ -88,9 +88,11 @@ def test_a_process_that_outlived_its_tape_does_not_send_its_learner_back(run_asy
         for _ in range(3):
             await lab.announce(lab.upload("a"))
         # Stored last, by a life of another epoch that no join of this tape follows.
-        stale = lab.upload("a").model_copy(update={"epoch": 7, "incarnation": 99, "position": 4})
-        await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(stale))
-        assert await data_position(lab.context, "a") == 24
+        stale = lab.upload("a").model_copy(update={"epoch": 7, "incarnation": 99})
+        for position in (4, 400):  # What it covers nobody has merged.
+            late = stale.model_copy(update={"position": position})
+            await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(late))
+            assert await data_position(lab.context, "a") == 24
 
     run_async(scenario())
 
