@@ -172,7 +172,7 @@ async def make_version(context: Context, arrays: FragmentArrays, state: State) -
         arrays: the fragment's, with the round's sum; changed in place.
         state: the machine's at the close.
     """
-    settings = arrays.settings
+    settings = arrays.own_settings
     part = rounds.share(state) if settings.outer.participation else 1.0
     with instruments.timing(context.metrics, context.runtime.clock, "merge"):
         made = await context.runtime.call(arrays.close_round, state.admitted, part)

@@ -48,6 +48,7 @@ from diloco.aggregator.core.state import (
     with_seen,
     without_pending,
 )
+from diloco.common import wire
 from diloco.common.reasons import Reason
 
 # So many observations get a record of their own, lest one of a long wait be too long to be read.
@@ -159,7 +160,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         member = member._replace(
             final=member.final or manifest.final,
             step_time_s=policy.ema(member.step_time_s, manifest.step_time_s),
-            weight=policy.ema(member.weight, policy.weight(manifest.tokens, manifest.steps)),
+            weight=policy.ema(member.weight, _weight(rules, manifest)),
             heard_at_s=event.stored_at_s,
         )
     state = state._replace(
@@ -236,6 +237,10 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     return _admit(rules, without_pending(state, event.update), pending, clip, event)
 
 
+def _weight(rules: FragmentRules, manifest: wire.Manifest) -> float:
+    return policy.weight(manifest.tokens, manifest.steps, averaged=rules.averaged)
+
+
 def _admit(
     rules: FragmentRules, state: State, pending: Pending, clip: float, event: events.Fetched
 ) -> Result:
@@ -245,7 +250,7 @@ def _admit(
     admitted = Admitted(
         manifest,
         pending.stream_seq,
-        policy.weight(manifest.tokens, manifest.steps),
+        _weight(rules, manifest),
         staleness,
         policy.discount(rules.staleness, staleness),
         clip,

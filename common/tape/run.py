@@ -189,8 +189,8 @@ async def _position_on(
 ) -> int:
     """Position in the last message of a subject; in all of them, if that one does not count.
 
-    It is not readable, or of a life that a newer one had superseded before: that one may have got
-    further.
+    It is not readable, of a life that a newer one had superseded before, or of a process that
+    outlived its tape: others may have got further.
     """
     subject = newest.subject
     try:
@@ -198,7 +198,8 @@ async def _position_on(
     except WireError as error:
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
     else:
-        if not any(said.incarnation < seq < newest.seq for seq in joins):
+        outlived = isinstance(said, wire.Manifest) and said.epoch != context.epoch
+        if not outlived and not any(said.incarnation < seq < newest.seq for seq in joins):
             return said.position
     position = 0
     async for message in context.bus.read(context.tape, [subject], 1):

@@ -36,6 +36,12 @@ CheckpointName = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{12}$")]
 Seconds = Annotated[float, Field(ge=0, le=GREATEST_S)]
 Rate = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(max_length=2000)]
+# What a loss says beside itself, by name.
+MOST_METRICS = 64
+METRIC_NAME = "[a-zA-Z][a-zA-Z0-9_]{0,49}"
+Figures = Annotated[
+    dict[Annotated[str, Field(pattern=f"^{METRIC_NAME}$")], float], Field(max_length=MOST_METRICS)
+]
 Item = TypeVar("Item")
 # The first wrong item ends it: an error for each of 65,536 takes 300 MB.
 Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]

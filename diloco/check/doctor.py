@@ -278,7 +278,7 @@ def _compare(run: OpenRun) -> list[Finding]:
 def _try_task(config: Config, layout: str | None = None) -> list[Finding]:
     """Whether the task can be built here, and gives the run's layout."""
     from diloco.learner import tree
-    from diloco.learner.task import run_task
+    from diloco.learner.contract import run_task
 
     try:
         digest = tree.task_layout(run_task(config.settings()), config.sync).digest

@@ -31,6 +31,7 @@ class LearnerStatus:
     heard_s: float | None
     local_step: int
     loss: float | None
+    metrics: dict[str, float]
     tokens_per_s: float
     step_time_s: float
     stall_fraction: float
@@ -266,6 +267,7 @@ def _learner(
         heard_s=heard_s,
         local_step=beat.local_step if beat else 0,
         loss=beat.loss if beat and beat.loss else None,
+        metrics=beat.metrics if beat else {},
         tokens_per_s=beat.tokens_per_s if there and beat else 0.0,
         step_time_s=beat.step_time_s if beat else 0.0,
         stall_fraction=beat.stall_s / beat.run_s if beat and beat.run_s else 0.0,

@@ -1,6 +1,7 @@
 """What the owner of a fragment hears from the tape: joins, leaves, manifests, settings, words."""
 
 from diloco.common import wire
+from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.errors import WireError
 from diloco.common.reasons import Reason
@@ -51,7 +52,8 @@ def _settings(life: Life, created: RunSettings, body: wire.Settings, seq: int) -
         return  # Nobody can follow it; it is dropped unread.
     life.read_seq = max(life.read_seq, seq)
     if seq > life.memory.settings_seq:
-        life.memory.settings_seq, life.settings = seq, changed
+        life.memory.settings_seq = seq
+        life.settings = settings_of(changed, life.layout, life.fragment)
         settle(life)
 
 
@@ -102,7 +104,7 @@ def _announcement(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: fl
     if manifest.incarnation == member.incarnation:
         member = member._replace(final=member.final or manifest.final)
         if seq > life.known_seq:
-            worth = numbers.weight(manifest.tokens, manifest.steps)
+            worth = numbers.weight(manifest.tokens, manifest.steps, averaged=life.averaged)
             member = member._replace(
                 step_time_s=numbers.moved(member.step_time_s, manifest.step_time_s),
                 weight=numbers.moved(member.weight, worth),

@@ -52,7 +52,7 @@ def _fetched(life: Life, seen: wire.Observation, _record: wire.Record) -> None:
             stream_seq=one.stream_seq,
             announced_at_s=one.announced_at_s,
             norm=seen.value,
-            weight=numbers.weight(manifest.tokens, manifest.steps),
+            weight=numbers.weight(manifest.tokens, manifest.steps, averaged=life.averaged),
             staleness=staleness,
             discount=numbers.discount(life.settings.staleness, staleness),
             clip=clip,

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.shard_reader import cut_alike, read_parts
 from diloco.common import wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import decode_numpy, encoded_bytes
 from diloco.common.config import SyncSection
 from diloco.common.errors import ObjectMissingError, WireError
@@ -78,16 +79,18 @@ def pair_cosines(
     Raises:
         StoreUnavailableError: the store is away.
     """
-    grid = make_grid(layout.fragments[record.fragment], layout.block, sync.shard_elements)
+    fragment = layout.fragments[record.fragment]
+    grid = make_grid(fragment, layout.block, sync.shard_elements)
+    codec = sync_of(sync, fragment).codec
     each_bytes = 4 * max(stop - start for start, stop in grid.ranges)
     if not all(cut_alike(item.shards, grid) for item in record.inputs):
-        each_bytes += encoded_bytes(sync.codec, grid.size, grid.block)
+        each_bytes += encoded_bytes(codec, grid.size, grid.block)
     taken = record.inputs[: min(max(MEMORY_BYTES // each_bytes, 2), INPUTS)]
     products = np.zeros((len(taken), len(taken)))
     updates = [read_parts(store, item.codec, item.shards, grid) for item in taken]
     try:
         for parts in zip(*updates, strict=True):
-            values = np.stack([decode_numpy(sync.codec, part, grid.block) for part in parts])
+            values = np.stack([decode_numpy(codec, part, grid.block) for part in parts])
             products += values @ values.T
     except (ObjectMissingError, WireError):
         return None

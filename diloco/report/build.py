@@ -24,7 +24,15 @@ from diloco.report import figures_learners, figures_rounds, figures_run
 from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
 from diloco.report.page import Page, Section, render
-from diloco.report.summary import events, facts, learners, refusals, subtitle, warnings
+from diloco.report.summary import (
+    events,
+    facts,
+    learners,
+    metrics,
+    refusals,
+    subtitle,
+    warnings,
+)
 
 # Rounds whose updates are compared pair by pair, and bytes of shards that are read for it.
 SAMPLE_ROUNDS = 24
@@ -246,6 +254,15 @@ def _tables(shown: Shown) -> list[Section]:
             table=learners(shown),
         )
     ]  # fmt: skip
+    if measured := metrics(shown):
+        sections.append(
+            Section(
+                "metrics", "Metrics",
+                "What losses say beside themselves: moving averages, as the newest heartbeats have "
+                "them. Global model: on held-out data, the newest.",
+                table=measured,
+            )
+        )  # fmt: skip
     if shown.series.refused:
         sections.append(
             Section("refused", "Rejected, word for word", "The newest.", table=refusals(shown))
