@@ -95,7 +95,7 @@ def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
             sentence=f"{newest.loss:.4g} at step {newest.global_step:,}; it was {best.loss:.4g} at "
             f"step {best.global_step:,}",
             advice="`diloco replay RUN --bisect` says at which version it rose, `--blame` by whom; "
-            "if by nobody, the outer step is too long: `diloco replay RUN --set "
+            "if no learner did it, the outer step is too long: `diloco replay RUN --set "
             "outer.learning_rate=0.5`",
             runbook=LOSS_SPIKE,
         )

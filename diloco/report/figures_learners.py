@@ -43,10 +43,11 @@ def beside(shown: Shown) -> Figure | None:
 
 def _line(axes: Axes, place: int, times: Column, values: Column, name: str) -> None:
     colour = style.CYCLE[place % len(style.CYCLE)]
-    binned = style.binned(times, np.maximum(values, 1e-9), POINTS)
-    there = np.isfinite(binned.middle)  # A line goes on over bins without an update.
-    axes.plot(binned.centre[there], binned.middle[there], style.DASHES[place % 4], lw=1.3,
-              marker=".", ms=3, color=colour, label=name)  # fmt: skip
+    values = np.maximum(values, 1e-9)
+    if len(values) > 4 * POINTS:
+        binned = style.binned(times, values, POINTS)
+        times, values = binned.centre, binned.middle
+    axes.plot(times, values, style.DASHES[place % 4], lw=1.3, color=colour, label=name)
 
 
 def _to_the_round(rounds: Column, norms: Column) -> Column:
