@@ -18,6 +18,7 @@ LARGE ?= runs/large
 SIZE ?= 10m
 PIECE ?= 9
 PEER ?=
+TORCH ?=
 HEADLINE ?= runs/headline
 LINK ?= ../shared/tools/wan/netns.py
 RUN_UNITS ?= ../shared/tools/systemd-nspawn/run_units.sh
@@ -28,7 +29,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test wheel-test test-slow test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test wheel-test test-slow test-extras test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack bench headline quality quality-large sim terraform lock clean
 
@@ -70,6 +71,18 @@ sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1
 
 wheel-test: install ## build wheel and sdist, and try them in an environment outside the tree
 	@$(RUN) pytest -m slow tests/wheel $(ARGS)
+
+# TORCH=... is another build of it than the lock's, such as one for the CPU alone.
+test-extras: install ## test what needs torch, TensorBoard and W&B, in .venv-extras; TORCH="torch==..."
+	@test -d .venv-extras || $(PYTHON) -m venv .venv-extras
+	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		-r requirements.lock -r locks/tensorboard.lock -r locks/wandb.lock \
+		$(if $(TORCH),,-r locks/torch.lock)
+	@$(if $(TORCH),.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)")
+	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation -e .
+	@.venv-extras/bin/python -m pytest tests/integration/test_torch.py tests/integration/test_trackers.py \
+		$(ARGS)
 
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)

@@ -87,7 +87,7 @@ async def mark(context: Context) -> Marked:
         settings=settings.model_dump(),
         records=tuple(records),
         created_at_s=message.created_at_s,
-        positions=() if few else entries(positions),
+        data_positions=() if few else entries(positions),
     )
     await context.runtime.call(
         context.store.put, names.checkpoint_object(context.run, message.name), wire.encode(file)
@@ -217,9 +217,9 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
         RunMismatchError: the tape is another run's, or one that never ended.
     """
     carried: dict[str, object] = {"epoch": context.epoch}
-    if file.positions:
+    if file.data_positions:
         carried["positions_object"] = await context.runtime.call(
-            store_positions, context.store, context.run, context.epoch, file.positions
+            store_positions, context.store, context.run, context.epoch, file.data_positions
         )
     specification = file.specification.model_copy(update=carried)
     subject = names.spec(context.run)

@@ -178,7 +178,7 @@ async def make_version(context: Context, arrays: FragmentArrays, state: State) -
         arrays: the fragment's, with the round's sum; changed in place.
         state: the machine's at the close.
     """
-    settings = arrays.settings
+    settings = arrays.own_settings
     part = rounds.step_share(state, participation=settings.outer.participation)
     with instruments.timing(context.metrics, context.runtime.clock, "merge"):
         made = await context.runtime.call(arrays.close_round, state.admitted, part)

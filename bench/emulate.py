@@ -40,7 +40,7 @@ from diloco.learner import sync, tree
 from diloco.learner.checkpoint import copied
 from diloco.learner.delta import vector_of
 from diloco.learner.replica import Replica
-from diloco.learner.task import Batch, Params, Task
+from diloco.learner.task import Batch, Params, Task, held_out_loss
 
 
 class Life(NamedTuple):
@@ -342,7 +342,7 @@ class World:
         versions = sum(owner.state.version for owner in self.owners)
         staleness = [s for owner in self.owners for s in owner.inputs]
         return Outcome(
-            loss=self.start.task.evaluate(self._view()),
+            loss=held_out_loss(self.start.task, self._view()),
             steps=self.steps / len(self.weather.speeds),
             lost=self.lost / self.steps,
             tokens=float(np.mean([owner.tokens for owner in self.owners])),
@@ -395,7 +395,7 @@ class World:
         """Note the held-out loss of the newest versions, if it is time."""
         every = self.weather.look_steps
         if every and self.steps % every == 0:
-            self.looks.append((self.steps, self.start.task.evaluate(self._view())))
+            self.looks.append((self.steps, held_out_loss(self.start.task, self._view())))
 
     def watch(self) -> None:
         """Stop the run when the conductor would, or after the steps that were asked for."""
@@ -410,7 +410,7 @@ class World:
 
     def _owner(self, fragment: int) -> _Owner:
         settings, layout = self.settings, self.start.layout
-        view = vector_of(layout, fragment, tree.by_name(self.start.params.trained))
+        view = vector_of(layout, fragment, tree.by_name(self.start.params.params))
         state = State(
             version=0,
             record_seq=self.next_seq(),
@@ -482,10 +482,10 @@ class World:
         return Replica(self.settings.sync, self.start.layout, like, [v.copy() for v in views])
 
     def _like(self) -> Params:
-        return self.start.params.trained
+        return self.start.params.params
 
     def _view(self) -> Params:
-        return tree.join(self._replica().trained, self.start.params.constants)
+        return self._replica().trained
 
 
 def _newest(owner: _Owner) -> Newest:

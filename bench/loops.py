@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.learner import tree
 from diloco.learner.inner_step import InnerStep, make_inner_step
-from diloco.learner.task import Batch, Params, Task
+from diloco.learner.task import Batch, Params, Task, held_out_loss
 
 
 def learner_names(count: int) -> list[str]:
@@ -25,15 +24,13 @@ def learner_names(count: int) -> list[str]:
 class Start(NamedTuple):
     """Where every loop begins: parameters as the run's creation makes them, and the inner step."""
 
-    trained: Params
-    constants: Params
+    params: Params
     inner_step: InnerStep
 
 
 def start(task: Task, seed: int) -> Start:
     """The task's first parameters from a seed."""
-    trained, constants = tree.split(jax.jit(task.init)(jax.random.key(seed)))
-    return Start(trained, constants, make_inner_step(task, constants))
+    return Start(jax.jit(task.init)(jax.random.key(seed)), make_inner_step(task))
 
 
 def copy(params: Params) -> Params:
@@ -74,7 +71,7 @@ class DataParallel:
         """Held-out loss at the end; None if it has paused before, and is to go on."""
         names, task = learner_names(self.learners), self.task
         batches = together([task.batches(name, self.step) for name in names])
-        trained, state = self.state or (self.began.trained, task.optimizer.init(self.began.trained))
+        trained, state = self.state or (self.began.params, task.optimizer.init(self.began.params))
         while self.step < self.steps and not pause():
             trained, state, _ = self.began.inner_step(
                 trained, state, next(batches), np.int32(self.step)
@@ -85,7 +82,7 @@ class DataParallel:
         return self._loss(trained) if self.step == self.steps else None
 
     def _loss(self, trained: Params) -> float:
-        return self.task.evaluate(tree.join(trained, self.began.constants))
+        return held_out_loss(self.task, trained)
 
 
 def data_parallel(
@@ -129,7 +126,7 @@ def synchronous(
 ) -> float:
     """Held-out loss of synchronous DiLoCo: float32, one fragment, no overlap, no staleness."""
     began = start(task, seed)
-    theta, moment = began.trained, jax.tree.map(jnp.zeros_like, began.trained)
+    theta, moment = began.params, jax.tree.map(jnp.zeros_like, began.params)
     states = [task.optimizer.init(theta) for _ in range(learners)]
     batches = [task.batches(name, 0) for name in learner_names(learners)]
     step = 0
@@ -142,7 +139,7 @@ def synchronous(
             replicas.append(replica)
         theta, moment = _outer_step(theta, moment, replicas, *outer)
         step = until
-    return task.evaluate(tree.join(theta, began.constants))
+    return held_out_loss(task, theta)
 
 
 def _rounds(

@@ -28,7 +28,6 @@ from diloco.common.config import Config, LearnerSection, RunSettings, load_confi
 from diloco.common.nats_server import NatsServer
 from diloco.common.probes import make_probes
 from diloco.common.service import Runtime
-from diloco.learner import tree
 from diloco.learner.checkpoint import Folder
 from diloco.learner.context import Context
 from diloco.learner.island import Island
@@ -51,17 +50,15 @@ class Loop:
         self.learner = Learner(life, threading.Event())
         self.synchronizer = life.synchronizer
         self.params = self.learner.params
-        trained, self.constants = tree.split(self.params)
-        self.inner_step = island.inner_step(self.constants)
-        self.state = island.init_state(trained)
+        self.inner_step = island.inner_step()
+        self.state = island.init_state(self.params)
         self.batches = island.feed(self.learner.position)
 
     def inner(self) -> jax.Array:
         """One inner step; its loss, still being computed."""
-        trained, self.state, outcome = self.inner_step(
-            tree.split(self.params)[0], self.state, next(self.batches), np.int32(0)
+        self.params, self.state, outcome = self.inner_step(
+            self.params, self.state, next(self.batches), np.int32(0), np.uint32(0)
         )
-        self.params = tree.join(trained, self.constants)
         return outcome.loss
 
     def cross(self, way: Way, loss: jax.Array) -> None:
@@ -70,8 +67,8 @@ class Loop:
             self.params = self.learner.step(self.params, loss=loss, save=self.state)
         elif way == "boundary":
             replica = self.synchronizer.replica
-            if self.synchronizer.turn(lambda: tree.split(self.params)[0]).effects:
-                self.params = tree.join(replica.trained, self.constants)
+            if self.synchronizer.turn(lambda: self.params).effects:
+                self.params = replica.trained
 
 
 def write_config(folder: Path, url: str, preset: str, mesh: str) -> Path:
@@ -92,7 +89,7 @@ def write_config(folder: Path, url: str, preset: str, mesh: str) -> Path:
 def report_encode(loop: Loop, settings: RunSettings) -> None:
     """How long the device encodes one interval's updates, as a share of the interval's steps."""
     sync_section, replica = settings.sync, loop.synchronizer.replica
-    replica.trained = tree.split(loop.params)[0]
+    replica.trained = loop.params
     began_s = time.perf_counter()
     for _ in range(ENCODES):
         for fragment in range(sync_section.fragments):
@@ -162,7 +159,7 @@ def measure(config: Config, folder: Path, rounds: int) -> list[dict[Way, Took]]:
         learner="alone",
         anchor=island.anchor,
         tokens_per_step=island.task.tokens_per_batch,
-        hint=island.task.hint,
+        hint=island.hint,
     )
     runtime = Runtime()
     probes = make_probes(runtime.retries, run=config.run.name, learner="alone")

@@ -29,6 +29,10 @@ OVERSIZE = 1.25
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 
+Kind = Literal["trained", "frozen", "local", "averaged"]
+# Merge rule of a piece whose tensor is averaged state; such pieces have fragments of their own.
+STATE = "state"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorHint:
@@ -40,11 +44,16 @@ class TensorHint:
         norm_axes: number of leading axes that stack independent matrices (layers, experts): one
             norm, and one direction, for each index of them.
         alone: the tensor shares its fragments with no other.
+        kind: "trained" and "averaged" tensors are synchronized; "frozen" ones stay as they began;
+            "local" ones each learner changes as it will. "averaged" is state that no optimizer
+            moves, such as batch statistics: learners adopt its mean over the fleet, by tokens. Only
+            floating tensors are trained or averaged.
     """
 
     merge: Literal["rda", "average"] = "rda"
     norm_axes: int = 0
     alone: bool = False
+    kind: Kind = "trained"
 
 
 Hint = Callable[[str, tuple[int, ...]], TensorHint]
@@ -108,6 +117,11 @@ class Fragment:
     size: int
     elements: int
 
+    @property
+    def averaged(self) -> bool:
+        """Whether it holds state, which is averaged (`common/averaged.py`), and nothing else."""
+        return any(piece.merge == STATE for piece in self.pieces)
+
     def segment_blocks(self, block: int) -> np.ndarray:
         """First block of each segment, ascending; int64 [segments]."""
         starts = [
@@ -133,8 +147,8 @@ class Layout:
     """The fragments of a model.
 
     Attributes:
-        tensors: floating tensors, synchronized, in the task's order.
-        constants: all other leaves; every learner gets the run's, nobody changes them.
+        tensors: those that are synchronized, in the task's order.
+        constants: all other leaves: every learner begins with the run's.
         block: elements that share one quantization scale.
         digest: xxh3-128 of all of the above and the fragments, as hex.
     """
@@ -180,28 +194,65 @@ def make_layout(
     """
     leaves = tuple(tensors)
     _check(leaves)
-    floating = tuple(t for t in leaves if t.dtype in FLOATING)
-    constants = tuple(t for t in leaves if t.dtype not in FLOATING)
-    if not floating:
+    kinds = {t.name: kind_of(t, hint) for t in leaves}
+    trained = tuple(t for t in leaves if kinds[t.name] == "trained")
+    state = tuple(t for t in leaves if kinds[t.name] == "averaged")
+    if not trained:
         raise ConfigError(
             "the model has no floating-point parameter to train",
             hint="let the task's init return at least one float array",
         )
-    cuts = _cuts(floating, fragments, hint)
-    if _fillable(cuts, fragments) < fragments:
-        most = next(
+    # One for all state: it is small, and its fragment has other rules than those of parameters.
+    bins = _assign_checked(trained, fragments, hint, beside=1 if state else 0)
+    if state:
+        bins.append(
+            [_Cut(t, hint(t.name, t.shape), 0, t.shape[0] if t.shape else 1) for t in state]
+        )
+    placed = tuple(_place(index, cuts, block) for index, cuts in enumerate(bins))
+    layout = Layout(
+        tensors=tuple(t for t in leaves if kinds[t.name] in ("trained", "averaged")),
+        constants=tuple(t for t in leaves if kinds[t.name] in ("frozen", "local")),
+        fragments=placed,
+        block=block,
+        digest="",
+    )
+    return replace(layout, digest=xxhash.xxh3_128_hexdigest(layout_bytes(layout)))
+
+
+def kind_of(tensor: Tensor, hint: Hint) -> Kind:
+    """What becomes of a leaf; one that is no float is frozen, unless the hint says "local"."""
+    kind = hint(tensor.name, tensor.shape).kind
+    if tensor.dtype in FLOATING:
+        return kind
+    return "local" if kind == "local" else "frozen"
+
+
+def _assign_checked(
+    tensors: tuple[Tensor, ...], fragments: int, hint: Hint, *, beside: int
+) -> list[list[_Cut]]:
+    """The tensors in their fragments, when `beside` of the fragments are for others.
+
+    Raises:
+        ConfigError: there are too many fragments for the tensors, or too few.
+    """
+    for_them = fragments - beside
+    if not for_them:
+        raise ConfigError(
+            f"sync.fragments is {fragments}, but averaged state needs a fragment of its own",
+            hint=f"set sync.fragments to at least {fragments + 1}",
+        )
+    cuts = _cuts(tensors, for_them, hint)
+    if _fillable(cuts, for_them) < for_them:
+        most = beside + next(
             count
-            for count in range(fragments - 1, 0, -1)
-            if _fillable(_cuts(floating, count, hint), count) == count
+            for count in range(for_them - 1, 0, -1)
+            if _fillable(_cuts(tensors, count, hint), count) == count
         )
         raise ConfigError(
             f"sync.fragments is {fragments}, but the model has tensors for only {most}",
             hint=f"set sync.fragments to {most}",
         )
-    bins = _assign(cuts, fragments)
-    placed = tuple(_place(index, cuts, block) for index, cuts in enumerate(bins))
-    layout = Layout(tensors=floating, constants=constants, fragments=placed, block=block, digest="")
-    return replace(layout, digest=xxhash.xxh3_128_hexdigest(layout_bytes(layout)))
+    return _assign(cuts, for_them)
 
 
 def layout_bytes(layout: Layout) -> bytes:
@@ -275,6 +326,11 @@ def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]
     return cuts
 
 
+def _whole(tensor: Tensor, hint: Hint) -> _Cut:
+    rows = tensor.shape[0] if tensor.shape else 1
+    return _Cut(tensor, hint(tensor.name, tensor.shape), 0, rows)
+
+
 def _fillable(cuts: list[_Cut], fragments: int) -> int:
     """How many of `fragments` fragments there is something for."""
     own = _own_fragments(cuts, fragments)
@@ -321,7 +377,7 @@ def _place(index: int, cuts: list[_Cut], block: int) -> Fragment:
             start=cut.start,
             stop=cut.stop,
             shape=cut.shape,
-            merge=cut.hint.merge,
+            merge=STATE if cut.hint.kind == "averaged" else cut.hint.merge,
             groups=groups,
             group_size=group_size,
             group_stride=_round_up(group_size, block),

@@ -67,6 +67,12 @@ STEPS = _counter("learner_steps_total", "inner steps taken by this process")
 DATA_TOKENS = _gauge("learner_data_tokens", "tokens consumed, over all incarnations")
 GLOBAL_STEP = _gauge("learner_global_step", "newest global step known to the learner")
 LOSS = _gauge("learner_loss", "training loss, moving average over steps")
+METRIC = _gauge(
+    "learner_metric",
+    "what else its loss says, moving average over steps; `held_out_...`: its loop's, on held-out"
+    " data",
+    "metric",
+)
 STEP_TIME = _gauge("learner_step_seconds", "inner step time, moving average")
 STALL = _counter(
     "learner_stall_seconds_total", "time that synchronization blocked the training thread"
@@ -140,8 +146,8 @@ TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
 DAEMON = (LIVE, READY, FAULTS, WAITING)
 LEARNER = (
-    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, STEP_TIME, STALL, DATA_WAIT, RUN_TIME, UP, DOWN,
-    SENT, CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
+    TOKENS, STEPS, DATA_TOKENS, GLOBAL_STEP, LOSS, METRIC, STEP_TIME, STALL, DATA_WAIT, RUN_TIME,
+    UP, DOWN, SENT, CHECKPOINTED_AT, CHECKPOINT_FAILURES, STATE, ADOPTED, UNSENT, SENDING,
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, STOPPED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,

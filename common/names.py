@@ -351,5 +351,10 @@ def layout_object(run: str, digest: str) -> str:
 
 
 def constants_object(run: str, digest: str) -> str:
-    """Object that holds the leaves which are not trained."""
+    """Object with the index of the leaves that are not synchronized (`held.py`)."""
     return f"{global_prefix(run)}constants-{digest}"
+
+
+def tile_object(run: str, digest: str) -> str:
+    """Object with a part of such a leaf."""
+    return f"{global_prefix(run)}tile-{digest}"

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.common import shards, wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import decode_numpy
 from diloco.common.errors import IntegrityError, ObjectMissingError
 from diloco.common.tape import (
@@ -160,7 +161,7 @@ def assemble_view(
     read_bytes = len(data)
     view = np.frombuffer(data, np.float32).copy()
     for delta in deltas:
-        read_bytes += _move(context, view, delta)
+        read_bytes += _move(context, fragment, view, delta)
     if shards.digest(view) != view_digest:
         raise IntegrityError(
             f"fragment {fragment}: the stored view {snapshot.name} and the deltas behind it "
@@ -172,6 +173,7 @@ def assemble_view(
 
 def next_view(
     context: RunContext,
+    fragment: int,
     view: npt.NDArray[np.float32],
     view_digest: str,
     delta: wire.ObjectRef,
@@ -183,15 +185,18 @@ def next_view(
         IntegrityError: it does not give the digest.
     """
     moved = view.copy()
-    _move(context, moved, delta)
+    _move(context, fragment, moved, delta)
     if shards.digest(moved) != view_digest:
         raise IntegrityError(f"{delta.name} gives {shards.digest(moved)}, not {view_digest}")
     return moved
 
 
-def _move(context: RunContext, view: npt.NDArray[np.float32], delta: wire.ObjectRef) -> int:
+def _move(
+    context: RunContext, fragment: int, view: npt.NDArray[np.float32], delta: wire.ObjectRef
+) -> int:
     """Add a delta to a view; the bytes that were read."""
-    data, sync = get_object(context.store, delta), context.settings.sync
+    data = get_object(context.store, delta)
+    sync = sync_of(context.settings.sync, context.layout.fragments[fragment])
     encoded = shards.unpack_delta(data, codec=sync.delta_codec, count=view.size, block=sync.block)
     view += decode_numpy(sync.delta_codec, encoded, sync.block)
     return len(data)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
         TaskError,
     )
     from diloco.common.layout import TensorHint
+    from diloco.foreign.loop import create_tensors, join_tensors, load_tensors
+    from diloco.foreign.table import Leaf
+    from diloco.learner.contract import check_task, load_task
     from diloco.learner.library import Learner, join
     from diloco.learner.mesh import constrain
     from diloco.learner.optimizer import (
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
         warmup_cosine,
     )
     from diloco.learner.reading import GrainData
-    from diloco.learner.task import Batch, Params, Task, check_task, load_task
+    from diloco.learner.task import Batch, Params, Task, Variables
     from diloco.model.load import load
     from diloco.operate.from_params import create
     from diloco.replay.tables import open  # noqa: A004 - as `tarfile.open`
@@ -44,6 +47,7 @@ __all__ = [
     "DilocoError",
     "GrainData",
     "IntegrityError",
+    "Leaf",
     "Learner",
     "Matrices",
     "Params",
@@ -52,15 +56,19 @@ __all__ = [
     "Task",
     "TaskError",
     "TensorHint",
+    "Variables",
     "__version__",
     "adamw",
     "check_task",
     "constrain",
     "create",
+    "create_tensors",
     "join",
+    "join_tensors",
     "load",
     "load_config",
     "load_task",
+    "load_tensors",
     "matrices_by_hint",
     "muon",
     "open",
@@ -84,14 +92,19 @@ _HOMES = {
     "Task": "diloco.learner.task",
     "TaskError": _ERRORS,
     "TensorHint": "diloco.common.layout",
+    "Variables": "diloco.learner.task",
     "adamw": "diloco.learner.optimizer",
-    "check_task": "diloco.learner.task",
+    "check_task": "diloco.learner.contract",
     "constrain": "diloco.learner.mesh",
     "create": "diloco.operate.from_params",
+    "create_tensors": "diloco.foreign.loop",
     "join": "diloco.learner.library",
+    "join_tensors": "diloco.foreign.loop",
+    "load_tensors": "diloco.foreign.loop",
+    "Leaf": "diloco.foreign.table",
     "load": "diloco.model.load",
     "load_config": "diloco.common.config",
-    "load_task": "diloco.learner.task",
+    "load_task": "diloco.learner.contract",
     "matrices_by_hint": "diloco.learner.optimizer",
     "muon": "diloco.learner.optimizer",
     "open": "diloco.replay.tables",

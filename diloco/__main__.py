@@ -23,6 +23,8 @@ from diloco.operate.command import app as operate
 from diloco.plan.command import app as plan
 from diloco.replay.command import app as replay
 from diloco.report.command import app as report
+from diloco.task.command import app as task
+from diloco.trackers.command import app as trackers
 
 app = typer.Typer(
     name="diloco",
@@ -32,7 +34,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 # In the order of `diloco --help`.
-for room in (local, plan, daemons, operate, look, check, report, model, replay, auth):
+for room in (
+    local, task, plan, daemons, operate, look, check, report, trackers, model, replay, auth,
+):  # fmt: skip
     app.add_typer(room)
 
 

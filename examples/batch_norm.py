@@ -1,24 +1,17 @@
-"""A vision model with BatchNorm: parameters are synchronized, batch statistics stay local.
+"""A vision model with BatchNorm. Its name is examples.batch_norm:build.
 
-python examples/batch_norm.py create run.toml
-python examples/batch_norm.py train run.toml island-a      # on each island
-python examples/batch_norm.py accuracy run.toml
+Parameters are trained. Batch statistics are state: nobody's optimizer moves them, and learners take
+over their mean over the fleet.
 """
 
-import sys
 import zlib
 
-import jax
 import numpy as np
 import optax
 from flax import nnx
 from sklearn.datasets import load_digits
 
-import diloco
-
-IMAGES, LABELS = load_digits(return_X_y=True)
-IMAGES = (IMAGES / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-OPTIMIZER = optax.adam(0.003)
+from diloco import Task, TensorHint, Variables
 
 
 class Net(nnx.Module):
@@ -32,62 +25,45 @@ class Net(nnx.Module):
         return self.output(hidden.reshape(len(images), -1))
 
 
-def model():
-    """The graph; parameters and batch statistics, as plain dictionaries of arrays."""
-    graph, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
-    return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(stats)
+def build(*, steps: int, seed: int, average: bool = True) -> Task:
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    graph = nnx.split(Net(nnx.Rngs(0)))[0]
 
+    def init(key):
+        _, params, statistics = nnx.split(Net(nnx.Rngs(key)), nnx.Param, ...)
+        return Variables(
+            trained=nnx.to_pure_dict(params), state=nnx.to_pure_dict(statistics)
+        )  # plain dictionaries of arrays
 
-GRAPH, PARAMS, STATS = model()
+    def network(variables):
+        return nnx.merge(graph, nnx.State(variables.trained), nnx.State(variables.state))
 
+    def measured(logits, labels):
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
 
-def forward(params, stats, images):
-    """Logits in training, and the statistics after them."""
-    net = nnx.merge(GRAPH, nnx.State(params), nnx.State(stats))
-    logits = net(images)
-    return logits, nnx.to_pure_dict(nnx.split(net, nnx.Param, ...)[2])
+    def loss(variables, batch, key):
+        net = network(variables)
+        loss, metrics = measured(net(batch[0]), batch[1])
+        return loss, metrics, nnx.to_pure_dict(nnx.split(net, nnx.Param, ...)[2])
 
-
-@jax.jit
-def train_step(params, stats, state, batch):
-    def loss_of(params):
-        logits, after = forward(params, stats, batch[0])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean(), after
-
-    (loss, stats), gradient = jax.value_and_grad(loss_of, has_aux=True)(params)
-    moves, state = OPTIMIZER.update(gradient, state)
-    return optax.apply_updates(params, moves), stats, state, loss
-
-
-def train(file, learner):
-    with diloco.join(file, learner=learner, like=PARAMS) as island:
-        params = island.params
-        state, stats = island.restore((OPTIMIZER.init(params), STATS))
-        while not island.done:
-            rng = np.random.default_rng([zlib.crc32(learner.encode()), island.position])
+    def batches(learner, position):
+        while True:
+            rng = np.random.default_rng([seed, zlib.crc32(learner.encode()), position])
             picked = rng.integers(1500, size=32)
-            batch = IMAGES[picked], LABELS[picked]
-            params, stats, state, loss = train_step(params, stats, state, batch)
-            params = island.step(params, loss=loss, save=(state, stats))
+            yield images[picked], labels[picked]
+            position += 1
 
+    def evaluate(variables):
+        net = network(variables)
+        net.eval()  # by the statistics, not by those of its batch
+        loss, metrics = measured(net(images[1500:]), labels[1500:])
+        return {"loss": loss, **metrics}
 
-def accuracy(file):
-    """Of the global parameters, with statistics taken anew from training data."""
-    params, stats = diloco.load(file, like=PARAMS), STATS
-    for batch in np.split(IMAGES[:1500], 30):
-        _, stats = forward(params, stats, batch)
-    net = nnx.merge(GRAPH, nnx.State(params), nnx.State(stats))
-    net.eval()
-    return float((net(IMAGES[1500:]).argmax(-1) == LABELS[1500:]).mean())
+    def hint(name, shape):
+        return TensorHint(kind="averaged" if average and name.startswith("state/") else "trained")
 
-
-if __name__ == "__main__":
-    match sys.argv[1:]:
-        case "create", file:
-            diloco.create(file, PARAMS)
-        case "train", file, learner:
-            train(file, learner)
-        case "accuracy", file:
-            print(f"{accuracy(file):.3f}")
-        case _:
-            sys.exit(__doc__)
+    rate = optax.cosine_decay_schedule(0.003, steps)
+    return Task(init=init, loss=loss, batches=batches, evaluate=evaluate, tokens_per_batch=32,
+                optimizer=optax.adam(rate), hint=hint)  # fmt: skip

@@ -20,10 +20,11 @@ def build(*, steps: int, seed: int) -> Task:
         return {"hidden": jax.random.normal(hidden, (64, 32)) / 8, "bias": jnp.zeros(32),
                 "output": jax.random.normal(output, (32, 10)) / 6}  # fmt: skip
 
-    def loss(params, batch):
+    def loss(params, batch, key):  # the key is for dropout and its like
         images, labels = batch
         logits = jax.nn.relu(images @ params["hidden"] + params["bias"]) @ params["output"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), {"accuracy": (logits.argmax(-1) == labels).mean()}
 
     def batches(learner, position):  # a batch depends on its number alone, so restarts resume
         while True:
@@ -32,7 +33,7 @@ def build(*, steps: int, seed: int) -> Task:
             yield images[picked], labels[picked]
             position += 1
 
+    held_out = images[1500:], labels[1500:]
     return Task(init=init, loss=loss, batches=batches, tokens_per_batch=32,
-                evaluate=lambda params: float(loss(params, (images[1500:], labels[1500:]))),
-                optimizer=optax.scale_by_adam(),
-                schedule=optax.cosine_decay_schedule(0.01, steps))  # fmt: skip
+                evaluate=lambda params: float(loss(params, held_out, None)[0]),
+                optimizer=optax.adam(optax.cosine_decay_schedule(0.01, steps)))  # fmt: skip

@@ -44,12 +44,12 @@ def build(*, steps: int, seed: int, folder: str, shares: tuple = (), workers: in
         return {name: jax.random.normal(key, shape) / shape[0] ** 0.5
                 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}  # fmt: skip
 
-    def loss(params, batch):
+    def loss(params, batch, key):
         context = params["embed"][batch[:, :CONTEXT]].reshape(len(batch), -1)
         logits = jax.nn.relu(context @ params["hidden"]) @ params["output"]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, CONTEXT]).mean()
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, CONTEXT])
+        return losses.mean(), {"bits_per_byte": losses.mean() / jnp.log(2)}
 
     return Task(init=init, loss=loss, batches=data.batches, rows=data.rows, tokens_per_batch=BATCH,
-                evaluate=lambda params: float(jnp.float32(loss(params, held_out))),
-                optimizer=optax.scale_by_adam(),
-                schedule=optax.cosine_decay_schedule(0.01, steps))  # fmt: skip
+                evaluate=lambda params: float(loss(params, held_out, None)[0]),
+                optimizer=optax.adam(optax.cosine_decay_schedule(0.01, steps)))  # fmt: skip

@@ -3,6 +3,8 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +16,8 @@ from diloco.common.errors import HostLostError, status_of
 from diloco.common.manager import tell
 from diloco.common.probes import Probes, make_probes, serving
 from diloco.common.service import AskedToStopError, Runtime, on_signals
+from diloco.learner.contract import FIRST_EDITION
+from diloco.learner.frozen import loaded_frozen
 from diloco.learner.hosts.channel import MEET_S, end_if_hanging
 from diloco.learner.island import Island
 from diloco.learner.library import check_name, joined, member_of
@@ -42,7 +46,13 @@ def serve(config: Config, learner: str) -> None:
             island = Island(config, learner)
             program, task = Program(island), island.task
             like, tokens = island.params_lying(), task.tokens_per_batch
-            member = member_of(config, learner, like, task.hint, tokens, program.warm_up)
+            member = replace(
+                member_of(config, learner, like, island.hint, tokens, program.warm_up),
+                load_frozen=partial(loaded_frozen, task),
+            )
+            if not task.takes_key:
+                logger = log.get(run=config.run.name, learner=learner)
+                logger.info("first_edition", advice=FIRST_EDITION)
             try:
                 with island.context(), joined(config, member, asked, runtime, probes) as life:
                     program.train(life, config.learner.speed.get(learner, 1.0))

@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from diloco.common import shards, slices
+from diloco.common.averaged import sync_of
 from diloco.common.codec import Codec, Encoded, code_count, code_dtype, scale_count
 from diloco.common.config import Config, LearnerSection, SyncSection
 from diloco.common.errors import ConfigError
@@ -29,7 +30,6 @@ from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.island import Island
 from diloco.learner.ownership import make_ownership
 from diloco.learner.replica import anchor_memory
-from diloco.learner.task import Params
 
 # What the compiler puts between devices, with the shapes of its results before it.
 _COLLECTIVE = re.compile(
@@ -188,24 +188,12 @@ def dry_run(
 def compile_step(island: Island) -> jax.stages.Compiled:
     """The learner's inner step, from shapes."""
     batch = jax.tree.map(_shape_of, next(island.feed(0)))
-    step: Any = island.inner_step(_constants(island))
+    step: Any = island.inner_step()
     lowered = step.lower(
-        _lying(island.trained, island.shardings),
-        _lying(island.state, island.state_shardings),
-        batch,
-        np.int32(0),
+        island.params_lying(), island.state_lying(), batch, np.int32(0), np.uint32(0)
     )
     compiled: jax.stages.Compiled = lowered.compile()
     return compiled
-
-
-def _constants(island: Island) -> Params:
-    """Leaves that are not trained, as the task begins them; the others are never computed."""
-    if not jax.tree.leaves(island.constants):
-        return island.constants
-    return jax.jit(lambda key: tree.split(island.task.init(key))[1])(
-        jax.random.key(island.settings.run.seed)
-    )
 
 
 def _memory(
@@ -215,8 +203,8 @@ def _memory(
     per_host: int,
 ) -> Memory:
     step = _analysis(compile_step(island))
-    parameters = device_bytes(_lying(island.trained, island.shardings))
-    optimizer = device_bytes(_lying(island.state, island.state_shardings))
+    parameters = device_bytes(island.params_lying())
+    optimizer = device_bytes(island.state_lying())
     views = sum(device_bytes(each.view) for each in fragments)
     on_device = anchor_memory(island.anchor) is None
     # A view that is kept elsewhere is fetched for as long as the operation lasts.
@@ -245,7 +233,7 @@ class _Fragment:
     """
 
     def __init__(self, island: Island, fragment: Fragment, leaves: Leaves) -> None:
-        self.sync = island.settings.sync
+        self.sync = sync_of(island.settings.sync, fragment)
         self.fragment = fragment
         self.kernels = make_kernels(
             island.layout,
@@ -301,7 +289,7 @@ def fragment_figures(island: Island) -> tuple[FragmentFigures, ...]:
 
 
 def _fragments(island: Island) -> list[_Fragment]:
-    leaves = tree.by_name(_lying(island.trained, island.shardings))
+    leaves = tree.by_name(island.params_lying())
     return [_Fragment(island, each, leaves) for each in island.layout.fragments]
 
 

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from diloco.common import shards, wire
+from diloco.common.averaged import sync_of
 from diloco.common.tape import get_object
 from diloco.common.views import Loaded, assemble_view
 from diloco.learner import sync
@@ -77,8 +78,9 @@ class Fetcher:
 
     def _delta(self, change: Change) -> Any:
         context, (ref,) = self._context, change.deltas
-        section, held = context.settings.sync, self._tensors.held(change.fragment)
-        size = context.layout.fragments[change.fragment].size
+        fragment = context.layout.fragments[change.fragment]
+        section, size = sync_of(context.settings.sync, fragment), fragment.size
+        held = self._tensors.held(change.fragment)
         codec, block = section.delta_codec, section.block
         if held.size * block == size:
             data = get_object(context.store, ref)

@@ -10,6 +10,7 @@ import numpy as np
 
 from diloco.common.bus import MemoryBus
 from diloco.common.views import assemble_view
+from diloco.learner import tree
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher
 from diloco.learner.hosts import messages
@@ -26,7 +27,7 @@ from diloco.learner.life import (
     make_synchronizer,
     own_folder,
     own_parts,
-    read_constants,
+    read_held,
 )
 from diloco.learner.publish import Uploader
 from diloco.learner.recovery import Restored
@@ -54,8 +55,8 @@ def follow(host: Host) -> Iterator[Life]:
 def _following_life(host: Host, context: Context, link: Link, constants_object: str | None) -> Life:
     background = host.background
     replica = make_replica(host, context, _told_views(context, link))
-    constants = read_constants(host, context, host.member.constants, constants_object)
-    compile_programs(host, replica, constants)
+    held = read_held(host, context, constants_object)
+    compile_programs(host, replica, held)
     folder = own_folder(host, context)
     go = link.receive(messages.Go)
     fetcher = Fetcher(context, replica)
@@ -85,7 +86,7 @@ def _following_life(host: Host, context: Context, link: Link, constants_object: 
             outbox=worker.say,
             saver=make_saver(host, context, folder, go.incarnation),
         ),
-        constants=constants,
+        params=tree.join(replica.trained, held),
         leave_run=lambda: "host 0 said so",
         give_up=ended_early,
         find=find,

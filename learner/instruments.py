@@ -40,6 +40,8 @@ def show(counted: Metrics, learner: Synchronizer, state: sync.State) -> None:
         (metrics.SENT, traffic.updates_sent),
     ):
         counted.set(metric, value)
+    for name, value in meter.metrics.items():
+        counted.set(metrics.METRIC, value, name)
     for name in STATES:
         counted.set(metrics.STATE, name == meter.state, name)
     unsent = sync.unsent(state)

@@ -13,10 +13,11 @@ import numpy as np
 from diloco.common.config import Config
 from diloco.common.layout import Layout
 from diloco.learner import tree
-from diloco.learner.inner_step import InnerStep, make_inner_step
+from diloco.learner.contract import run_task
+from diloco.learner.inner_step import InnerStep, key_of, make_inner_step
 from diloco.learner.mesh import BatchPlacer, make_mesh, param_shardings, state_shardings, within
 from diloco.learner.replica import Replica
-from diloco.learner.task import Batch, Params, Task, params_shapes, run_task
+from diloco.learner.task import Batch, Params, Task, hint_of, params_shapes
 
 
 class Island:
@@ -31,8 +32,8 @@ class Island:
         task: with this learner's options.
         layout: the run's.
         mesh: its devices.
-        trained: shapes of the parameters that are trained, and `constants` of the others.
-        shardings: how the trained parameters lie on the mesh.
+        shapes: of the parameters, `hint` and `division` what becomes of each leaf.
+        shardings: how the parameters lie on the mesh.
         state: shapes of the inner optimizer's state; `state_shardings` how it lies.
 
     Raises:
@@ -48,10 +49,15 @@ class Island:
         self.layout: Layout = tree.task_layout(self.task, settings.sync)
         assert hardware.mesh is not None
         self.mesh = make_mesh(hardware.mesh, devices)
-        self.trained, self.constants = tree.split(params_shapes(self.task))
-        self.shardings: Params = param_shardings(self.task, self.layout, self.trained, self.mesh)
-        self.state = jax.eval_shape(self.task.optimizer.init, self.trained)
-        self.state_shardings = state_shardings(self.state, self.trained, self.shardings, self.mesh)
+        self.shapes = params_shapes(self.task)
+        self.hint = hint_of(self.task, self.shapes)
+        self.division = tree.division_of(self.task, self.shapes)
+        self.shardings: Params = param_shardings(self.task, self.layout, self.shapes, self.mesh)
+        trained = self.division.trained_of(self.shapes)
+        self.state = jax.eval_shape(self.task.optimizer.init, trained)
+        self.state_shardings = state_shardings(
+            self.state, trained, self.division.trained_of(self.shardings), self.mesh
+        )
         self.anchor = hardware.anchor or settings.sync.anchor
         self._precision = hardware.matmul_precision
         self._compiler_options = hardware.compiler_options
@@ -65,36 +71,38 @@ class Island:
 
     def replica(self, views: Iterable[np.ndarray]) -> Replica:
         """The learner's tensors, from the newest views of all fragments, float32 [N]."""
+        synced, _ = tree.split(self.shapes, self.division.synced)
+        shardings, _ = tree.split(self.shardings, self.division.synced)
         return Replica(
             self.settings.sync,
             self.layout,
-            self.trained,
+            synced,
             views,
-            shardings=tree.by_name(self.shardings),
+            shardings=tree.by_name(shardings),
             anchor=self.anchor,
         )
 
-    def inner_step(self, constants: Params) -> InnerStep:
-        """The inner step, with the run's constants."""
-        step: InnerStep = make_inner_step(
+    def inner_step(self) -> InnerStep:
+        """The inner step."""
+        return make_inner_step(
             self.task,
-            constants,
+            key=key_of(self.settings.run.seed, self.learner),
             shardings=(self.shardings, self.state_shardings),
             compiler_options=self._compiler_options,
         )
-        return step
 
-    def init_state(self, trained: Params) -> Any:
+    def init_state(self, params: Params) -> Any:
         """A fresh state of the inner optimizer."""
-        return jax.jit(self.task.optimizer.init, out_shardings=self.state_shardings)(trained)
+        init = jax.jit(self.task.optimizer.init, out_shardings=self.state_shardings)
+        return init(self.division.trained_of(params))
 
     def state_lying(self) -> Any:
         """The shapes of the inner optimizer's state, with how each leaf lies."""
         return jax.tree.map(_lying, self.state, self.state_shardings)
 
     def params_lying(self) -> Params:
-        """The shapes of the parameters, with how each trained leaf lies."""
-        return tree.join(jax.tree.map(_lying, self.trained, self.shardings), self.constants)
+        """The shapes of the parameters, with how each leaf lies."""
+        return jax.tree.map(_lying, self.shapes, self.shardings)
 
     def feed(self, position: int) -> Iterator[Batch]:
         """Batches on the mesh, from a position on; this host reads only its rows."""

@@ -15,7 +15,7 @@ from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
 from diloco.common.errors import DilocoError
 from diloco.common.tape import has_ended, load_specification
-from diloco.learner import instruments, sync
+from diloco.learner import instruments, sync, tree
 from diloco.learner.adopt import Adopter, load
 from diloco.learner.checkpoint import CheckpointFolder
 from diloco.learner.context import Context
@@ -38,7 +38,7 @@ from diloco.learner.life import (
     own_folder,
     own_parts,
     prove_store,
-    read_constants,
+    read_held,
 )
 from diloco.learner.peers import Alone
 from diloco.learner.planner import Planner
@@ -75,9 +75,10 @@ def lead(host: Host) -> Iterator[Life]:
         peers = Alone() if alone else _meet(host, stack)
         host = host if alone else replace(host, gives_up=never)
         stack.callback(background.close)
-        constants = _check_run(host, context, specification)
+        _check_run(context, specification)
+        held = read_held(host, context, specification.constants)
         try:
-            yield _leading_life(host, context, specification, constants, peers)
+            yield _leading_life(host, context, specification, held, peers)
         except DilocoError as error:
             peers.give_up(error)
             raise
@@ -125,22 +126,21 @@ async def _coordinator(listener: Listener, secret: str, host: Host) -> Coordinat
     return Coordinator(host.background.loop, connections, lost)
 
 
-def _check_run(host: Host, context: Context, specification: wire.Specification) -> Params:
-    """Refuse a run that is not this configuration's; the run's constants.
+def _check_run(context: Context, specification: wire.Specification) -> None:
+    """Refuse a run that is not this configuration's.
 
     Raises:
         RunMismatchError: settings or layout that disagree.
     """
     theirs = parse_settings(specification.settings)
     check_same_run(context.settings, theirs, context.layout.digest, specification.layout)
-    return read_constants(host, context, host.member.constants, specification.constants)
 
 
 def _leading_life(
     host: Host,
     context: Context,
     specification: wire.Specification,
-    constants: Params,
+    held: Params,
     peers: Alone | Coordinator,
 ) -> Life:
     """Everything before the first step: versions, programs, the join, the place in the data."""
@@ -150,7 +150,7 @@ def _leading_life(
         peers.say(messages.Begin(epoch=context.epoch, layout=layout, constants=constants_object))
     prove_store(host, context)
     replica, starts = _load_views(host, context, peers)
-    compile_programs(host, replica, constants)
+    compile_programs(host, replica, held)
     host.probes.health.begin_phase("joining the run")
     folder = own_folder(host, context)
     meter = Meter(context.learner, context.traffic)
@@ -180,7 +180,7 @@ def _leading_life(
         host=host,
         context=context,
         synchronizer=synchronizer,
-        constants=constants,
+        params=tree.join(replica.trained, held),
         leave_run=lambda: _leave(host, context, publisher, planner, synchronizer),
         give_up=planner.give_up if isinstance(peers, Alone) else ended_early,
         find=lambda like, shardings: _find(host, context, folder, peers, like, shardings),
@@ -280,7 +280,7 @@ def _planner(
     peers: Alone | Coordinator,
     saver: Checkpoints,
 ) -> Planner:
-    rules = sync.sync_rules(context.settings.sync)
+    rules = sync.sync_rules(context.settings.sync, context.layout)
     return Planner(
         rules=rules,
         state=sync.begin(rules, starts),

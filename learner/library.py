@@ -17,7 +17,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ from diloco.learner.member import Member
 from diloco.learner.placement import put_like
 from diloco.learner.task import Batch, Params
 
+# How figures of held-out data are named among a learner's metrics.
+HELD_OUT = "held_out_"
+
 
 class Learner:
     """A training loop's place in a run; `join` makes it. One thread uses it.
@@ -57,8 +60,10 @@ class Learner:
         self._life = life
         self._asked = asked
         self._synchronizer = life.synchronizer
-        self._params = tree.join(life.synchronizer.replica.trained, life.constants)
+        self._params = life.params
+        self._synced = tree.synced_marks(life.params, life.context.layout)
         self._loss: Any = None
+        self._metrics: Mapping[str, Any] = {}
         self._save: Any = None
         self._then = "step"
         self._began_s = time.perf_counter()
@@ -108,7 +113,14 @@ class Learner:
             yield batch
             asked_s = time.perf_counter()
 
-    def step(self, params: Params, *, loss: Any, save: Any = None) -> Params:
+    def step(
+        self,
+        params: Params,
+        *,
+        loss: Any,
+        metrics: Mapping[str, Any] | None = None,
+        save: Any = None,
+    ) -> Params:
         """Take a step boundary: adopt what has arrived, send what is due. Waits for nothing.
 
         Only in lockstep mode it waits, for the versions of what was sent.
@@ -116,8 +128,10 @@ class Learner:
         Args:
             params: the parameters after the loop's step; the caller gives them away.
             loss: of that step, a scalar that may still be computing: it is read a step later.
+            metrics: further scalars of that step by name, read as the loss is: heartbeats have
+                their moving averages.
             save: what a checkpoint holds, such as the optimizer's state: a tree of arrays, copied
-                where a checkpoint is due.
+                where a checkpoint is due; or a function that gives it then.
 
         Returns:
             The parameters to go on with.
@@ -135,12 +149,14 @@ class Learner:
         self._synchronizer.position += 1
         self._synchronizer.meter.global_step = self.global_step
         read, self._loss = self._read_loss(), loss
+        self._synchronizer.meter.measured(self._metrics)
+        self._metrics = metrics or {}
         boundary = self._turn()
         meter = self._synchronizer.meter
         took_s = time.perf_counter() - self._began_s
         meter.stepped(took_s, self._synchronizer.tokens_per_step, read)
         if boundary.checkpoint and save is not None:
-            self._synchronizer.saver.save(save, self._synchronizer.progress())
+            self._synchronizer.saver.save(_given(save), self._synchronizer.progress())
             self._save = None
         meter.state = boundary.state
         while boundary.then == "hold" and boundary.state == "training":
@@ -149,6 +165,14 @@ class Learner:
         self.done = boundary.state != "training" or boundary.then == "end"
         self._began_s = time.perf_counter()
         return self._params
+
+    def evaluated(self, figures: Mapping[str, float]) -> None:
+        """Hand over what the loop has measured on held-out data, by name, for all who look.
+
+        Raises:
+            DilocoError: a name is none, or there are too many.
+        """
+        self._synchronizer.meter.show({HELD_OUT + name: value for name, value in figures.items()})
 
     def leave(self) -> None:
         """Ask this learner to leave the run, on all its hosts; `done` follows. From any thread."""
@@ -162,7 +186,7 @@ class Learner:
             self._life.give_up()
             self._asked.set()
             if self._save is not None and not _is_gone(self._save):
-                synchronizer.saver.save(self._save, synchronizer.progress())
+                synchronizer.saver.save(_given(self._save), synchronizer.progress())
         # What the loop has given away to a step that never came back cannot be sent.
         while self._then != "end" and not _is_gone(self._params):
             boundary = self._turn()
@@ -170,10 +194,11 @@ class Learner:
         self._life.leave()
 
     def _turn(self) -> Boundary:
-        synchronizer, constants = self._synchronizer, self._life.constants
-        boundary = synchronizer.turn(lambda: tree.split(self._params)[0])
+        synchronizer = self._synchronizer
+        boundary = synchronizer.turn(lambda: tree.split(self._params, self._synced)[0])
         if boundary.effects:
-            self._params = tree.join(synchronizer.replica.trained, constants)
+            _, held = tree.split(self._params, self._synced)
+            self._params = tree.join(synchronizer.replica.trained, held)
         return boundary
 
     def _read_loss(self) -> float | None:
@@ -188,6 +213,10 @@ class Learner:
                 "lower the learning rate or clip gradients",
             )
         return loss
+
+
+def _given(save: Any) -> Any:
+    return save() if callable(save) else save
 
 
 def _is_gone(values: Any) -> bool:

@@ -5,11 +5,13 @@ them), then programs, the join, the place in the data. `lead.py` and `follow.py`
 and as a worker; here is what both need.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from diloco.common import log, names
 from diloco.common.bus import Bus
@@ -17,6 +19,7 @@ from diloco.common.config import Config, RunSettings
 from diloco.common.errors import ConfigError, DilocoError, HostLostError
 from diloco.common.exits import Exit
 from diloco.common.health import step_limit_s
+from diloco.common.held import Held, Index
 from diloco.common.layout import Layout, parse_layout
 from diloco.common.manager import report, tell, tell_stopping
 from diloco.common.probes import Probes
@@ -28,6 +31,7 @@ from diloco.learner.boundary import Outbox
 from diloco.learner.checkpoint import CheckpointFolder, copied
 from diloco.learner.context import Context
 from diloco.learner.member import Member
+from diloco.learner.placement import placed
 from diloco.learner.recovery import (
     CheckpointId,
     Checkpoints,
@@ -148,7 +152,7 @@ class Life:
     """One life on one host.
 
     Attributes:
-        constants: the leaves that nobody trains.
+        params: as the life begins.
         leave_run: says to the run that this life ends; why it does, for the log.
         give_up: the loop has ended before the step that was planned.
         find: a checkpoint of a state like this, that lies like this.
@@ -157,7 +161,7 @@ class Life:
     host: Host
     context: Context
     synchronizer: Synchronizer
-    constants: Params
+    params: Params
     leave_run: Callable[[], str]
     give_up: Callable[[], None]
     find: Callable[[Any, Any], Restored | None]
@@ -207,24 +211,49 @@ def prove_store(host: Host, context: Context) -> None:
     host.wait_for("proving the store", context.store.put, name, name.encode())
 
 
-def read_constants(host: Host, context: Context, like: Params, name: str | None) -> Params:
-    """The run's constants, from the object of that name.
+def read_held(host: Host, context: Context, name: str | None) -> Params:
+    """The leaves that are not synchronized, each as the loop has it; a host reads its slices.
+
+    Args:
+        host: this one.
+        context: of its life.
+        name: of the run's index of them.
 
     Raises:
-        IntegrityError: it is damaged.
+        IntegrityError: it is damaged, or what was loaded here is not the run's.
     """
+    like = host.member.held(context.layout)
     if name is None:
         return like
-    stored = host.wait_for("reading constants", context.store.get, name)
-    return tree.unpack_constants(stored, like, name.rsplit("-", 1)[1])
+
+    def get(name: str) -> bytes:
+        return host.wait_for("reading held leaves", context.store.get, name)
+
+    held = Held(context.run, get, name)
+    loaded = host.member.load_frozen() if host.member.load_frozen is not None else {}
+    for leaf in loaded:
+        held.check(leaf, loaded[leaf])
+    lies = host.member.shardings
+    found = {
+        leaf: placed(lies[leaf], shape, partial(_slice, held, loaded, leaf))
+        for leaf, shape in tree.by_name(like).items()
+    }
+    return tree.from_names(like, found)
 
 
-def compile_programs(host: Host, replica: Replica, constants: Params) -> None:
+def _slice(held: Held, loaded: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
+    if name in loaded:
+        part: np.ndarray = np.asarray(loaded[name])[index]
+        return part
+    return held.read(name, index)
+
+
+def compile_programs(host: Host, replica: Replica, held: Params) -> None:
     """Compile step and synchronization on copies, before anybody waits for this learner."""
     host.probes.health.begin_phase("compiling")
     replica.warm_up()
     if host.member.warm_up is not None:
-        host.member.warm_up(tree.join(copied(replica.trained), constants))
+        host.member.warm_up(tree.join(copied(replica.trained), copied(held)))
 
 
 def own_folder(host: Host, context: Context) -> CheckpointFolder | None:
@@ -275,9 +304,9 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
     return Replica(
         context.settings.sync,
         context.layout,
-        member.trained,
+        member.synced(context.layout),
         views,
-        shardings=member.shardings,
+        shardings=member.shardings_of(context.layout),
         anchor=member.anchor,
     )
 

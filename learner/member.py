@@ -1,6 +1,6 @@
 """What a training loop brings with it when it joins a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,33 +23,39 @@ class Member:
 
     Attributes:
         learner: its name.
-        trained: shapes of the leaves that are synchronized, and `constants` of the others.
-        shardings: how the trained leaves lie for the loop.
+        like: shapes of its leaves, and `shardings` how they lie for the loop, by name.
         anchor: where views are kept.
         tokens_per_step: of all hosts together.
         hint: of the tensors; None: the run's layout says what it would.
         warm_up: compiles the loop's programs, given copies of the parameters that it may donate.
+        load_frozen: gives leaves that the run does not store, by name.
     """
 
     learner: str
-    trained: Params
-    constants: Params
+    like: Params
     shardings: Shardings
     anchor: str
     tokens_per_step: int
     hint: Hint | None = None
     warm_up: Callable[[Params], object] | None = None
+    load_frozen: Callable[[], Mapping[str, Any]] | None = None
 
     @classmethod
     def of(cls, like: Params, **rest: Any) -> Self:
         """With parameters like these, of arrays or shapes."""
-        trained, constants = tree.split(jax.tree.map(_shape, like))
-        return cls(
-            trained=trained,
-            constants=constants,
-            shardings=shardings_of(tree.split(like)[0]),
-            **rest,
-        )
+        return cls(like=jax.tree.map(_shape, like), shardings=shardings_of(like), **rest)
+
+    def synced(self, layout: Layout) -> Params:
+        """Shapes of the leaves that are synchronized."""
+        return tree.split(self.like, tree.synced_marks(self.like, layout))[0]
+
+    def shardings_of(self, layout: Layout) -> Shardings:
+        """How those lie."""
+        return {tensor.name: self.shardings[tensor.name] for tensor in layout.tensors}
+
+    def held(self, layout: Layout) -> Params:
+        """Shapes of the others."""
+        return tree.split(self.like, tree.synced_marks(self.like, layout))[1]
 
     def layout(self, fragments: int, block: int) -> Layout | None:
         """What its own hints make of its tensors."""
@@ -80,7 +86,7 @@ class Member:
             )
 
     def _tensors(self) -> list[Tensor]:
-        return tree.tensors_of(tree.join(self.trained, self.constants))
+        return tree.tensors_of(self.like)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

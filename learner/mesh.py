@@ -23,7 +23,7 @@ from diloco.common.config import MeshSection
 from diloco.common.errors import ConfigError, TaskError
 from diloco.common.layout import Layout
 from diloco.learner import tree
-from diloco.learner.task import Params, Task
+from diloco.learner.task import Params, Task, is_floating, own_name
 
 AXES = ("data", "fsdp", "tensor")
 # Mesh axes of one axis of a tensor, for each of its axes.
@@ -75,13 +75,13 @@ def constrain(values: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Arr
 # --- Parameters
 
 
-def param_shardings(task: Task, layout: Layout, trained: Params, mesh: Mesh) -> Params:
-    """How each trained leaf lies on the mesh: a tree of shardings.
+def param_shardings(task: Task, layout: Layout, params: Params, mesh: Mesh) -> Params:
+    """How each leaf lies on the mesh: a tree of shardings.
 
     Args:
         task: its `partition` is asked, if it has one.
         layout: the run's.
-        trained: the task's trained tree, of arrays or shapes.
+        params: the task's parameters, of arrays or shapes.
         mesh: the learner's.
 
     Raises:
@@ -96,17 +96,19 @@ def param_shardings(task: Task, layout: Layout, trained: Params, mesh: Mesh) -> 
         )
     split = split_tensors(layout)
     placed = {}
-    for name, leaf in tree.by_name(trained).items():
+    for name, leaf in tree.by_name(params).items():
         shape = tuple(leaf.shape)
         whole = {0} if name in split else set()
-        if task.partition is None:
-            axes = task.hint(name, shape).norm_axes
+        if not is_floating(leaf):
+            wanted = _fsdp(shape, whole, mesh)
+        elif task.partition is None:
+            axes = task.hint(own_name(name), shape).norm_axes
             wanted = _fsdp(shape, {*whole, *range(axes)}, mesh)
         else:
-            wanted = _asked(name, shape, task.partition(name, shape))
+            wanted = _asked(name, shape, task.partition(own_name(name), shape))
         cuts = fit(shape, wanted, mesh, whole)
         placed[name] = sharding_of(mesh, cuts)
-    return tree.from_names(trained, placed)
+    return tree.from_names(params, placed)
 
 
 def split_tensors(layout: Layout) -> set[str]:
@@ -254,6 +256,7 @@ class BatchPlacer:
     """
 
     def __init__(self, mesh: Mesh, batch: Any) -> None:
+        self._mesh = mesh
         self._cuts = mesh.shape["data"] * mesh.shape["fsdp"]
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -282,6 +285,9 @@ class BatchPlacer:
 
     def place(self, rows: Any) -> Any:
         """The global batch, of which this host gives its `rows`."""
+        if self._mesh.size == 1:
+            # Ahead of the step: what a program is given on the host it would wait for.
+            return jax.device_put(rows, self._everywhere)
         if self._cuts == 1:
             return rows
         start, stop = self.rows

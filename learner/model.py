@@ -253,6 +253,16 @@ def attend(q_BxHxLxK: jax.Array, k_BxHxLxK: jax.Array, v_BxHxLxK: jax.Array) -> 
     return jnp.einsum("bhlm,bhmk->bhlk", weights_BxHxLxM, v_BxHxLxK)
 
 
+def task_loss(
+    model: Decoder,
+    params: Params,
+    windows_BxL1: Batch,
+    key: jax.Array,  # noqa: ARG001 - the Task's contract
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss as a task gives it: nothing is drawn, and nothing said beside it."""
+    return next_token_loss(model, params, windows_BxL1), {}
+
+
 def next_token_loss(model: Decoder, params: Params, windows_BxL1: Batch) -> jax.Array:
     """Mean cross entropy in nats per token, float32[]; `windows_BxL1` is int[B, L + 1]."""
     logits_BxLxV = model.apply({"params": params}, windows_BxL1[:, :-1])
@@ -346,18 +356,21 @@ def build(
             remat=remat,
         )
     )
-    text = data.load_corpus(corpus, held_out)
-    data.require_length(text, length)
-    windows = data.eval_windows(text, count=eval_batches, batch=batch, length=length)
-    loss = functools.partial(next_token_loss, model)
-    eval_loss = jax.jit(loss)
+
+    @functools.cache
+    def text() -> data.Corpus:  # read by those who train or evaluate
+        found = data.load_corpus(corpus, held_out)
+        data.require_length(found, length)
+        return found
+
+    eval_loss = jax.jit(functools.partial(next_token_loss, model))
 
     def init(key: jax.Array) -> Params:
         return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
     def rows(learner: str, position: int, start: int, stop: int) -> Iterator[Batch]:
         return data.batches(
-            text,
+            text(),
             seed=seed,
             learner=learner,
             position=position,
@@ -370,11 +383,12 @@ def build(
         return rows(learner, position, 0, batch)
 
     def evaluate(params: Params) -> float:
-        return sum(float(eval_loss(params, batch)) for batch in windows) / len(windows)
+        windows = data.eval_windows(text(), count=eval_batches, batch=batch, length=length)
+        return sum(float(eval_loss(params, window)) for window in windows) / len(windows)
 
     return Task(
         init=init,
-        loss=loss,
+        loss=functools.partial(task_loss, model),
         batches=batches,
         evaluate=evaluate,
         tokens_per_batch=batch * length,

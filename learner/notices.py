@@ -60,7 +60,7 @@ def _pass_on(context: Context, post: Post, message: Message) -> None:
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
                 return
             context.logger.info("settings", settings_seq=message.seq)
-            post(sync.Changed(sync.sync_rules(settings.sync)))
+            post(sync.Changed(sync.sync_rules(settings.sync, context.layout)))
 
 
 async def _listen(context: Context, post: Post) -> None:

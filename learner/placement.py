@@ -6,7 +6,7 @@ its own, or as arrays of the host. Synchronization needs a `NamedSharding`, and 
 or adopted, and at no other step. On the same devices in the same pieces that moves no bytes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +101,22 @@ def put_like(value: Any, like: Any) -> Any:
         return jax.device_put(value, like.sharding)
     sharding = getattr(like, "sharding", None)
     return np.array(value) if sharding is None else jax.device_put(value, sharding)
+
+
+def placed(
+    sharding: Sharding | None,
+    like: Any,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> Any:
+    """An array of which each host reads what its devices hold; of the host, without a sharding."""
+    if sharding is None:
+        return np.array(read((slice(None),) * len(like.shape)))
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return read(index)
+
+    return jax.make_array_from_callback(tuple(like.shape), sharding, part)
 
 
 def _automatic(mesh: Any) -> Mesh:

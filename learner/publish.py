@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco.common import metrics, names, shards, slices, wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import Encoded
 from diloco.common.errors import DilocoError
 from diloco.learner import sync
@@ -64,7 +65,8 @@ class Uploader:
 
     def _pack(self, fragment: int, codes: Any) -> list[tuple[bytes, np.ndarray]]:
         """Bytes and blocks of each shard."""
-        sync_section = self._context.settings.sync
+        context = self._context
+        sync_section = sync_of(context.settings.sync, context.layout.fragments[fragment])
         codec, block = sync_section.codec, sync_section.block
         owned_n = self._tensors.owned(fragment)
         if not len(owned_n):  # All its blocks are other hosts' too, and theirs to send.
@@ -188,7 +190,7 @@ class Publisher:
             base_version=send.base_version,
             base_digest=send.base_digest,
             layout=context.layout.digest,
-            codec=context.settings.sync.codec,
+            codec=sync_of(context.settings.sync, context.layout.fragments[send.fragment]).codec,
             shards=(*stored.shards, *others),
             tokens=send.tokens,
             steps=send.steps,

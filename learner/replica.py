@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from diloco.common.averaged import sync_of
 from diloco.common.codec import Encoded
 from diloco.common.config import SyncSection
 from diloco.common.layout import Layout
@@ -62,18 +63,18 @@ class Replica:
         shardings: Shardings | None = None,
         anchor: str = "device",
     ) -> None:
-        self._settings = settings
+        self._settings = [sync_of(settings, fragment) for fragment in layout.fragments]
         self._like = like
         self._placement = make_placement(layout, like, shardings)
         self._kernels = [
             make_kernels(
                 layout,
                 fragment.index,
-                codec=settings.codec,
-                delta_codec=settings.delta_codec,
+                codec=own.codec,
+                delta_codec=own.delta_codec,
                 shardings=self._placement.inner,
             )
-            for fragment in layout.fragments
+            for fragment, own in zip(layout.fragments, self._settings, strict=True)
         ]
         self._ownership = [make_ownership(kernels) for kernels in self._kernels]
         self._anchor = anchor_memory(anchor)
@@ -116,17 +117,17 @@ class Replica:
 
     def adopt(self, fragment: int, payload: Delta | View | None, *, resolved: bool) -> None:
         """Move view and parameters to a record's; drop the update in flight if it is resolved."""
-        kernels = self._kernels[fragment]
+        kernels, settings = self._kernels[fragment], self._settings[fragment]
         leaves = tree.by_name(self.trained)
         if payload is None and not resolved:
             return
         part = self._placement.inward(_part(leaves, kernels))
         if payload is not None:
-            move = self._overwrite if self._settings.adopt == "overwrite" else self._rebase
+            move = self._overwrite if settings.adopt == "overwrite" else self._rebase
             part = move(fragment, part, payload)
         if resolved:
             codes = self._in_flight.pop(fragment)
-            if self._settings.adopt == "rebase":
+            if settings.adopt == "rebase":
                 part = kernels.settle(part, codes)
         self._take(leaves, part)
 
@@ -154,7 +155,7 @@ class Replica:
             view = _copied(self._view(index))
             codes = kernels.send(copies, view)
             zeros = np.zeros(len(ownership.held) * kernels.block, np.float32)
-            encoded = encode(self._settings.delta_codec, zeros, kernels.block)
+            encoded = encode(kernels.delta_codec, zeros, kernels.block)
             delta = ownership.place(Encoded(*map(np.asarray, encoded)))
             copies, view = kernels.apply(copies, view, delta)
             jax.block_until_ready(kernels.settle(copies, codes))
@@ -198,8 +199,8 @@ class Replica:
         else:
             view = payload.values
         self._views[fragment] = self._kept(view)
-        if self._settings.alpha:
-            return kernels.mix(part, view, self._settings.alpha)
+        if alpha := self._settings[fragment].alpha:
+            return kernels.mix(part, view, alpha)
         return kernels.overwrite(part, view)
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from diloco.common.config import SyncSection
-from diloco.common.layout import Rhythm, next_step, offset_steps
+from diloco.common.layout import Layout, Rhythm, next_step, offset_steps
 
 
 # The rules are an argument of every call and no part of the state: the run's settings may change
@@ -39,10 +39,16 @@ class SyncRules:
     reannounce_timeout_s: float
     lockstep: bool
     overwrite: bool
+    averaged: tuple[int, ...] = ()
+
+    def overwrites(self, fragment: int) -> bool:
+        """Whether a version of the fragment takes the place of what the learner has."""
+        return self.overwrite or fragment in self.averaged
 
 
-def sync_rules(sync: SyncSection) -> SyncRules:
-    """The rules of a run's learners."""
+def sync_rules(sync: SyncSection, layout: Layout | None = None) -> SyncRules:
+    """The rules of a run's learners; without a layout, of one that holds no averaged state."""
+    fragments = layout.fragments if layout is not None else ()
     return SyncRules(
         interval_steps=sync.interval_steps,
         warmup_steps=sync.warmup_steps,
@@ -51,6 +57,7 @@ def sync_rules(sync: SyncSection) -> SyncRules:
         reannounce_timeout_s=sync.reannounce_timeout_s,
         lockstep=sync.mode == "lockstep",
         overwrite=sync.adopt == "overwrite",
+        averaged=tuple(fragment.index for fragment in fragments if fragment.averaged),
     )
 
 
@@ -329,7 +336,7 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
     for index, fragment in enumerate(state.fragments):
         # Adopt before send: the update is then against the newest view, so least stale; and an
         # update that a record has just resolved makes room for the next at this same boundary.
-        adopted = _adopt(rules, state, fragment, effects)
+        adopted = _adopt(rules, state, index, fragment, effects)
         fragments.append(_send(rules, state, index, adopted, event.now_s, effects))
     # Became final without an update: there was nothing unsent. One that did send says it by its
     # `final`, and a second word could overtake it on the tape.
@@ -344,7 +351,7 @@ def _on_stepped(rules: SyncRules, state: State, event: Stepped) -> Result:
 
 
 def _adopt(
-    rules: SyncRules, state: State, fragment: FragmentState, effects: list[Effect]
+    rules: SyncRules, state: State, index: int, fragment: FragmentState, effects: list[Effect]
 ) -> FragmentState:
     """Take every record that is ready, in order.
 
@@ -363,7 +370,7 @@ def _adopt(
         effects.append(Adopt(ready, resolved and not void))
         # What is let go counts as sent, or the next manifest would claim tokens whose work is in
         # no tensor any more.
-        if ready.rolled_back or (rules.overwrite and ready.version > fragment.version):
+        if ready.rolled_back or (rules.overwrites(index) and ready.version > fragment.version):
             fragment = fragment._replace(sent=state.done)
         # In flight all the same, though void: the aggregator will answer it, and until then its
         # seq must not be followed by another (answered).

@@ -6,13 +6,17 @@ the same boundaries. (A learner in lockstep does wait for versions; that mode is
 baselines.)
 """
 
+import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from diloco.common import wire
 from diloco.common.clock import Clock
+from diloco.common.errors import DilocoError
+from diloco.common.wire import METRIC_NAME, MOST_METRICS
 from diloco.learner import sync
 from diloco.learner.boundary import Boundary, Done, Outbox, Outgoing
 from diloco.learner.context import Traffic
@@ -20,8 +24,9 @@ from diloco.learner.recovery import Checkpoints, Progress
 from diloco.learner.replica import Delta, Replica, View
 from diloco.learner.task import Params
 
-# Weight of the newest step in the averages of loss and step time.
+# Weight of the newest step in the averages of loss, metrics and step time.
 EMA = 0.1
+_METRIC = re.compile(METRIC_NAME)
 
 
 @dataclass
@@ -41,6 +46,7 @@ class Meter:
     tokens: int = 0
     earlier_tokens: int = 0
     loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
     step_time_s: float = 0.0
     tokens_per_s: float = 0.0
     stall_s: float = 0.0
@@ -58,6 +64,34 @@ class Meter:
             self.step_time_s += (took_s - self.step_time_s) * (EMA if self.step_time_s else 1.0)
             self.tokens_per_s = tokens / self.step_time_s
 
+    def measured(self, metrics: Mapping[str, Any]) -> None:
+        """Take the step before's further scalars into moving averages."""
+        averages = {}
+        for name, scalar in metrics.items():
+            value, before = float(scalar), self.metrics.get(name)
+            averages[name] = value if before is None else before + EMA * (value - before)
+        self.show(averages)
+
+    def show(self, figures: Mapping[str, float]) -> None:
+        """Have these in heartbeats; what is no number says nothing.
+
+        Raises:
+            DilocoError: a heartbeat cannot hold them.
+        """
+        if not figures:
+            return
+        fit = {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+        # A new one, since the heartbeat may be reading the old.
+        every = {**self.metrics, **fit}
+        wrong = [name for name in fit if _METRIC.fullmatch(name) is None]
+        if wrong or len(every) > MOST_METRICS:
+            raise DilocoError(
+                f"heartbeats cannot hold the metrics {', '.join(wrong[:4]) or len(every)}",
+                hint=f"name at most {MOST_METRICS}, in letters, digits and _, at most 50, a letter"
+                " first",
+            )
+        self.metrics = every
+
     def stalled(self, took_s: float) -> None:
         """Count time in synchronization, after the last step too."""
         self.stall_s += took_s
@@ -72,6 +106,7 @@ class Meter:
             global_step=self.global_step,
             tokens=self.tokens,
             loss=self.loss,
+            metrics=dict(self.metrics),
             tokens_per_s=self.tokens_per_s,
             step_time_s=self.step_time_s,
             stall_s=self.stall_s,

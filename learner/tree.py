@@ -1,26 +1,66 @@
-"""A task's parameters as the system sees them: trained leaves by name, constants apart.
+"""A model's leaves as the system sees them: what is synchronized, and what is held beside it.
 
-A *trained* tree has None where the task's tree has an integer or bool leaf, a *constants* tree
-the reverse; JAX takes None for a subtree without leaves, so optimizers pass over it.
+Leaves are synchronized (trained, or state that is averaged), or *held*: frozen, or state that each
+learner keeps. Where a tree is divided, each part has None in place of the other's leaves; JAX takes
+None for a subtree without leaves, so optimizers pass over it.
 """
 
-import io
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from diloco.common import shards
 from diloco.common.config import SyncSection
-from diloco.common.errors import IntegrityError
-from diloco.common.layout import Layout, Tensor, make_layout
-from diloco.learner.task import Params, Task, is_trained, named_leaves, params_shapes
+from diloco.common.layout import Layout, Tensor, kind_of, make_layout
+from diloco.learner.task import Params, Task, Variables, hint_of, named_leaves, params_shapes
+
+
+class Division(NamedTuple):
+    """How the leaves of a task's parameters divide, in their order.
+
+    Attributes:
+        trained: whether a leaf is moved by the inner optimizer.
+        synced: whether it is synchronized.
+        local: whether it is state that this learner keeps.
+    """
+
+    trained: tuple[bool, ...]
+    synced: tuple[bool, ...]
+    local: tuple[bool, ...]
+
+    def trained_of(self, params: Params) -> Params:
+        """What the inner optimizer sees."""
+        masked, _ = split(params, self.trained)
+        return masked.trained if isinstance(params, Variables) else masked
+
+    def with_trained(self, params: Params, trained: Params) -> Params:
+        """The parameters with what the inner optimizer has moved."""
+        if isinstance(params, Variables):
+            return params._replace(trained=join(trained, params.trained))
+        return join(trained, params)
+
+
+def division_of(task: Task, shapes: Params) -> Division:
+    """How a task's parameters divide."""
+    hint = hint_of(task, shapes)
+    kinds = [kind_of(tensor, hint) for tensor in tensors_of(shapes)]
+    return Division(
+        trained=tuple(kind == "trained" for kind in kinds),
+        synced=tuple(kind in ("trained", "averaged") for kind in kinds),
+        local=tuple(kind == "local" for kind in kinds),
+    )
 
 
 def task_layout(task: Task, sync: SyncSection) -> Layout:
     """The layout of a task's parameters under a run's settings; allocates nothing."""
-    tensors = tensors_of(params_shapes(task))
-    return make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=task.hint)
+    shapes = params_shapes(task)
+    return make_layout(
+        tensors_of(shapes),
+        fragments=sync.fragments,
+        block=sync.block,
+        hint=hint_of(task, shapes),
+    )
 
 
 def tensors_of(params: Params) -> list[Tensor]:
@@ -31,19 +71,32 @@ def tensors_of(params: Params) -> list[Tensor]:
     ]
 
 
-def split(params: Params) -> tuple[Params, Params]:
-    """(trained, constants) of a task's parameters."""
-    trained = jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
-    constants = jax.tree.map(lambda leaf: None if is_trained(leaf) else leaf, params)
-    return trained, constants
+def marks(params: Params, names: Collection[str]) -> tuple[bool, ...]:
+    """Which leaves of a tree have one of these names, in their order."""
+    return tuple(name in names for name, _ in named_leaves(params))
 
 
-def join(trained: Params, constants: Params) -> Params:
-    """The task's parameters again."""
+def synced_marks(params: Params, layout: Layout) -> tuple[bool, ...]:
+    """Which leaves of a tree a layout synchronizes."""
+    return marks(params, {tensor.name for tensor in layout.tensors})
+
+
+def split(params: Params, chosen: Sequence[bool]) -> tuple[Params, Params]:
+    """(The leaves that are chosen, the others)."""
+    leaves, structure = jax.tree.flatten(params)
+    pairs = list(zip(leaves, chosen, strict=True))
+    return (
+        jax.tree.unflatten(structure, [leaf if marked else None for leaf, marked in pairs]),
+        jax.tree.unflatten(structure, [None if marked else leaf for leaf, marked in pairs]),
+    )
+
+
+def join(one: Params, other: Params) -> Params:
+    """A tree's leaves, from one where it has them, else from the other."""
     return jax.tree.map(
-        lambda leaf, constant: constant if leaf is None else leaf,
-        trained,
-        constants,
+        lambda leaf, instead: instead if leaf is None else leaf,
+        one,
+        other,
         is_leaf=lambda leaf: leaf is None,
     )
 
@@ -57,23 +110,3 @@ def from_names(like: Params, leaves: dict[str, Any]) -> Params:
     """The tree `like` with the leaves of these names."""
     ordered = [leaves[name] for name, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), ordered)
-
-
-def pack_constants(constants: Params) -> bytes:
-    """Leaves that are not trained, as the bytes of one object (NumPy's npz)."""
-    buffer = io.BytesIO()
-    arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in named_leaves(constants)}
-    np.savez(buffer, **arrays)
-    return buffer.getvalue()
-
-
-def unpack_constants(data: bytes, like: Params, digest: str) -> Params:
-    """The constants in an object that `pack_constants` made.
-
-    Raises:
-        IntegrityError: the bytes are not those of `digest`.
-    """
-    if shards.digest(data) != digest:
-        raise IntegrityError(f"object of constants: digest {shards.digest(data)}, not {digest}")
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return from_names(like, {name: arrays[name] for name in arrays.files})

@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BASE = ROOT / "requirements.lock"
-EXTRAS = ("arrow", "cuda", "tpu")
+EXTRAS = ("arrow", "cuda", "tensorboard", "torch", "tpu", "wandb")
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
            "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header",
            "--no-annotate")  # fmt: skip

@@ -16,6 +16,7 @@ from diloco.aggregator.arrays.merge import Contribution, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.state import Admitted
 from diloco.common import shards, wire
+from diloco.common.averaged import averaged, settings_of
 from diloco.common.codec import Codec, Encoded
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
@@ -76,9 +77,14 @@ class FragmentArrays:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        self._optimizer = _optimizer(self.settings)
+        self._optimizer = _optimizer(self.own_settings)
         self._sum: merge.Accumulator | None = None
         self._merged: list[_Merged] = []
+
+    @property
+    def own_settings(self) -> RunSettings:
+        """The run's settings as they hold for this fragment."""
+        return averaged(self.settings) if self.grid.averaged else self.settings
 
     @classmethod
     def from_view(
@@ -91,7 +97,7 @@ class FragmentArrays:
     ) -> "FragmentArrays":
         """The arrays of version 0, with a fresh outer-optimizer state."""
         grid = make_grid(settings, layout, fragment)
-        state = _optimizer(settings).init(grid.size)
+        state = _optimizer(settings_of(settings, layout, fragment)).init(grid.size)
         return cls(settings, grid, view.copy(), view.copy(), state, threads=threads)
 
     @classmethod
@@ -112,7 +118,8 @@ class FragmentArrays:
             IntegrityError: they are not arrays of this fragment.
         """
         grid = make_grid(settings, layout, fragment)
-        wanted = {"theta": np.zeros(0, np.float32), **_optimizer(settings).init(0)}
+        slots = _optimizer(settings_of(settings, layout, fragment)).init(0)
+        wanted = {"theta": np.zeros(0, np.float32), **slots}
         try:
             stored = msgpack.unpackb(outer_state, max_bin_len=len(outer_state))
             arrays = {
@@ -161,7 +168,7 @@ class FragmentArrays:
             payload.norms_S, admitted.weight, admitted.discount, admitted.clip, unit
         )
         coefficients_S = self.arithmetic.coefficients(self.grid, contribution)
-        self._sum.add(self.settings.sync.codec, payload.parts, coefficients_S, unit)
+        self._sum.add(self.own_settings.sync.codec, payload.parts, coefficients_S, unit)
         self._merged.append(_Merged(admitted, contribution, coefficients_S.tobytes()))
 
     def close_round(self, admitted: Sequence[Admitted], share: float) -> Made:
@@ -176,7 +183,7 @@ class FragmentArrays:
         factors_S = self.arithmetic.factors(
             self.grid, self._sum, [merged.contribution for merged in self._merged]
         )
-        learning_rate, momentum = step_size(self.settings, share)
+        learning_rate, momentum = step_size(self.own_settings, share)
         delta = self._step(factors_S, learning_rate, momentum)
         merged, self._merged = self._merged, []
         return Made(
@@ -187,7 +194,7 @@ class FragmentArrays:
             factors=factors_S.tobytes(),
             learning_rate=learning_rate,
             momentum=momentum,
-            delta=shards.pack_delta(self.settings.sync.delta_codec, delta, self.grid.block),
+            delta=shards.pack_delta(self.own_settings.sync.delta_codec, delta, self.grid.block),
             view_digest=shards.digest(self.view),
             outer_digest=self.outer_digest(),
         )
@@ -212,7 +219,7 @@ class FragmentArrays:
             except (ObjectMissingError, WireError) as error:
                 raise _unmergeable(record, error.message) from error
             coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
-            self._sum.add(self.settings.sync.codec, parts, coefficients_S, taken.weight_unit)
+            self._sum.add(self.own_settings.sync.codec, parts, coefficients_S, taken.weight_unit)
         factors_S = np.frombuffer(record.factors, np.float32)
         delta = self._step(factors_S, record.learning_rate, record.momentum)
         found = (shards.digest(self.view), self.outer_digest())
@@ -242,7 +249,7 @@ class FragmentArrays:
             optimizer=self._optimizer,
             learning_rate=learning_rate,
             momentum=momentum,
-            delta_codec=self.settings.sync.delta_codec,
+            delta_codec=self.own_settings.sync.delta_codec,
             threads=self.threads,
         )
 

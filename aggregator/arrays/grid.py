@@ -22,6 +22,7 @@ class Grid:
         ranges: [start, stop) of each shard of an update.
         lengths: blocks of each segment, int64 [S].
         radial: whether a segment is merged by RDA, bool [S].
+        averaged: it is state, and no parameters.
     """
 
     size: int
@@ -29,6 +30,7 @@ class Grid:
     ranges: tuple[tuple[int, int], ...]
     lengths: npt.NDArray[np.int64]
     radial: npt.NDArray[np.bool_]
+    averaged: bool = False
 
     def per_block(self, values_S: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Each segment's value for each of its blocks, float32 [B]."""
@@ -52,4 +54,5 @@ def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge 
         ranges=tuple(shard_ranges(fragment.size, block, shard_elements)),
         lengths=np.bincount(segment_of_block_B, minlength=len(rules)).astype(np.int64),
         radial=np.asarray([merge == "rda" and rule == "rda" for rule in rules]),
+        averaged=fragment.averaged,
     )

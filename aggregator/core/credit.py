@@ -85,9 +85,10 @@ def _rate(member: Member) -> float:
 
 
 def credit(
-    bounds: BoundsSection, state: State, manifest: wire.Manifest, stored_at_s: float
+    rules: policy.FragmentRules, state: State, manifest: wire.Manifest, stored_at_s: float
 ) -> Credit:
     """What an announced update counts for."""
+    bounds = rules.bounds
     member, beside = state.members[manifest.learner], others(state, manifest.learner)
     had_s = available_s(member, stored_at_s, state.now_s)
     most = steps_per_s(bounds, manifest.learner, member, beside) * had_s * (1 + ROUNDING)
@@ -96,12 +97,10 @@ def credit(
     tokens = manifest.tokens * steps // manifest.steps
     declared = bounds.of(manifest.learner).max_tokens_per_step or bounds.max_tokens_per_step
     tokens = max(1, min(tokens, declared * steps))
-    weight = policy.weight(tokens, steps)
     heaviest = greatest_weight(bounds, manifest.learner, beside, had_s)
-    if weight <= heaviest * (1 + ROUNDING):
-        return Credit(steps, tokens, weight)
-    tokens = max(1, int(math.sqrt(heaviest * steps)))
-    return Credit(steps, tokens, policy.weight(tokens, steps))
+    if policy.weight(tokens, steps) > heaviest * (1 + ROUNDING):
+        tokens = max(1, int(math.sqrt(heaviest * steps)))
+    return Credit(steps, tokens, policy.weight(tokens, steps, averaged=rules.averaged))
 
 
 def observed(

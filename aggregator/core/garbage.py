@@ -55,6 +55,8 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
     position: int = 1
     marks: dict[tuple[str, int], int] = field(default_factory=dict)
+    # Of each learner's newest life: sequence of its newest update that has an answer.
+    answered_at: dict[str, int] = field(default_factory=dict)
     _names: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -90,6 +92,8 @@ class Ledger:
         )
         self.position = record.position
         self.marks = {(m.learner, m.incarnation): m.seq for m in record.policy.marks}
+        by_life = sorted(record.policy.marks, key=lambda mark: mark.incarnation)
+        self.answered_at = {mark.learner: mark.stream_seq for mark in by_life}
 
     def _update(self, taken: wire.Input) -> UpdateId:
         learner = self._names.setdefault(taken.learner, taken.learner)
@@ -175,9 +179,15 @@ def plan(
     # (invariants 2 and 5).
     answered_seq = min(ledger.position, floor.record_seq)
     run, fragment = ledger.run, ledger.fragment
+    # A subject keeps its last message, by which a learner knows where its data goes on; but that
+    # may be of a process that outlived its life or its tape: what the newest life sent stays too.
+    kept_from = {who: ledger.answered_at.get(who, answered_seq) for who in sorted(fleet.lives)}
     trims = (
         Trim(names.record(run, fragment), floor.record_seq),
-        *(Trim(names.update(run, who, fragment), answered_seq) for who in sorted(fleet.lives)),
+        *(
+            Trim(names.update(run, who, fragment), min(answered_seq, seq))
+            for who, seq in kept_from.items()
+        ),
     )
     return GarbagePlan(floor.version, floor.record_seq, answered_seq, trims, tuple(garbage))
 

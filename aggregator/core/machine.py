@@ -155,7 +155,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         # that never died (invariant 3).
         member = member._replace(final=member.final or manifest.final)
     else:
-        given = credit.credit(rules.bounds, state, manifest, event.stored_at_s)
+        given = credit.credit(rules, state, manifest, event.stored_at_s)
         if manifest.incarnation == member.incarnation:
             member = credit.observed(rules.bounds, state, manifest, given, event.stored_at_s)
     state = state._replace(

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diloco.common import names, slices, wire
+from diloco.common.averaged import settings_of
 from diloco.common.codec import Codec
 from diloco.common.config import BoundsSection, QuorumSection, RunSettings, StalenessSection
 from diloco.common.errors import WireError
@@ -45,12 +46,14 @@ class FragmentRules:
     quorum: QuorumSection
     bounds: BoundsSection
     lockstep: bool
+    averaged: bool
 
 
 def fragment_rules(
     settings: RunSettings, layout: Layout, fragment: int, epoch: int = 0
 ) -> FragmentRules:
     """The rules of one fragment of a run, on the tape of an epoch."""
+    settings = settings_of(settings, layout, fragment)
     sync = settings.sync
     return FragmentRules(
         run=settings.run.name,
@@ -68,11 +71,15 @@ def fragment_rules(
         quorum=settings.quorum,
         bounds=settings.bounds,
         lockstep=sync.mode == "lockstep",
+        averaged=layout.fragments[fragment].averaged,
     )
 
 
-def weight(tokens: int, steps: int) -> float:
+def weight(tokens: int, steps: int, *, averaged: bool = False) -> float:
     """Weight of an update: quantity times quality, tokens x (tokens / steps) (P §3)."""
+    # State is a mean over what was seen, whatever the steps that saw it.
+    if averaged:
+        return float(tokens)
     # Quality is tokens a step: a large batch makes a less noisy gradient, and it counts for more
     # than the same tokens in many small steps.
     return tokens * (tokens / steps)

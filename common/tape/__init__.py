@@ -11,7 +11,7 @@
 
 from diloco.common.tape.file import is_tape_file, read_tape_file, tape_file_run, write_tape_file
 from diloco.common.tape.messages import decode, decode_as
-from diloco.common.tape.objects import get_object
+from diloco.common.tape.objects import get_object, lost_for_good
 from diloco.common.tape.positions import by_learner, entries, read_positions, store_positions
 from diloco.common.tape.reader import (
     Entry,
@@ -28,7 +28,6 @@ from diloco.common.tape.records import (
     Recorded,
     check_record,
     last_record,
-    lost_for_good,
     read_record,
     record_digest,
     records_of,

@@ -1,7 +1,7 @@
 """Objects that messages of the tape name."""
 
 from diloco.common import shards, wire
-from diloco.common.errors import IntegrityError
+from diloco.common.errors import IntegrityError, ObjectLostError, ObjectMissingError
 from diloco.common.store import ObjectStore
 
 
@@ -20,3 +20,8 @@ def get_object(store: ObjectStore, expected: wire.ObjectRef) -> bytes:
             hint="runbooks/digest-mismatch.md",
         )
     return data
+
+
+def lost_for_good(what: str, error: ObjectMissingError) -> ObjectLostError:
+    """The error of an object that the newest record needs: no collection took it."""
+    return ObjectLostError(f"{what}: {error.message}", hint="runbooks/missing-object.md")

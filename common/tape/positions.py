@@ -28,7 +28,7 @@ def store_positions(
     store: ObjectStore, run: str, epoch: int, listed: tuple[wire.DataPosition, ...]
 ) -> wire.ObjectRef:
     """Store the object that an epoch's specification names."""
-    data = wire.encode(wire.Positions(run=run, positions=listed))
+    data = wire.encode(wire.Positions(run=run, data_positions=listed))
     ref = wire.ObjectRef(
         name=names.positions_object(run, epoch, shards.digest(data)),
         size_bytes=len(data),
@@ -48,4 +48,4 @@ def read_positions(store: ObjectStore, specification: wire.Specification) -> Map
     if specification.positions_object is None:
         return specification.positions
     data = get_object(store, specification.positions_object)
-    return by_learner(wire.decode(wire.Positions, data).positions)
+    return by_learner(wire.decode(wire.Positions, data).data_positions)

@@ -11,7 +11,6 @@ from diloco.common.bus import Message
 from diloco.common.errors import (
     IntegrityError,
     NewTapeError,
-    ObjectLostError,
     ObjectMissingError,
     RunIncompleteError,
     WireError,
@@ -19,7 +18,7 @@ from diloco.common.errors import (
 from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import check_fits, decode
-from diloco.common.tape.objects import get_object
+from diloco.common.tape.objects import get_object, lost_for_good
 from diloco.common.tape.run import RunContext
 
 
@@ -46,11 +45,6 @@ async def last_record(context: RunContext, fragment: int) -> tuple[wire.Record, 
                     f"record {message.seq} of fragment {fragment}", error
                 ) from error
             missed = message.seq
-
-
-def lost_for_good(what: str, error: ObjectMissingError) -> ObjectLostError:
-    """The error of an object that the newest record needs: no collection took it."""
-    return ObjectLostError(f"{what}: {error.message}", hint="runbooks/missing-object.md")
 
 
 async def read_record(context: RunContext, message: Message) -> wire.Record:

@@ -11,6 +11,7 @@ from diloco.common.config import RunSettings, check_changeable, parse_settings
 from diloco.common.errors import (
     ConfigError,
     IntegrityError,
+    ObjectMissingError,
     RunMissingError,
     StreamMissingError,
     WireError,
@@ -20,6 +21,7 @@ from diloco.common.reasons import Reason
 from diloco.common.service import Runtime
 from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import decode_as
+from diloco.common.tape.objects import lost_for_good
 from diloco.common.tape.positions import read_positions
 
 
@@ -135,7 +137,7 @@ async def data_position(
     last = last or partial(_last, context)
     if earlier is None:
         specification = await _first(context, names.spec(run), wire.Specification)
-        earlier = await context.runtime.call(read_positions, context.store, specification)
+        earlier = await _earlier(context, specification)
     fragments = range(len(context.layout.fragments))
     kinds: dict[str, type[wire.Manifest | wire.Leave]] = {
         names.leave(run, learner): wire.Leave,
@@ -148,6 +150,18 @@ async def data_position(
         if message is not None:
             positions.append(await _position_on(context, kinds[subject], message, joins))
     return max(positions)
+
+
+async def _earlier(context: RunContext, specification: wire.Specification) -> Mapping[str, int]:
+    """Positions of earlier epochs; the store may be away, or not show the object yet."""
+
+    async def attempt() -> Mapping[str, int]:
+        try:
+            return await context.runtime.call(read_positions, context.store, specification)
+        except ObjectMissingError as error:
+            raise lost_for_good("the data positions", error) from error
+
+    return await context.runtime.retry("reading data positions", attempt, logger=context.logger)
 
 
 async def _first(context: RunContext, subject: str, kind: type[wire.T]) -> wire.T:
@@ -189,8 +203,8 @@ async def _position_on(
 ) -> int:
     """Position in the last message of a subject; in all of them, if that one does not count.
 
-    It is not readable, or of a life that a newer one had superseded before: that one may have got
-    further.
+    It is not readable, of a life that a newer one had superseded before, or of a process that
+    outlived its tape: others may have got further.
     """
     subject = newest.subject
     try:
@@ -198,12 +212,20 @@ async def _position_on(
     except WireError as error:
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
     else:
-        if not any(said.incarnation < seq < newest.seq for seq in joins):
+        superseded = any(said.incarnation < seq < newest.seq for seq in joins)
+        if _is_of_this_tape(context, said) and not superseded:
             return said.position
     position = 0
     async for message in context.bus.read(context.tape, [subject], 1):
         with contextlib.suppress(WireError):
-            position = max(position, decode_as(kind, subject, message.payload).position)
+            said = decode_as(kind, subject, message.payload)
+            if _is_of_this_tape(context, said):
+                position = max(position, said.position)
         if message.seq >= newest.seq:
             break
     return position
+
+
+def _is_of_this_tape(context: RunContext, said: wire.Manifest | wire.Leave) -> bool:
+    """Whether an update may be merged: of one of another tape nobody has the work."""
+    return not isinstance(said, wire.Manifest) or said.epoch == context.epoch

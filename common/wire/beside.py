@@ -8,6 +8,7 @@ from diloco.common.wire.fields import (
     Body,
     Count,
     Digest,
+    Figures,
     Loss,
     Name,
     Positive,
@@ -52,6 +53,7 @@ class Score(Body):
     tokens: Count = Field(description="merged by then, on average over fragments")
     at_s: Seconds = Field(description="when the newest of the rounds closed")
     loss: float = Field(description="the task's, on held-out data")
+    metrics: Figures = Field(default={}, description="what else the task measures there, by name")
 
 
 class RoundOpen(Body):
@@ -81,6 +83,11 @@ class Heartbeat(Body):
     global_step: Count = Field(description="the run's clock, as far as it can tell")
     tokens: Count = Field(description="of this life")
     loss: Loss = Field(description="moving average")
+    metrics: Figures = Field(
+        default={},
+        description="further scalars of its loss by name, moving averages; and what its loop has"
+        " measured on held-out data, as `held_out_...`",
+    )
     tokens_per_s: Rate = Field(description="tokens per second, at least 0")
     step_time_s: Seconds = Field(description="moving average")
     stall_s: Seconds = Field(description="time that synchronization took from training")

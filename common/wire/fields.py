@@ -48,6 +48,12 @@ Measure = Annotated[float, Field(ge=0)]
 # A loss may be anything, also of a model that has diverged; no sum of them is to overflow.
 Loss = Annotated[float, AfterValidator(lambda loss: max(-GREATEST_S, min(GREATEST_S, loss)))]
 Text = Annotated[str, Field(max_length=2000), AfterValidator(printable)]
+# What a loss says beside itself, by name.
+MOST_METRICS = 64
+METRIC_NAME = "[a-zA-Z][a-zA-Z0-9_]{0,49}"
+Figures = Annotated[
+    dict[Annotated[str, Field(pattern=f"^{METRIC_NAME}$")], Loss], Field(max_length=MOST_METRICS)
+]
 Item = TypeVar("Item")
 # The first wrong item ends it: an error for each of 65,536 takes 300 MB.
 Several = Annotated[tuple[Item, ...], Field(fail_fast=True)]

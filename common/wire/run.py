@@ -36,7 +36,7 @@ class Positions(Body):
     kind: ClassVar[str] = "positions"
     limit_bytes: ClassVar[int] = 64 << 20
     run: Name = Field(description="the run")
-    positions: Several[DataPosition] = Field(description="one for each learner")
+    data_positions: Several[DataPosition] = Field(description="one for each learner")
 
 
 class Specification(Body):
@@ -57,7 +57,9 @@ class Specification(Body):
         description="sections `run`, `task`, `sync`, `outer`, `staleness`, `quorum`, `bounds` of"
         " the configuration, every key"
     )
-    constants: ObjectName | None = Field(description="object with the leaves that are not trained")
+    constants: ObjectName | None = Field(
+        description="object with the index of the leaves that are not synchronized"
+    )
     created_at_s: Seconds = Field(description="when")
     # Specifications of earlier releases lack what follows.
     positions_object: ObjectRef | None = Field(
@@ -158,7 +160,7 @@ class CheckpointFile(Body):
     )
     created_at_s: Seconds = Field(description="when")
     # Files of earlier releases lack what follows.
-    positions: Several[DataPosition] = Field(
+    data_positions: Several[DataPosition] = Field(
         default=(), description="of more than 4096 learners; then the specification has none"
     )
 

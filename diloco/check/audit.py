@@ -336,7 +336,7 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
     """Each step's work is in one update of a fragment at most, whatever lives it took.
 
     Within a life updates follow each other without a gap; a life begins behind all that earlier
-    manifests and leaves cover.
+    manifests and leaves cover. Of averaged state, adopting a version lets go what was not sent.
     """
     history = found.history
     begins: dict[tuple[str, int], set[int]] = defaultdict(set)
@@ -354,6 +354,7 @@ def _check_lives(
 ) -> None:
     """Updates of a fragment follow each other; where each life begins goes to `begins`."""
     history = found.history
+    averaged = history.layout.fragments[fragment].averaged
     chain = history.records[fragment]
     restores = [record.version for _, record in chain if record.what == "restore"]
     runs: dict[tuple[str, int], list[tuple[int, Announced]]] = defaultdict(list)
@@ -364,14 +365,16 @@ def _check_lives(
         where = f"{learner}, life {incarnation}, fragment {fragment}"
         updates.sort()
         first_seq, first = updates[0]
-        if first_seq == 1:
+        if averaged:
+            pass
+        elif first_seq == 1:
             begins[learner, incarnation].add(first.position - first.steps)
         else:
             found.hold(history.trimmed, "data", where, f"begins with {first_seq}")
         for (before_seq, before), (seq, after) in itertools.pairwise(updates):
             found.hold(
                 seq == before_seq + 1
-                and _goes_on(restores, before, after)
+                and _goes_on(restores, before, after, averaged=averaged)
                 and after.base_version >= before.base_version,
                 "data", where, f"update {seq} does not follow {before_seq}",
             )  # fmt: skip
@@ -387,12 +390,16 @@ def _earlier(found: Audit) -> Mapping[str, int] | None:
         return None
 
 
-def _goes_on(restores: Sequence[int], before: Announced, after: Announced) -> bool:
+def _goes_on(
+    restores: Sequence[int], before: Announced, after: Announced, *, averaged: bool
+) -> bool:
     """Whether the data of an update begins where that of the one before ended.
 
-    A rollback between them drops what was not sent.
+    A rollback between them drops what was not sent; so does a version of averaged state.
     """
     begins = after.position - after.steps
+    if averaged:
+        return begins >= before.position
     dropped = any(before.base_version < version <= after.base_version for version in restores)
     return begins == before.position or (dropped and begins > before.position)
 

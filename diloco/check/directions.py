@@ -1,7 +1,7 @@
 """Learners whose updates point elsewhere than the fleet's: cosines of the newest rounds' shards."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import nlargest
 from operator import itemgetter
 from statistics import fmean, median
@@ -10,6 +10,10 @@ import numpy as np
 
 from diloco.check.fleet import LOSS_SPIKE
 from diloco.check.symptoms import Finding
+from diloco.common import wire
+from diloco.common.config import SyncSection
+from diloco.common.layout import Layout
+from diloco.common.store import ObjectStore
 from diloco.projections.agreement import pair_cosines
 from diloco.projections.history import History
 
@@ -48,13 +52,25 @@ def mean_cosines(history: History) -> dict[str, list[float]]:
     """Of each learner, in each of the newest rounds, the mean cosine to the others' updates."""
     every = (at for chain in history.records.values() for at in chain if len(at[1].inputs) > 2)
     newest = nlargest(ROUNDS, every, key=itemgetter(0))
+    rounds = [record for _, record in newest[::-1]]
+    return cosines_of(history.layout, history.settings.sync, history.store, rounds)
+
+
+def cosines_of(
+    layout: Layout, sync: SyncSection, store: ObjectStore, rounds: Iterable[wire.Record]
+) -> dict[str, list[float]]:
+    """As `mean_cosines`, of these rounds; of those whose shards are gone there is none. Blocks.
+
+    Raises:
+        StoreUnavailableError: the store is away.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     left = ROUND_BYTES
-    for _, record in newest[::-1]:
+    for record in rounds:
         left -= sum(shard.size_bytes for taken in record.inputs for shard in taken.shards)
         if left < 0:
             break
-        matrix = pair_cosines(history.layout, history.settings.sync, history.store, record)
+        matrix = pair_cosines(layout, sync, store, record)
         if matrix is None:
             continue
         for row, taken in zip(range(len(matrix)), record.inputs, strict=False):

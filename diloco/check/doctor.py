@@ -29,6 +29,7 @@ from diloco.common.config import Config, differences
 from diloco.common.errors import (
     BusError,
     BusUnavailableError,
+    ConfigError,
     DilocoError,
     IntegrityError,
     RunMismatchError,
@@ -36,17 +37,22 @@ from diloco.common.errors import (
     StoreError,
     StoreMissingError,
     StoreUnavailableError,
+    TaskError,
 )
 from diloco.common.exits import Exit
 from diloco.common.kept import is_kept
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext
+from diloco.model.scores import all_kept, scores_of
 from diloco.projections.history import History, read_history
 from diloco.projections.live import read_heartbeats, read_leases
+from diloco.projections.timeseries import read_time_series
 
 ORDER = ("error", "warning", "note", "ok")
 # A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
 LOOKS = 3
+# Versions over the run that looking deep scores on held-out data.
+SCORES = 8
 
 
 @dataclass
@@ -273,7 +279,7 @@ def _compare(run: OpenRun) -> list[Finding]:
 def _try_task(config: Config, layout: str | None = None) -> list[Finding]:
     """Whether the task can be built here, and gives the run's layout."""
     from diloco.learner import tree
-    from diloco.learner.task import run_task
+    from diloco.learner.contract import run_task
 
     try:
         digest = tree.task_layout(run_task(config.settings()), config.sync).digest
@@ -311,6 +317,7 @@ async def _examine_run(
         *symptoms.learners(history, views, now_s),
         *fleet.strangers(_in_time(history)),
         *await context.runtime.call(lambda: [*directions.strangers(history)]),
+        *fleet.ruined(await _scores(context, deep=deep)),
         *await service.look(context, history, views, now_s),
         *symptoms.fragments(history, found, read_at_s),
         *symptoms.owners(history, await read_leases(context)),
@@ -319,6 +326,21 @@ async def _examine_run(
         *symptoms.objects(objects, deep=deep),
         *(symptoms.rules(judged) if judged is not None else ()),
     ]
+
+
+async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:
+    """Held-out losses that were kept; looking deep, the newest and some between as well.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    if not deep:
+        return await all_kept(context)
+    series = await read_time_series(context, 0.0)
+    try:
+        return await scores_of(context, series, SCORES)
+    except (TaskError, ConfigError, ImportError):
+        return await all_kept(context)  # The task cannot be built here; that is told elsewhere.
 
 
 def _in_time(history: History) -> Iterator[wire.Record]:

@@ -5,7 +5,7 @@ nor the time of the run matters. From records alone; `directions.py` looks into 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -19,6 +19,9 @@ FAR_LOSS = 4.0
 FAR_NORM = 4.0
 # Fewer updates than this say nothing.
 FEWEST = RECENT
+# A held-out loss is ruined once so much of what it fell by is lost, and by so much of its least.
+FEWEST_SCORES = 3
+LOST_SHARE, LOST_LEAST = 0.5, 0.1
 
 
 class Beside(NamedTuple):
@@ -73,6 +76,29 @@ def strangers(records: Iterable[wire.Record]) -> Iterator[Finding]:
             yield _warning(
                 name, f"its updates are {one.norm_ratio:.2g} times as long as the others'"
             )
+
+
+def ruined(scores: Sequence[wire.Score]) -> Iterator[Finding]:
+    """A held-out loss that has risen by much of what it had fallen, whoever did it.
+
+    Args:
+        scores: that were kept, in order of time.
+    """
+    if len(scores) < FEWEST_SCORES:
+        return
+    first, newest, best = scores[0], scores[-1], min(scores, key=lambda score: score.loss)
+    worse = newest.loss - best.loss
+    if worse > max(LOST_SHARE * (first.loss - best.loss), LOST_LEAST * abs(best.loss)):
+        yield Finding(
+            severity="warning",
+            about="held-out loss",
+            sentence=f"{newest.loss:.4g} at step {newest.global_step:,}; it was {best.loss:.4g} at "
+            f"step {best.global_step:,}",
+            advice="`diloco replay RUN --bisect` says at which version it rose, `--blame` by whom; "
+            "if no learner did it, the outer step is too long: `diloco replay RUN --set "
+            "outer.learning_rate=0.5`",
+            runbook=LOSS_SPIKE,
+        )
 
 
 def _warning(name: str, sentence: str) -> Finding:

@@ -15,6 +15,7 @@ from diloco.aggregator.shard_reader import read_input
 from diloco.check.audit import Breach, Objects
 from diloco.check.evidence import missing_objects, newer_objects
 from diloco.common import cores, names, shards, wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import Encoded
 from diloco.common.errors import IntegrityError, ObjectMissingError
 from diloco.common.tape import get_object
@@ -213,7 +214,10 @@ class Remaker:
     def _check_delta(self, record: wire.Record, delta: Encoded) -> None:
         """The delta as stored, which learners apply, is the one that moved this view."""
         assert record.delta is not None
-        codec = self._history.settings.sync.delta_codec
+        history = self._history
+        codec = sync_of(
+            history.settings.sync, history.layout.fragments[record.fragment]
+        ).delta_codec
         data = shards.pack_delta(codec, delta, self._history.layout.block)
         again = wire.ObjectRef(
             name=record.delta.name, size_bytes=len(data), crc32c=shards.crc32c(data)

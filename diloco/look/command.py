@@ -71,7 +71,7 @@ def learners(
     and do not wait for it until it is released.
     """
     log.configure("error")
-    from diloco.look.learners import as_json, chosen, judge, look, table
+    from diloco.look.learners import as_json, chosen, judge, look, over_the_run, table
 
     judged = chosen(shut_out, release)
     if judged is not None:
@@ -84,6 +84,9 @@ def learners(
         Console().print_json(data=as_json(found))
         return
     Console().print(table(found))
+    if any(one.trend for one in found):
+        Console().print()
+        Console().print(over_the_run(found))
     for one in found:
         if one.why:
             say(f"[bold]{one.name}[/] is quarantined: {escape(one.why)}")

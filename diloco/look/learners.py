@@ -1,17 +1,21 @@
 """`diloco learners`: who takes part in a run, what became of what they sent, who is shut out."""
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from statistics import fmean
 
 from rich.table import Table
 from rich.text import Text
 
 from diloco.aggregator.quarantine import quarantine
+from diloco.check.directions import cosines_of
 from diloco.cli.opening import open_run, operator_context
 from diloco.cli.units import age
-from diloco.common.errors import ConfigError, RunMismatchError
-from diloco.projections.learners import Learner, read_learners
+from diloco.common.errors import ConfigError, RunMismatchError, StoreError
+from diloco.look import trends
+from diloco.projections.learners import Learner, read_learners, read_roster
 
 REASONS = 3
 STYLES = {"live": "green", "quarantined": "bold red", "silent": "yellow", "left": "dim"}
@@ -24,7 +28,16 @@ async def look(target: str) -> list[Learner]:
         ConfigError, BusError, StoreError: RUN cannot be opened or read.
     """
     async with open_run(target, reads=True) as opened:
-        return await read_learners(opened.context)
+        context, roster = opened.context, await read_roster(opened.context)
+        found = roster.learners()
+        sync, store = context.settings.sync, context.store
+        with contextlib.suppress(StoreError):  # Without the store, all but this.
+            cosines = await context.runtime.call(
+                cosines_of, context.layout, sync, store, roster.rounds
+            )
+            for one in found:
+                one.cosine = fmean(cosines[one.name]) if one.name in cosines else None
+        return found
 
 
 async def judge(target: str, name: str, *, active: bool, reason: str) -> None:
@@ -103,3 +116,9 @@ def table(learners: Iterable[Learner]) -> Table:
             ),
         )
     return shown
+
+
+def over_the_run(learners: Sequence[Learner]) -> Table:
+    """How each one's loss, norm and agreement went."""
+    cosines = {one.name: [one.cosine] for one in learners if one.cosine is not None}
+    return trends.table({one.name: one.trend for one in learners}, cosines)

@@ -13,6 +13,7 @@ from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
 from diloco.common.tape import Recorded, RunContext, last_record, read_tape
 from diloco.projections.live import Follower, LiveState, read_heartbeats, read_leases
+from diloco.projections.trend import Point
 
 # Messages at the end of the tape that rates and averages are taken of.
 WINDOW = 2000
@@ -30,6 +31,7 @@ class LearnerStatus:
     heard_s: float | None
     local_step: int
     loss: float | None
+    metrics: dict[str, float]
     tokens_per_s: float
     step_time_s: float
     stall_fraction: float
@@ -58,7 +60,10 @@ class FragmentStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """A run as it is now; times are ages in seconds."""
+    """A run as it is now; times are ages in seconds.
+
+    `trends` has each learner's merged updates of lately, their times since the epoch.
+    """
 
     run: str
     state: str
@@ -76,6 +81,7 @@ class Status:
     learners: tuple[LearnerStatus, ...]
     fragments: tuple[FragmentStatus, ...]
     alerts: tuple[Finding, ...]
+    trends: dict[str, tuple[Point, ...]]
 
 
 class Watch:
@@ -147,6 +153,7 @@ class Watch:
             learners=learners,
             fragments=tuple(self._fragment(index, now_s) for index in sorted(observed.records)),
             alerts=(*more, *self._alerts(now_s)),
+            trends={name: (*trend.points,) for name, trend in sorted(observed.trends.items())},
         )
 
     def _fragment(self, index: int, now_s: float) -> FragmentStatus:
@@ -260,6 +267,7 @@ def _learner(
         heard_s=heard_s,
         local_step=beat.local_step if beat else 0,
         loss=beat.loss if beat and beat.loss else None,
+        metrics=beat.metrics if beat else {},
         tokens_per_s=beat.tokens_per_s if there and beat else 0.0,
         step_time_s=beat.step_time_s if beat else 0.0,
         stall_fraction=beat.stall_s / beat.run_s if beat and beat.run_s else 0.0,

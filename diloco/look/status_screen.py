@@ -17,6 +17,7 @@ from diloco.cli.opening import open_run
 from diloco.cli.screen import SEVERITY_STYLES, STATE_STYLES
 from diloco.cli.units import age, human_bytes
 from diloco.common.service import cancel
+from diloco.look import trends
 from diloco.look.status import FragmentStatus, LearnerStatus, Status, Watch
 
 REFRESH_S = 1.0
@@ -63,7 +64,9 @@ def picture(status: Status) -> RenderableType:
     """The run on a terminal."""
     parts = [_summary(status), Text()]
     if status.learners:
-        parts += [_learners(status.learners), Text()]
+        parts += [_learners(status.learners), *_metrics(status.learners), Text()]
+    if status.trends:
+        parts += [trends.table(status.trends, title="lately"), Text()]
     parts.append(_fragments(status.fragments))
     if status.alerts:
         parts += [Text(), _alerts(status.alerts)]
@@ -120,6 +123,18 @@ def _learners(learners: tuple[LearnerStatus, ...]) -> Table:
             human_bytes(one.bytes_up),
         )
     return table
+
+
+def _metrics(learners: tuple[LearnerStatus, ...]) -> list[Text]:
+    """What losses say beside themselves, a line for each learner whose loss says anything."""
+    return [
+        Text(
+            f"{one.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in one.metrics.items()),
+            style="dim",
+        )
+        for one in learners[:LINES]
+        if one.metrics
+    ]
 
 
 def _fragments(fragments: tuple[FragmentStatus, ...]) -> Table:

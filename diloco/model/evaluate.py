@@ -53,4 +53,5 @@ def sentence(score: wire.Score) -> str:
     return (
         f"step {score.global_step:>7,}  versions {versions:>9}  "
         f"tokens {human_count(score.tokens):>7}  held-out loss [bold]{score.loss:.4f}[/]"
+        + "".join(f"  {name} {value:.4g}" for name, value in score.metrics.items())
     )

@@ -15,10 +15,8 @@ from diloco.common import wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError
 from diloco.common.layout import layout_bytes
-from diloco.common.tape import RunContext
-from diloco.learner import tree
-from diloco.learner.task import run_task
-from diloco.model.view import GlobalModel
+from diloco.common.tape import RunContext, load_specification
+from diloco.model.load import Arrays, arrays_of, read_held
 
 FORMATS = ("safetensors", "orbax")
 
@@ -46,9 +44,9 @@ async def write_model(
 ) -> None:
     """Write the model that the views of all fragments make.
 
-    `model.safetensors` or the folder `model` (orbax) has the parameters by the task's names,
-    `layout.json` the layout, `settings.toml` the settings, `about.json` the run, versions,
-    digests and global step.
+    `model.safetensors` or the folder `model` (orbax) has the parameters by the task's names, and
+    leaves that are not synchronized as the run began with them. `layout.json` has the layout,
+    `settings.toml` the settings, `about.json` the run, versions, digests and global step.
 
     Args:
         folder: is made.
@@ -63,16 +61,18 @@ async def write_model(
     """
     check_target(folder, form)
     settings = settings or context.settings
-    task = run_task(context.settings)
-    model = await GlobalModel.of_run(context, task)
-    params = model.params([views[fragment] for fragment in sorted(views)])
+    # By the layout alone: what is exported needs neither the task nor its data.
+    arrays = arrays_of(context.layout, [views[fragment] for fragment in sorted(views)])
+    specification = await load_specification(context.bus, context.run)
+    if specification.constants is not None:
+        arrays |= await context.runtime.call(read_held, context, specification.constants)
     try:
         make_folder(folder)
         layout = {"digest": context.layout.digest, **msgpack.unpackb(layout_bytes(context.layout))}
         _write_json(folder / "layout.json", layout)
         _write_json(folder / "about.json", _about(context, records))
         (folder / "settings.toml").write_text(tomli_w.dumps(settings.model_dump()))
-        await context.runtime.call(_write_params, folder, form, params)
+        await context.runtime.call(_write_params, folder, form, arrays)
     except OSError as error:
         raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
 
@@ -95,14 +95,26 @@ def _about(context: RunContext, records: Mapping[int, wire.Record]) -> dict[str,
     }
 
 
-def _write_params(folder: Path, form: str, params: Any) -> None:
+def _write_params(folder: Path, form: str, arrays: Arrays) -> None:
     if form == "safetensors":
         from safetensors.numpy import save_file
 
-        leaves = {n: np.ascontiguousarray(leaf) for n, leaf in tree.by_name(params).items()}
+        leaves = {name: np.ascontiguousarray(leaf) for name, leaf in arrays.items()}
         save_file(leaves, folder / "model.safetensors")
         return
     import orbax.checkpoint as ocp
 
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / "model").absolute(), params)
+        checkpointer.save((folder / "model").absolute(), _nested(arrays))
+
+
+def _nested(arrays: Arrays) -> dict[str, Any]:
+    """Arrays in dictionaries by the parts of their names, as a task's tree has them."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *folders, last = name.split("/")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = array
+    return tree

@@ -1,15 +1,15 @@
 """`diloco.load`: a run's global parameters in Python, without its task or an accelerator."""
 
 import asyncio
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from diloco.cli.opening import open_run
-from diloco.common import shards, wire
-from diloco.common.errors import IntegrityError, RunMismatchError
+from diloco.common import wire
+from diloco.common.errors import RunMismatchError
+from diloco.common.held import Held
 from diloco.common.layout import Layout, Piece
 from diloco.common.tape import RunContext
 from diloco.common.views import load_view
@@ -28,17 +28,18 @@ def load(run: str | Path, *, like: Any = None) -> Any:
         RunMismatchError: `like` is another model's.
         DilocoError: no such run; bus or store are away; what is stored is damaged.
     """
-    arrays = asyncio.run(_load(run))
-    return arrays if like is None else _fill(like, arrays)
+    arrays, unstored = asyncio.run(_load(run))
+    return arrays if like is None else _fill(like, arrays, unstored)
 
 
-async def _load(run: str | Path) -> Arrays:
+async def _load(run: str | Path) -> tuple[Arrays, set[str]]:
     async with open_run(run, name="load", reads=True) as opened:
-        return await global_arrays(opened.context, opened.specification)
+        arrays = await global_arrays(opened.context, opened.specification)
+        return arrays, {one.name for one in opened.context.layout.constants} - set(arrays)
 
 
 async def global_arrays(context: RunContext, specification: wire.Specification) -> Arrays:
-    """The newest global parameters, and the run's constants, by name.
+    """The newest global parameters, and the leaves that the run holds, by name.
 
     Raises:
         DilocoError: as `diloco.common.views.load_view`.
@@ -47,12 +48,18 @@ async def global_arrays(context: RunContext, specification: wire.Specification) 
     views = [(await load_view(context, fragment)).view for fragment in fragments]
     arrays = arrays_of(context.layout, views)
     if specification.constants is not None:
-        data = await context.runtime.call(context.store.get, specification.constants)
-        if shards.digest(data) != specification.constants.rsplit("-", 1)[1]:
-            raise IntegrityError(f"the object of constants {specification.constants} is damaged")
-        with np.load(io.BytesIO(data), allow_pickle=False) as constants:
-            arrays |= {name: constants[name] for name in constants.files}
+        arrays |= await context.runtime.call(read_held, context, specification.constants)
     return arrays
+
+
+def read_held(context: RunContext, name: str) -> Arrays:
+    """The leaves that a run holds, as it began with them; not those that learners load themselves.
+
+    Raises:
+        IntegrityError: they are damaged.
+    """
+    held = Held(context.run, context.store.get, name)
+    return {leaf: held.read(leaf) for leaf in held.names()}
 
 
 def arrays_of(layout: Layout, views: list[np.ndarray]) -> Arrays:
@@ -79,12 +86,13 @@ def piece_values(piece: Piece, view: np.ndarray) -> np.ndarray:
     return groups.reshape(piece.shape)
 
 
-def _fill(like: Any, arrays: Arrays) -> Any:
+def _fill(like: Any, arrays: Arrays, unstored: set[str]) -> Any:
     from diloco.learner import tree
-    from diloco.learner.task import named_leaves
 
-    names = [name for name, _ in named_leaves(like)]
-    if wrong := sorted(set(names) ^ set(arrays)):
+    # What the run does not store, since each learner loads it itself, stays as it is.
+    own = {name: leaf for name, leaf in tree.by_name(like).items() if name in unstored}
+    arrays = own | arrays
+    if wrong := sorted(set(tree.by_name(like)) ^ set(arrays)):
         raise RunMismatchError(
             f"`like` is not the run's model; missing or unknown: {', '.join(wrong[:8])}",
             hint="without `like`, the parameters come as a dictionary by name",

@@ -8,7 +8,7 @@ import jax
 
 from diloco.cli.opening import open_run
 from diloco.common.errors import TaskError
-from diloco.learner.task import run_task
+from diloco.learner.contract import model_of
 from diloco.model.view import load_params
 
 
@@ -23,7 +23,7 @@ async def run_sample(
     """
     async with open_run(target, name="sample", reads=True) as run:
         settings = run.context.settings
-        task = await asyncio.to_thread(run_task, settings)
+        task = await asyncio.to_thread(model_of, settings)
         if task.sample is None:
             raise TaskError(
                 f"the task {settings.task.build} cannot generate text: it has no sample function",

@@ -45,12 +45,12 @@ class Scorer:
 
     @classmethod
     async def of_run(cls, context: RunContext) -> "Scorer":
-        """With the run's task; errors as `run_task` and `GlobalModel.of_run`."""
+        """With the run's task; errors as `model_of` and `GlobalModel.of_run`."""
         # Who only reads kept scores needs no JAX.
-        from diloco.learner.task import run_task
+        from diloco.learner.contract import model_of
         from diloco.model.view import GlobalModel
 
-        task = await asyncio.to_thread(run_task, context.settings)
+        task = await asyncio.to_thread(model_of, context.settings)
         return cls(context, task, await GlobalModel.of_run(context, task))
 
     async def newest(self) -> wire.Score:
@@ -91,14 +91,14 @@ class Scorer:
     ) -> np.ndarray | None:
         """The view before, moved by a delta; None if that does not give the digest."""
         try:
-            return next_view(self._context, view, record.view_digest, delta)
+            return next_view(self._context, record.fragment, view, record.view_digest, delta)
         except (ObjectMissingError, IntegrityError):
             return None
 
     async def _score(
         self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
     ) -> wire.Score:
-        loss = await asyncio.to_thread(self._evaluate, views)
+        figures = await asyncio.to_thread(self._evaluate, views)
         merged = sum(record.totals.tokens_merged for record in records)
         return wire.Score(
             run=self._context.run,
@@ -108,11 +108,14 @@ class Scorer:
             global_step=max(record.global_step for record in records),
             tokens=merged // len(records),
             at_s=max(record.closed_at_s for record in records),
-            loss=loss,
+            loss=figures.pop("loss"),
+            metrics=figures,
         )
 
-    def _evaluate(self, views: Sequence[np.ndarray]) -> float:
-        return float(self._task.evaluate(self._model.params(views)))
+    def _evaluate(self, views: Sequence[np.ndarray]) -> dict[str, float]:
+        from diloco.learner.task import scores
+
+        return scores(self._task.evaluate(self._model.params(views)))
 
     async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], every_s: float) -> None:
         """Score the newest view, and again as it moves; returns once the run has ended.

@@ -9,8 +9,10 @@ from diloco.common import wire
 from diloco.common.tape import RunContext, load_specification
 from diloco.common.views import load_view
 from diloco.learner import tree
+from diloco.learner.frozen import loaded_frozen
 from diloco.learner.replica import Replica
 from diloco.learner.task import Params, Task, params_shapes
+from diloco.model.load import read_held
 
 
 class GlobalModel:
@@ -19,40 +21,42 @@ class GlobalModel:
     Args:
         context: the run's.
         task: the run's.
-        constants: leaves that are not trained.
+        held: leaves that are not synchronized, as the run began with them.
     """
 
-    def __init__(self, context: RunContext, task: Task, constants: Params) -> None:
+    def __init__(self, context: RunContext, task: Task, held: Params) -> None:
         self._context = context
-        self._constants = constants
-        self._trained, _ = tree.split(params_shapes(task))
+        self._held = held
+        shapes = params_shapes(task)
+        self._synced, _ = tree.split(shapes, tree.synced_marks(shapes, context.layout))
         self._replica: Replica | None = None
 
     @classmethod
     async def of_run(cls, context: RunContext, task: Task) -> Self:
-        """With the run's constants.
+        """With the leaves that the run holds, or the task loads.
 
         Raises:
             IntegrityError: they are damaged.
             ObjectMissingError, BusError: they, or the run, cannot be read.
         """
-        _, constants = tree.split(params_shapes(task))
+        shapes = params_shapes(task)
+        _, held = tree.split(shapes, tree.synced_marks(shapes, context.layout))
         specification = await load_specification(context.bus, context.run)
         if specification.constants is not None:
-            data = await context.runtime.call(context.store.get, specification.constants)
-            digest = specification.constants.rsplit("-", 1)[1]
-            constants = tree.unpack_constants(data, constants, digest)
-        return cls(context, task, constants)
+            arrays = await context.runtime.call(read_held, context, specification.constants)
+            arrays |= loaded_frozen(task)
+            held = tree.from_names(held, arrays)
+        return cls(context, task, held)
 
     def params(self, views: Sequence[np.ndarray]) -> Params:
         """Parameters of the views of all fragments, float32 [N]; good until the next call."""
         if self._replica is None:
             sync, layout = self._context.settings.sync, self._context.layout
-            self._replica = Replica(sync, layout, self._trained, views)
+            self._replica = Replica(sync, layout, self._synced, views)
         else:
             for fragment, view in enumerate(views):
                 self._replica.roll_back(fragment, self._replica.place_view(fragment, view))
-        return tree.join(self._replica.trained, self._constants)
+        return tree.join(self._replica.trained, self._held)
 
 
 async def load_params(context: RunContext, task: Task) -> tuple[Params, list[wire.Record]]:

@@ -1,6 +1,7 @@
 """`diloco run create`: streams, specification, layout and version 0 of a new run."""
 
 import asyncio
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.genesis import commit_version_zero
-from diloco.common import log, names, shards, wire
+from diloco.common import log, names, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.codec import canonical
 from diloco.common.config import (
@@ -21,13 +22,16 @@ from diloco.common.config import (
     parse_settings,
 )
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
+from diloco.common.held import store_held
 from diloco.common.layout import Hint, Layout, default_hint, layout_bytes, make_layout
 from diloco.common.service import Runtime
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
 from diloco.learner import tree
+from diloco.learner.contract import run_task
 from diloco.learner.delta import vector_of
-from diloco.learner.task import Params, run_task
+from diloco.learner.frozen import loaded_frozen
+from diloco.learner.task import Params
 from diloco.operate.streams import make_streams
 
 
@@ -50,7 +54,9 @@ def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layou
     params = jax.jit(task.init)(jax.random.key(settings.run.seed))
     if source is not None:
         params = load_safetensors(source, params)
-    asyncio.run(_create(config, layout, params))
+    loaded = loaded_frozen(task)
+    params = tree.from_names(params, tree.by_name(params) | loaded)
+    asyncio.run(_create(config, layout, params, loaded))
     return layout
 
 
@@ -72,7 +78,9 @@ def begin(config: Config, params: Params, hint: Hint) -> Layout:
     return layout
 
 
-async def _create(config: Config, layout: Layout, params: Params) -> None:
+async def _create(
+    config: Config, layout: Layout, params: Params, loaded: Collection[str] = ()
+) -> None:
     bus = await jetstream.connect(
         config.bus.url,
         name=f"create-{config.run.name}",
@@ -81,7 +89,9 @@ async def _create(config: Config, layout: Layout, params: Params) -> None:
     )
     try:
         store = open_store(config.store.url, emulator=config.store.emulator, create=True)
-        await create_run(config.settings(), config.bus, layout, params, bus, store, Runtime())
+        await create_run(
+            config.settings(), config.bus, layout, params, bus, store, Runtime(), loaded
+        )
     finally:
         await bus.close()
 
@@ -94,8 +104,9 @@ async def create_run(
     bus: Bus,
     store: ObjectStore,
     runtime: Runtime,
+    loaded: Collection[str] = (),
 ) -> None:
-    """Make the streams, store layout and constants, publish the specification, commit version 0.
+    """Make the streams, store layout and held leaves, publish the specification, commit version 0.
 
     Args:
         settings: what defines the run.
@@ -105,6 +116,7 @@ async def create_run(
         bus: where the streams are made.
         store: where the objects go.
         runtime: clock and threads.
+        loaded: names of leaves that each learner loads by itself.
 
     Raises:
         RunMismatchError: the run exists with other settings or another beginning.
@@ -113,14 +125,14 @@ async def create_run(
     await make_streams(bus, run, streams)
     await _check_unused(bus, store, runtime, run)
     await runtime.call(store.put, names.layout_object(run, layout.digest), layout_bytes(layout))
-    trained, constants = tree.split(params)
+    trained, held = tree.split(params, tree.synced_marks(params, layout))
     specification = wire.Specification(
         run=run,
         epoch=0,
         positions={},
         layout=layout.digest,
         settings=settings.model_dump(),
-        constants=await _store_constants(run, constants, store, runtime),
+        constants=await runtime.call(store_held, run, store.put, _arrays(held), loaded),
         created_at_s=runtime.clock(),
     )
     try:
@@ -166,15 +178,8 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
             )
 
 
-async def _store_constants(
-    run: str, constants: Params, store: ObjectStore, runtime: Runtime
-) -> str | None:
-    if not jax.tree.leaves(constants):
-        return None
-    data = tree.pack_constants(constants)
-    name = names.constants_object(run, shards.digest(data))
-    await runtime.call(store.put, name, data)
-    return name
+def _arrays(held: Params) -> dict[str, Any]:
+    return {name: np.asarray(leaf) for name, leaf in tree.by_name(held).items()}
 
 
 def load_safetensors(source: Path, like: Params) -> Params:

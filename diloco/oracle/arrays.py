@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.common import shards, slices, wire
+from diloco.common.averaged import settings_of
 from diloco.common.codec import GREATEST_CODE, LEAST_SCALE, Codec, Encoded, decode_numpy
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
@@ -134,6 +135,7 @@ class Remaker:
     def _judge(
         self, settings: RunSettings, base: wire.Record | None, record: wire.Record
     ) -> Iterator[tuple[str, str, Any, Any]]:
+        settings = settings_of(settings, self._layout, record.fragment)
         grid = self._grid(settings, record.fragment)
         arrays = self._arrays.get(record.fragment)
         if base is None or record.what != "version" or arrays is None:

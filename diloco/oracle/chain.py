@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from diloco.common import wire
+from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
 from diloco.common.tape import Entry
@@ -122,7 +123,8 @@ class Chain:
             yield Breach("clock", "global_step", 0, record.global_step)
 
     def _settings_at(self, seq: int) -> RunSettings | None:
-        return self._settings.get(seq) if seq else self._created
+        settings = self._settings.get(seq) if seq else self._created
+        return settings and settings_of(settings, self._layout, self.fragment)
 
     # A decision
 

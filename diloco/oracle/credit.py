@@ -19,6 +19,7 @@ class Judge:
     Attributes:
         memory: what the owner remembers; `now_s` by its clock.
         stored_at_s: when the server stored the update.
+        averaged: it is of averaged state.
     """
 
     bounds: BoundsSection
@@ -26,6 +27,7 @@ class Judge:
     manifest: wire.Manifest
     stored_at_s: float
     now_s: float
+    averaged: bool
 
     @property
     def _member(self) -> Member:
@@ -70,7 +72,7 @@ class Judge:
         cap = self._heaviest()
         if cap is not None and numbers.weight(tokens, steps) > cap * (1 + numbers.SAME):
             tokens = max(1, math.floor(math.sqrt(cap * steps)))
-        return Credit(steps, tokens, numbers.weight(tokens, steps))
+        return Credit(steps, tokens, numbers.weight(tokens, steps, averaged=self.averaged))
 
     def _heaviest(self) -> float | None:
         known = self.bounds.of(self.manifest.learner)

@@ -67,10 +67,8 @@ class Data:
             case wire.Leave():
                 self._say(body.learner, body.incarnation, body.position)
             case wire.Manifest() if body.epoch == self._epoch:
+                # Of a process that outlived its tape nobody merges anything.
                 yield from self._manifest(body, seq)
-            case wire.Manifest():
-                # Of a process that outlived its tape: nobody merges it, but it says how far it was.
-                self._say(body.learner, 0, body.position)
 
     def _say(self, name: str, incarnation: int, position: int) -> None:
         learner = self._learners[name]

@@ -1,6 +1,7 @@
 """What the owner of a fragment hears from the tape: joins, leaves, manifests, settings, words."""
 
 from diloco.common import wire
+from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.errors import WireError
 from diloco.common.reasons import Reason
@@ -52,7 +53,8 @@ def _settings(life: Life, created: RunSettings, body: wire.Settings, seq: int) -
         return  # Nobody can follow it; it is dropped unread.
     life.read_seq = max(life.read_seq, seq)
     if seq > life.memory.settings_seq:
-        life.memory.settings_seq, life.settings = seq, changed
+        life.memory.settings_seq = seq
+        life.settings = settings_of(changed, life.layout, life.fragment)
         settle(life)
 
 
@@ -111,7 +113,9 @@ def _credit(life: Life, manifest: wire.Manifest, stored_at_s: float) -> Credit:
     if met is not None:
         life.memory.change(learner, final=member.final or manifest.final)
         return met
-    judge = Judge(life.settings.bounds, life.memory, manifest, stored_at_s, life.now_s)
+    judge = Judge(
+        life.settings.bounds, life.memory, manifest, stored_at_s, life.now_s, life.averaged
+    )
     credit = judge.credit()
     if manifest.incarnation == member.incarnation:
         life.memory.members[learner] = judge.known_after(credit)

@@ -116,6 +116,11 @@ class Life:
     due: Close | None = None
     breaches: list[Breach] = field(default_factory=list)
 
+    @property
+    def averaged(self) -> bool:
+        """Whether the fragment holds state."""
+        return self.layout.fragments[self.fragment].averaged
+
     def breach(self, rule: str, name: str, expected: object, found: object) -> None:
         """Note what breaks a rule."""
         self.breaches.append(Breach(rule, name, expected, found))

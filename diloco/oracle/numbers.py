@@ -29,9 +29,9 @@ REJECTION = 10.0
 LONGEST_S = 1e12
 
 
-def weight(tokens: int, steps: int) -> float:
-    """Quantity times quality: tokens squared by steps."""
-    return tokens * tokens / steps
+def weight(tokens: int, steps: int, *, averaged: bool = False) -> float:
+    """Quantity times quality: tokens squared by steps; of averaged state, tokens."""
+    return tokens * tokens / (tokens if averaged else steps)
 
 
 def discount(rule: StalenessSection, staleness: int) -> float:

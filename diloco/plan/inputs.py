@@ -51,7 +51,7 @@ def read_settings(options: PlanOptions) -> RunSettings:
 def read_model(options: PlanOptions, settings: RunSettings) -> Model:
     """Of the options, else of the file's task, else the paper's of five billion."""
     if options.parameters is None and options.config is not None:
-        from diloco.learner.task import run_task
+        from diloco.learner.contract import run_task
         from diloco.learner.tree import task_layout
 
         task = run_task(settings)

@@ -6,6 +6,7 @@ while they are in the store: whole updates, pair by pair, of a bounded sample of
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.shard_reader import cut_alike, read_parts
 from diloco.common import wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import decode_numpy, encoded_bytes
 from diloco.common.config import SyncSection
 from diloco.common.errors import ObjectMissingError, WireError
@@ -77,16 +79,18 @@ def pair_cosines(
     Raises:
         StoreUnavailableError: the store is away.
     """
-    grid = make_grid(layout.fragments[record.fragment], layout.block, sync.shard_elements)
+    fragment = layout.fragments[record.fragment]
+    grid = make_grid(fragment, layout.block, sync.shard_elements)
+    codec = sync_of(sync, fragment).codec
     each_bytes = 4 * max(stop - start for start, stop in grid.ranges)
     if not all(cut_alike(item.shards, grid) for item in record.inputs):
-        each_bytes += encoded_bytes(sync.codec, grid.size, grid.block)
+        each_bytes += encoded_bytes(codec, grid.size, grid.block)
     taken = record.inputs[: min(max(MEMORY_BYTES // each_bytes, 2), INPUTS)]
     products = np.zeros((len(taken), len(taken)))
     updates = [read_parts(store, item.codec, item.shards, grid) for item in taken]
     try:
         for parts in zip(*updates, strict=True):
-            values = np.stack([decode_numpy(sync.codec, part, grid.block) for part in parts])
+            values = np.stack([decode_numpy(codec, part, grid.block) for part in parts])
             products += values @ values.T
     except (ObjectMissingError, WireError):
         return None
@@ -106,6 +110,7 @@ class Pairs:
         self._sums = np.zeros((len(learners), len(learners)))
         self._counts = np.zeros((len(learners), len(learners)), np.int64)
         self.rounds = 0
+        self._points: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, record: wire.Record, cosines: Matrix) -> None:
         """Count a round's."""
@@ -113,6 +118,14 @@ class Pairs:
         self._sums[np.ix_(rows, rows)] += cosines
         self._counts[np.ix_(rows, rows)] += 1
         self.rounds += 1
+        for row, taken in zip(range(len(cosines)), record.inputs, strict=False):
+            others = np.delete(cosines[row], row)
+            if others.size:
+                self._points[taken.learner].append((record.closed_at_s, float(others.mean())))
+
+    def over_time(self, learner: str) -> list[tuple[float, float]]:
+        """(time, mean cosine to the others) of each round that a learner took part in."""
+        return sorted(self._points[learner])
 
     def mean(self) -> Matrix:
         """Mean cosine between each two learners, NaN where they shared no round."""

@@ -7,9 +7,12 @@ from statistics import median
 
 from diloco.common import wire
 from diloco.common.tape import Entry, Item, RunContext, read_tape
+from diloco.projections.trend import Point, Trend, points_of
 
 # Of a learner's updates, so many are looked back on.
 RECENT = 16
+# Newest rounds of several that are kept, for who looks into their shards.
+ROUNDS = 8
 
 
 @dataclass
@@ -28,6 +31,8 @@ class Learner:
         loss: median of its last updates that were merged; `norms`: of their norms, each relative to
             the median of its round; None before any was.
         heard_at_s: when its last join or update was stored, in seconds since the epoch.
+        trend: its merged updates, spread over the run.
+        cosine: of its newest updates to the others' in their rounds, where their shards were read.
     """
 
     name: str
@@ -46,6 +51,8 @@ class Learner:
     heard_at_s: float = 0.0
     reasons: Counter[str] = field(default_factory=Counter)
     less: Counter[str] = field(default_factory=Counter)
+    trend: list[Point] = field(default_factory=list)
+    cosine: float | None = None
 
 
 class Roster:
@@ -61,9 +68,9 @@ class Roster:
         self._left: set[tuple[str, int]] = set()
         self._words: dict[str, wire.Quarantine] = {}
         self._newest: dict[int, wire.PolicyState] = {}
-        self._recent: dict[str, deque[tuple[float, float]]] = defaultdict(
-            lambda: deque(maxlen=RECENT)
-        )
+        self._recent: dict[str, deque[Point]] = defaultdict(lambda: deque(maxlen=RECENT))
+        self._trends: dict[str, Trend] = defaultdict(Trend)
+        self.rounds: deque[wire.Record] = deque(maxlen=ROUNDS)
 
     def take(self, item: Item) -> None:
         """Note what comes next on the tape."""
@@ -84,8 +91,9 @@ class Roster:
         for one in found.values():
             one.tokens //= max(1, self._fragments)
             if recent := self._recent.get(one.name):
-                one.loss = median(loss for loss, _ in recent)
-                one.norms = median(norm for _, norm in recent)
+                one.loss = median(point.loss for point in recent)
+                one.norms = median(point.norm for point in recent)
+                one.trend = [*self._trends[one.name].points]
         self._remember(found)
         for name, word in self._words.items():
             if name in found:
@@ -100,9 +108,12 @@ class Roster:
         return self._known.setdefault(name, Learner(name))
 
     def _note(self, record: wire.Record) -> None:
-        usual = median([taken.norm for taken in record.inputs] or [1.0]) or 1.0
+        if len(record.inputs) > 2:
+            self.rounds.append(record)
+        for name, point in points_of(record):
+            self._recent[name].append(point)
+            self._trends[name].add(point)
         for taken in record.inputs:
-            self._recent[taken.learner].append((taken.loss, taken.norm / usual))
             one = self._learner(taken.learner)
             one.merged += 1
             one.tokens += taken.tokens
@@ -143,8 +154,8 @@ class Roster:
         return "silent" if current and not any(member.live for member in current) else "live"
 
 
-async def read_learners(context: RunContext) -> list[Learner]:
-    """Everybody who has joined a run up to now, by name.
+async def read_roster(context: RunContext) -> Roster:
+    """All that the tape says of a run's learners up to now.
 
     Raises:
         BusError, StoreUnavailableError: bus or store are away.
@@ -152,4 +163,9 @@ async def read_learners(context: RunContext) -> list[Learner]:
     roster = Roster(len(context.layout.fragments))
     async for item in read_tape(context):
         roster.take(item)
-    return roster.learners()
+    return roster
+
+
+async def read_learners(context: RunContext) -> list[Learner]:
+    """Everybody who has joined a run up to now, by name; errors as `read_roster`."""
+    return (await read_roster(context)).learners()

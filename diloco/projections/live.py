@@ -18,6 +18,7 @@ from diloco.common.tape import (
     decode_as,
     read_item,
 )
+from diloco.projections.trend import Trend, points_of
 
 # Rounds whose staleness and size the averages look back on.
 RECENT = 64
@@ -42,7 +43,7 @@ class LiveState:
     `heartbeats` holds the last one of every incarnation: sums over all lives are taken of it.
     `records` are the newest of each fragment, and when they were stored; `waiting` the updates
     that these do not answer, and when they were announced (seconds since the epoch); `left` the
-    incarnations that have ended on purpose, by learner.
+    incarnations that have ended on purpose, by learner; `trends` what was merged of each learner.
     """
 
     versions: dict[int, int] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class LiveState:
     stopped: bool = False
     ended: bool = False
     rejections: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    trends: dict[str, Trend] = field(default_factory=lambda: defaultdict(Trend))
 
     @property
     def global_step(self) -> int:
@@ -182,6 +184,8 @@ class Follower:
             state.rejections[rejected.reason] += 1
         if record.inputs:
             state.recent = [*state.recent, record][-RECENT:]
+        for learner, point in points_of(record):
+            state.trends[learner].add(point)
 
     def _note_update(self, manifest: wire.Manifest, at_s: float) -> None:
         state = self.state

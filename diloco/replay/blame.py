@@ -24,6 +24,7 @@ from diloco.aggregator.arrays.merge import Vector
 from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.check.remake import Progress
 from diloco.common import wire
+from diloco.common.averaged import settings_of
 from diloco.common.layout import Fragment
 from diloco.projections.history import Chain, History, in_order
 from diloco.replay.rounds import admitted_again, copy_arrays, load_arrays, settings_at
@@ -235,7 +236,8 @@ class _Round:
     def _merged(self, arrays: FragmentArrays, inputs: Sequence[wire.Input]) -> Vector:
         """The view after the round with some of its inputs; with none it stays as it was."""
         record, history = self._record, self._history
-        settings = settings_at(history, record.policy.settings_seq)
+        in_force = settings_at(history, record.policy.settings_seq)
+        settings = settings_of(in_force, history.layout, record.fragment)
         arrays.settings = settings
         admitted = [admitted_again(record, taken, settings) for taken in inputs]
         for one in admitted:

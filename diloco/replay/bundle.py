@@ -195,7 +195,17 @@ async def _redactor(context: RunContext) -> Redactor:
         item = await read_item(context, message)
         if isinstance(item, Entry) and item.stored is not None:
             known |= {*names_in(context.store.get(item.stored.name))}
+        if (beside := _positions_of(item)) is not None:
+            with contextlib.suppress(ObjectMissingError):
+                known |= {*names_in(context.store.get(beside))}
     return Redactor(context.run, known)
+
+
+def _positions_of(item: Item) -> str | None:
+    """The object with positions that a message names."""
+    body = item.body if isinstance(item, Entry) else None
+    beside = body.positions_object if isinstance(body, wire.Specification) else None
+    return beside.name if beside else None
 
 
 # Copying
@@ -234,6 +244,11 @@ class _Copy:
         """The message as the bundle has it."""
         if self._redactor is None:
             return message
+        if (beside := _positions_of(item)) is not None:
+            with contextlib.suppress(ObjectMissingError):
+                data = await self._context.runtime.call(self._context.store.get, beside)
+                self._needed.discard(beside)
+                self._writer.object(*self._redactor.positions(beside, data))
         if not isinstance(item, Entry) or item.stored is None:
             return self._redactor.message(message)[0]
         context, name = self._context, item.stored.name
@@ -252,8 +267,10 @@ class _Copy:
         if not isinstance(item, Entry):
             return
         match item.body:
-            case wire.Specification(constants=str() as constants):
-                self._needed.add(constants)
+            case wire.Specification() as specification:
+                beside = specification.positions_object
+                self._needed |= {name for name in [specification.constants] if name}
+                self._needed |= {beside.name} if beside else set()
             case wire.Manifest() as manifest:
                 self._needed |= {shard.name for shard in manifest.shards}
             case wire.Record() as record:

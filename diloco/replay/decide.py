@@ -12,6 +12,7 @@ from diloco.aggregator.core.policy import FragmentRules, fragment_rules
 from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.tape_events import event_of
 from diloco.common import wire
+from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.tape import Entry
 from diloco.projections.history import Chain, History
@@ -103,6 +104,7 @@ def _beside(history: History, commit: Commit, record: wire.Record) -> dict[str, 
         return {"inputs": ()}
     state = commit.state
     settings = _settings_at(history, state.settings_seq)
+    settings = settings_of(settings, history.layout, record.fragment)
     part = rounds.step_share(state, participation=settings.outer.participation)
     learning_rate, momentum = step_size(settings, part)
     inputs = inputs_again(state.admitted, record)

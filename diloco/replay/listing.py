@@ -7,6 +7,7 @@ import numpy as np
 import xxhash
 
 from diloco.common import names
+from diloco.common.errors import IntegrityError, RunMismatchError, WireError
 from diloco.common.tape import RunContext, last_record
 
 
@@ -36,12 +37,20 @@ async def read_listing(context: RunContext) -> Listing:
         BusError, StoreError: bus or store are away.
     """
     fragments = range(len(context.layout.fragments))
-    newest = {index: (await last_record(context, index))[0].version for index in fragments}
+    newest = {index: await _newest_version(context, index) for index in fragments}
     last_seq = await context.bus.last_sequence(context.tape)
     there = await context.runtime.call(context.store.list, f"{context.run}/")
     listed = [info.name for info in there]
     newer = [name for name in listed if _may_be_newer(context.run, name, newest, last_seq)]
     return Listing(listed, newer)
+
+
+async def _newest_version(context: RunContext, fragment: int) -> int:
+    try:
+        return (await last_record(context, fragment))[0].version
+    except (IntegrityError, RunMismatchError, WireError):
+        # All its objects may be newer; whoever reads the tape says what is wrong with it.
+        return -1
 
 
 def fragment_of(run: str, name: str) -> int | None:

@@ -51,6 +51,15 @@ def _names_of(key: str, value: Any) -> Iterator[str]:
         yield value
 
 
+def _ref(name: str, data: bytes) -> dict[str, Any]:
+    """What names an object of other bytes than before."""
+    return {
+        "name": f"{name.rpartition('-')[0]}-{shards.digest(data)}",
+        "size_bytes": len(data),
+        "crc32c": shards.crc32c(data),
+    }
+
+
 class Redactor:
     """Replaces names in messages, objects and logs.
 
@@ -70,6 +79,8 @@ class Redactor:
             rf"(?<![A-Za-z0-9-])(?:{'|'.join(map(re.escape, longest_first))})(?![A-Za-z0-9-])"
         )
         self._digests: dict[str, str] = {}
+        # What stands in a message for an object that was written anew.
+        self._refs: dict[str, dict[str, Any]] = {}
 
     def _hash(self, prefix: str, name: str) -> str:
         return f"{prefix}-{shards.digest(f'{self._key}:{name}'.encode())[:8]}"
@@ -115,7 +126,11 @@ class Redactor:
     def _body(self, payload: bytes) -> bytes:
         fields = msgpack.unpackb(payload, max_ext_len=0)
         if fields.get("kind") != wire.Record.kind:
-            return bytes(msgpack.packb(self._map(fields)))
+            beside = (fields.get("positions_object") or {}).get("name")
+            fields = self._map(fields)
+            if beside in self._refs:
+                fields["positions_object"] = self._refs[beside]
+            return bytes(msgpack.packb(fields))
         was = record_digest(wire.decode(wire.Record, payload))
         fields = self._map(fields)
         if fields.get("previous"):
@@ -127,13 +142,14 @@ class Redactor:
     def _pointer(self, payload: bytes, body: bytes) -> bytes:
         """The message that points to a record, whose body is another now."""
         fields = self._map(msgpack.unpackb(payload, max_ext_len=0))
-        stem = fields["body"]["name"].rpartition("-")[0]
-        fields["body"] = {
-            "name": f"{stem}-{shards.digest(body)}",
-            "size_bytes": len(body),
-            "crc32c": shards.crc32c(body),
-        }
+        fields["body"] = _ref(fields["body"]["name"], body)
         return bytes(msgpack.packb(fields))
+
+    def positions(self, name: str, data: bytes) -> tuple[str, bytes]:
+        """The object beside a specification; do it before the specification, which names it."""
+        body = self._body(data)
+        self._refs[name] = _ref(self.path(name), body)
+        return str(self._refs[name]["name"]), body
 
     def object(self, name: str, data: bytes) -> tuple[str, bytes]:
         """An object: only scores and checkpoints speak of anybody."""

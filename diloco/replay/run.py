@@ -17,7 +17,8 @@ from diloco.cli.versions import find_targets
 from diloco.common import names
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, records_of
-from diloco.learner.task import run_task
+from diloco.learner.contract import model_of
+from diloco.learner.task import held_out_loss
 from diloco.model import files as model_file
 from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History, read_history
@@ -208,11 +209,11 @@ async def _blame(
     late = [f"{f} at {c[0][1].version}" for f, c in chains.items() if c[0][1].version > 0]
     if late and not options.json:
         console.print(f"[yellow]note:[/] fragments begin at later versions: {', '.join(late)}")
-    task = await asyncio.to_thread(run_task, context.settings)
+    task = await asyncio.to_thread(model_of, context.settings)
     model = await GlobalModel.of_run(context, task)
 
     def evaluate(views: Sequence[Vector]) -> float:
-        return float(task.evaluate(model.params(views)))
+        return held_out_loss(task, model.params(views))
 
     with progress_bar(console, "merging without each update") as hear:
         found = await asyncio.to_thread(blame.blame, history, chains, evaluate, hear)

@@ -14,6 +14,7 @@ import numpy as np
 from diloco.aggregator.arrays.fragment import make_grid
 from diloco.aggregator.shard_reader import read_parts
 from diloco.common import names, wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import decode_numpy
 from diloco.common.errors import ConfigError, ObjectMissingError, WireError
 from diloco.common.tape import Garbage, Unreadable
@@ -262,11 +263,11 @@ def _by_tensor(history: History, record: wire.Record) -> Iterator[str]:
         return
     settings = settings_at(history, record.policy.settings_seq)
     grid = make_grid(settings, history.layout, record.fragment)
+    codec = sync_of(settings.sync, fragment).codec
     updates = []
     try:
         for taken in record.inputs:
             parts = read_parts(history.store, taken.codec, taken.shards, grid)
-            codec = settings.sync.codec
             updates.append(np.concatenate([decode_numpy(codec, p, grid.block) for p in parts]))
     except (ObjectMissingError, WireError) as error:
         yield f"  by tensor: not compared, {error.message}"

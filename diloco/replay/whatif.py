@@ -29,6 +29,7 @@ from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common import wire
+from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings, changes
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext
@@ -261,8 +262,10 @@ def _recorded(
     """The rounds as they were, under other settings of the outer step, less some inputs."""
     found = []
     for _, record in chain[1:]:
-        before = settings_at(history, record.policy.settings_seq)
-        settings = change(before)
+        in_force = settings_at(history, record.policy.settings_seq)
+        before, settings = (
+            settings_of(each, history.layout, fragment) for each in (in_force, change(in_force))
+        )
         if record.what == "restore":
             restored = record.restored_version
             found.append(Round(record.closed_at_s, fragment, (), 1.0, settings, restored))
@@ -317,6 +320,7 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
         if cut and made.at_s > chain[-1][1].closed_at_s:
             break  # Beyond --until.
         settings = change(settings_at(history, made.settings_seq))
+        settings = settings_of(settings, history.layout, fragment)
         state = made.commit.state
         part = rounds.step_share(state, participation=settings.outer.participation)
         found.append(Round(made.at_s, fragment, state.admitted, part, settings))
@@ -395,8 +399,11 @@ def _under(
     """Arrays that go on under other settings; another outer optimizer begins afresh."""
     grid = make_grid(settings, history.layout, fragment)
     state = arrays.state
-    if settings.outer.optimizer != history.settings.outer.optimizer:
-        state = make_outer(settings.outer.optimizer).init(grid.size)
+    was, own = (
+        settings_of(each, history.layout, fragment) for each in (history.settings, settings)
+    )
+    if own.outer.optimizer != was.outer.optimizer:
+        state = make_outer(own.outer.optimizer).init(grid.size)
     return replace(arrays, settings=settings, grid=grid, state=state)
 
 
@@ -408,9 +415,10 @@ async def play(
     Raises:
         DilocoError: an update or a view cannot be read.
     """
-    from diloco.learner.task import run_task
+    from diloco.learner.contract import model_of
+    from diloco.learner.task import held_out_loss
 
-    task = await asyncio.to_thread(run_task, history.settings)
+    task = await asyncio.to_thread(model_of, history.settings)
     model = await GlobalModel.of_run(context, task)
     models = await asyncio.to_thread(_Models, history, plan)
     was = sorted(
@@ -424,7 +432,7 @@ async def play(
     begins = [chain[0][1] for chain in plan.chains.values()]
     step = max(record.global_step for record in begins)
     views, _ = models.views()
-    loss = float(await asyncio.to_thread(task.evaluate, model.params(views)))
+    loss = await asyncio.to_thread(held_out_loss, task, model.params(views))
     at_s = max(record.closed_at_s for record in begins)
     result = Result([Point(at_s, step, loss, loss)])
     for index, (at_s, _, item) in enumerate(line):
@@ -436,7 +444,7 @@ async def play(
         progress(index + 1, len(line))
         if index in marks:
             losses = [
-                float(await asyncio.to_thread(task.evaluate, model.params(views)))
+                (await asyncio.to_thread(held_out_loss, task, model.params(views)))
                 for views in models.views()
             ]
             result.points.append(Point(at_s, step, losses[0], losses[1]))

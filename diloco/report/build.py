@@ -20,11 +20,19 @@ from diloco.figures import style
 from diloco.model.scores import record_at, scores_of
 from diloco.projections.agreement import Pairs, pair_cosines
 from diloco.projections.timeseries import TimeSeries, read_time_series
-from diloco.report import figures_rounds, figures_run
+from diloco.report import figures_learners, figures_rounds, figures_run
 from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
 from diloco.report.page import Page, Section, render
-from diloco.report.summary import events, facts, learners, refusals, subtitle, warnings
+from diloco.report.summary import (
+    events,
+    facts,
+    learners,
+    metrics,
+    refusals,
+    subtitle,
+    warnings,
+)
 
 # Rounds whose updates are compared pair by pair, and bytes of shards that are read for it.
 SAMPLE_ROUNDS = 24
@@ -97,6 +105,13 @@ DRAWINGS = (
         "Cosine between the updates that were merged in one round: 1 when they point the same "
         "way, 0 when they have nothing in common.",
         figures_rounds.agreement, "No round merged two updates.",
+    ),
+    Drawing(
+        "beside", "Is a learner apart from the others?",
+        "The eight learners that stand out most by loss and norm. A learner whose loss or norm is "
+        "several times the others', or whose updates point elsewhere, is looked into with `diloco "
+        "replay RUN --blame`.",
+        figures_learners.beside,
     ),
     Drawing(
         "fragments", "Fragment by fragment",
@@ -239,6 +254,15 @@ def _tables(shown: Shown) -> list[Section]:
             table=learners(shown),
         )
     ]  # fmt: skip
+    if measured := metrics(shown):
+        sections.append(
+            Section(
+                "metrics", "Metrics",
+                "What losses say beside themselves: moving averages, as the newest heartbeats have "
+                "them. Global model: on held-out data, the newest.",
+                table=measured,
+            )
+        )  # fmt: skip
     if shown.series.refused:
         sections.append(
             Section("refused", "Rejected, word for word", "The newest.", table=refusals(shown))

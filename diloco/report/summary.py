@@ -175,6 +175,24 @@ def learners(shown: Shown) -> Table:
     return Table(columns, tuple(rows), frozenset({"learner", "host"}))
 
 
+def metrics(shown: Shown) -> Table | None:
+    """A row for each learner that has metrics, and one for the global model's; None for none."""
+    beats = shown.series.beats
+    by_row = {
+        name: beats[name].heartbeat.metrics for name in shown.series.learners if name in beats
+    }
+    if shown.scores:
+        by_row["global model"] = shown.scores[-1].metrics
+    found = {row: figures for row, figures in by_row.items() if figures}
+    if not found:
+        return None
+    names = sorted({name for figures in found.values() for name in figures})
+    rows = tuple(
+        (row, *(_number(figures.get(name)) for name in names)) for row, figures in found.items()
+    )
+    return Table(("learner", *names), rows, frozenset({"learner"}))
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 

@@ -1,4 +1,4 @@
-"""Pages made of other files: the list of decisions, the example of a task."""
+"""Pages made of other files: the list of decisions, the examples."""
 
 from pathlib import Path
 
@@ -15,7 +15,13 @@ def blocks() -> dict[str, str]:
     )
     titles = [path.read_text().partition("\n")[0].removeprefix("# ") for path in pages]
     lines = [f"- [{title}]({path.name})" for path, title in zip(pages, titles, strict=True)]
-    examples = {"example digits": "digits.py", "example own loop": "own_loop.py"}
+    examples = {
+        "example digits": "digits.py",
+        "example own loop": "own_loop.py",
+        "example torch": "own_loop_torch.py",
+        "example lora": "lora.py",
+        "example batch norm": "batch_norm.py",
+    }
     return {"decisions": "\n".join(lines)} | {
         block: fence("python", (ROOT / "examples" / name).read_text())
         for block, name in examples.items()

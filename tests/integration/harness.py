@@ -30,7 +30,7 @@ from diloco.common.service import Runtime
 from diloco.common.store import open_store
 from diloco.common.tape import RunContext
 from diloco.learner import tree
-from diloco.learner.task import load_task
+from diloco.learner.contract import load_task
 from diloco.model.view import load_params
 from diloco.operate.create import create
 

@@ -6,7 +6,9 @@ import pytest
 from audit import read_tape
 
 import diloco
-from examples import batch_norm, lora, own_loop
+from diloco import load_task
+from diloco.learner.task import scores
+from examples import lora, own_loop
 
 RUN = {"steps": 240, "tokens_per_step": 32}
 SYNC = {"interval_steps": 8, "fragments": 3, "block": 16, "min_steps": 3}
@@ -31,27 +33,83 @@ def test_an_own_loop_around_an_nnx_model_learns_digits(world):
     read_tape(world).check(ended=False)
 
 
-def test_of_adapters_over_a_frozen_base_only_the_adapters_travel(world, tmp_path):
+def task_world(new_world, build, **options):
+    """A run of a task of the examples."""
+    world = new_world(create=False, run={"steps": 240, "tokens_per_step": 0}, outer=OUTER)
+    world.document |= {"task": {"build": build, "options": options}, "sync": SYNC}
+    world.variant("run", {})
+    world.create()
+    return world
+
+
+def learn(world, *learners):
+    """Train to the end; the global model's figures on held-out data."""
+    world.aggregator()
+    for process in [world.learner(name) for name in learners]:
+        assert process.wait() == 0, process.log()
+        process.check_clean_log()
+    task = load_task(
+        world.document["task"]["build"], steps=240, seed=7,
+        options=world.document["task"]["options"],
+    )  # fmt: skip
+    like = task.init(jax.random.key(0))
+    if task.load_frozen is not None:
+        like = like._replace(frozen=task.load_frozen())
+    return task, scores(task.evaluate(diloco.load(world.config_path, like=like)))
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param(True, id="base-in-the-run"),
+        pytest.param(False, id="base-loaded-here", marks=pytest.mark.slow),
+    ],
+)
+def test_of_adapters_over_a_frozen_base_only_the_adapters_travel(new_world, tmp_path, store):
     base = tmp_path / "base.npz"
     lora.make_base(base)
-    diloco.create(world.config_path, lora.new_adapters())
-    world.aggregator()
-    before = lora.accuracy(lora.new_adapters(), base)
-    lora.train(world.config_path, "a", base)
-    adapters = diloco.load(world.config_path, like=lora.new_adapters())
-    assert lora.accuracy(adapters, base) > before + 0.2
+    world = task_world(new_world, "examples.lora:build", base=str(base), store=store)
+    task, found = learn(world, "a")
+    variables = task.init(jax.random.key(0))._replace(frozen=dict(np.load(base)))
+    assert found["accuracy"] > scores(task.evaluate(variables))["accuracy"] + 0.2
     sent = [manifest for _, manifest in read_tape(world).manifests]
-    elements = sum(leaf.size for leaf in jax.tree.leaves(adapters))
-    frozen = sum(leaf.size for leaf in dict(np.load(base)).values())
+    elements = sum(leaf.size for leaf in jax.tree.leaves(variables.trained))
+    frozen = sum(leaf.size for leaf in variables.frozen.values())
     largest = max(sum(shard.size_bytes for shard in manifest.shards) for manifest in sent)
     assert largest < 4 * elements < frozen
+    tiles = list(world.store.rglob("tile-*"))
+    assert sum(path.stat().st_size for path in tiles) == (4 * frozen if store else 0)
 
 
-def test_a_model_with_batch_norm_learns_with_statistics_of_its_own(world):
-    diloco.create(world.config_path, batch_norm.PARAMS)
+def test_batch_statistics_are_averaged_over_two_learners(new_world):
+    world = task_world(new_world, "examples.batch_norm:build")
+    _, found = learn(world, "a", "b")
+    assert found["accuracy"] > 0.85
+    tape = read_tape(world)
+    tape.check()
+    state = [fragment.index for fragment in tape.layout.fragments if fragment.averaged]
+    assert [piece.tensor for piece in tape.layout.fragments[state[0]].pieces] == [
+        "state/norm/mean",
+        "state/norm/var",
+    ]
+    versions = [record for _, record in tape.records[state[0]] if record.inputs]
+    assert {taken.codec for record in versions for taken in record.inputs} == {"float32"}
+    assert {record.learning_rate for record in versions} == {1.0}
+
+
+@pytest.mark.slow
+def test_statistics_that_learners_keep_are_in_their_checkpoints(new_world, tmp_path):
+    world = task_world(new_world, "examples.batch_norm:build", average=False)
+    layout = {tensor.name for tensor in read_tape(world).layout.tensors}
+    assert not any(name.startswith("state/") for name in layout)
+    folder = {"learner": {"checkpoint_dir": str(tmp_path / "kept"), "checkpoint_interval_s": 0.1}}
+    world.variant("run", folder)
     world.aggregator()
-    batch_norm.train(world.config_path, "a")
-    assert sorted(diloco.load(world.config_path)) == [
-        "conv/bias", "conv/kernel", "norm/bias", "norm/scale", "output/bias", "output/kernel",
-    ]  # fmt: skip
-    assert batch_norm.accuracy(world.config_path) > 0.8
+    first = world.learner("a")
+    world.until(lambda: first.events("checkpoint_saved"), "a checkpoint")
+    first.terminate()
+    assert first.wait() == 0
+    second = world.learner("a")
+    world.until(lambda: second.events("checkpoint_restored"), "a checkpoint to go on from")
+    world.stop()
+    assert second.wait() == 0

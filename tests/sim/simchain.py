@@ -89,7 +89,7 @@ class Chain:
         return cls(
             record.fragment,
             epoch,
-            until={**file.specification.positions, **by_learner(file.positions)},
+            until={**file.specification.positions, **by_learner(file.data_positions)},
             begins_with=record,
             before=sums(record.totals),
         )

@@ -15,6 +15,7 @@ from diloco.aggregator.core.state import Member, State, UpdateId
 from diloco.aggregator.recovery import recover
 from diloco.common import names, wire
 from diloco.common.errors import BusUnavailableError, StoreUnavailableError
+from diloco.common.tape import data_position
 from diloco.common.views import load_view
 
 
@@ -203,6 +204,24 @@ def test_checkpoints_of_earlier_tapes_keep_their_objects(run_async):
             retained = await read_retained(later.context, 2, later.context.logger)
         assert retained.versions == (marked.versions,)
         assert [entry["event"] for entry in logs] == ["unreadable"]
+
+    run_async(scenario())
+
+
+def test_what_a_life_has_sent_last_stays_behind_a_message_of_one_that_outlived_it(run_async):
+    async def scenario() -> None:
+        lab = Lab(replay_window_s=0)
+        await lab.create()
+        async with lab.aggregating():
+            for learner in ("a", "b"):
+                await lab.join(learner)
+            await lab.send_many("a", 2)
+            stale = lab.upload("a").model_copy(update={"epoch": 7, "position": 4})
+            await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(stale))
+            newest = await lab.send_many("b", 4 * SNAPSHOT_EVERY)
+            await collected_to(lab, newest.version - 2 * SNAPSHOT_EVERY)
+        assert len(await lab.on_tape(names.update(RUN, "a", 0))) == 2
+        assert await data_position(lab.context, "a") == 16
 
     run_async(scenario())
 

@@ -6,7 +6,6 @@ import pytest
 
 from bench import devices
 from bench.data_parallel import first_state, make_step
-from diloco.learner import tree
 from diloco.learner.inner_step import make_inner_step
 from diloco.learner.task import Params, Task
 
@@ -19,9 +18,9 @@ def task_of() -> Task:
 def alone() -> Params:
     """What a learner's step makes of the first parameters."""
     task = task_of()
-    trained, constants = tree.split(first_state(task, 3)[0])
-    state, batch = task.optimizer.init(trained), next(task.batches("learner-0", 0))
-    return make_inner_step(task, constants)(trained, state, batch, np.int32(4))[0]
+    params, state = first_state(task, 3)
+    batch = next(task.batches("learner-0", 0))
+    return make_inner_step(task)(params, state, batch, np.int32(4))[0]
 
 
 @pytest.mark.parametrize(("gradient", "off"), [("float32", 0.0), ("bfloat16", 2**-8)])

@@ -9,7 +9,7 @@ from runbook_pages import ROOT, words_of
 from test_runbooks import check_diloco
 from typer.exceptions import TyperException
 
-from diloco.learner.task import load_task
+from diloco.learner.contract import load_task
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])

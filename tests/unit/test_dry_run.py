@@ -66,7 +66,7 @@ def test_bytes_are_those_that_a_learner_allocates(found):
             shards.shard_bytes("int4", len(rows.scales) * 64, 64) + shards.HEADER.size
             for rows in (replica.collect(index, codes) for index, codes in enumerate(sent))
         )
-    leaves = jax.tree.leaves(island.trained)
+    leaves = jax.tree.leaves(island.shapes)
     assert found.parameters == sum(math.prod(leaf.shape) for leaf in leaves)
     assert memory.activations > 0
     assert memory.training > memory.start - memory.parameters > 2 * memory.parameters

@@ -1,13 +1,20 @@
 """Learners that are far from the fleet are told of, and nobody else is."""
 
+import io
+
 import pytest
 import spoiled
 from records import make_input, make_record
+from rich.console import Console
 
 from diloco.check import directions, fleet
 from diloco.cli.opening import Place, open_run, use_place
+from diloco.common import wire
+from diloco.look import learners as looking
+from diloco.look import trends
 from diloco.projections.history import read_history
 from diloco.projections.learners import read_learners
+from diloco.projections.trend import POINTS, Point, Trend
 
 
 def rounds(**of_c):
@@ -57,8 +64,58 @@ def test_updates_that_point_elsewhere_are_told_of(tmp_path, run_async):
     use_place(Place(None, str(run.store)))
     try:
         found, learners = run_async(look())
+        known = run_async(looking.look(str(run.tape)))
     finally:
         use_place(Place())
+    cosines = {one.name: one.cosine for one in known}
+    assert min(cosines, key=cosines.__getitem__) == spoiled.CULPRIT
+    assert {len(one.trend) for one in known} == {5 * spoiled.FRAGMENTS}
     assert [one.about for one in found] == [f"learner {spoiled.CULPRIT}"]
     assert "point elsewhere" in found[0].sentence
     assert all(one.loss is not None and 0.5 < one.norms < 2 for one in learners)
+
+
+def scores(*losses):
+    return [
+        wire.Score(
+            run="r", epoch=0, versions=(index,), record_seqs=(index + 1,), global_step=10 * index,
+            tokens=index, at_s=float(index), loss=loss,
+        )
+        for index, loss in enumerate(losses)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("losses", "ruined"),
+    [
+        ((2.0, 0.5, 1.6), True),  # Most of what was gained is lost.
+        ((2.0, 0.5, 0.7), False),
+        ((0.5, 0.51, 4.0), True),  # From the beginning.
+        ((2.0, 1.0), False),  # Two say nothing.
+        ((0.5, 0.5, 0.52), False),
+    ],
+)
+def test_a_ruined_held_out_loss_is_told_of(losses, ruined):
+    found = [*fleet.ruined(scores(*losses))]
+    assert [one.about for one in found] == ["held-out loss"] * ruined
+    assert not ruined or f"it was {min(losses):.4g}" in found[0].sentence
+
+
+def test_trends_keep_few_points_of_however_many():
+    trend = Trend()
+    for index in range(10_000):
+        trend.add(Point(float(index), 1.0, 1.0))
+    assert 16 <= len(trend.points) <= POINTS
+    assert trend.points[0].at_s == 0.0
+    assert trend.points[-1].at_s > 9000
+
+
+def test_a_curve_is_a_line_of_bars():
+    assert trends.spark([1.0, 2.0, 3.0, 8.0]) == "▁▂▃█"
+    assert trends.spark([5.0] * 100) == "▁" * trends.WIDTH
+    assert trends.spark([float("nan")]) == ""
+    told = {"a": [Point(0.0, 2.0, 1.0), Point(1.0, 1.0, 3.0)], "b": []}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(trends.table(told, {"a": [0.5, 0.7]}))
+    assert "+0.60" in console.file.getvalue()
+    assert "█▁" in console.file.getvalue()

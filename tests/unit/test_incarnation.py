@@ -163,3 +163,33 @@ def test_what_a_superseded_life_sends_late_takes_no_data_position_back(run_async
         return await position_after_join(context)
 
     assert run_async(scenario()) == 24
+
+
+def test_a_replica_that_is_behind_takes_no_data_position_back(run_async):
+    class Behind(MemoryBus):
+        """Its `last` misses the newest update."""
+
+        async def last(self, stream, subject):
+            found = await super().last(stream, subject)
+            if found is None or subject != names.update("r", "learner-0", 0):
+                return found
+            return self.broker.stream(stream).log[sent[0]]
+
+    sent = []
+
+    async def scenario():
+        bus = Behind()
+        context = await made(bus)
+        spec = wire.Specification(
+            run="r", epoch=0, positions={}, layout="0" * 32,
+            settings=context.settings.model_dump(), constants=None, created_at_s=1.0,
+        )  # fmt: skip
+        await bus.publish(names.spec("r"), wire.encode(spec))
+        life = await join(context, "here")
+        for position in (8, 16):
+            announced = wire.encode(manifest(life, position=position))
+            sent.append(await bus.publish(names.update("r", "learner-0", 0), announced))
+        await join(context, "here")
+        return await position_after_join(context)
+
+    assert run_async(scenario()) == 16

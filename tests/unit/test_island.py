@@ -33,13 +33,12 @@ def island_of(sizes, devices, optimizer="adamw", **learner):
 def updates(island):
     """What a learner sends of each fragment after a few steps from the same start."""
     layout = island.layout
-    trained, _ = tree.split(jax.jit(island.task.init)(jax.random.key(0)))
-    leaves = tree.by_name(trained)
+    leaves = tree.by_name(jax.jit(island.task.init)(jax.random.key(0)))
     views = [vector_of(layout, fragment.index, leaves) for fragment in layout.fragments]
     with island.context():
         replica = island.replica(views)
         state, batches = island.init_state(replica.trained), island.feed(5)
-        step = island.inner_step(island.constants)
+        step = island.inner_step()
         for number in range(STEPS):
             replica.trained, state, outcome = step(
                 replica.trained, state, next(batches), np.int32(number)

@@ -12,6 +12,7 @@ import pytest
 
 from diloco.common.errors import TaskError
 from diloco.common.layout import TensorHint
+from diloco.learner.contract import check_task
 from diloco.learner.model import (
     MUON_RATE,
     PRESETS,
@@ -23,7 +24,7 @@ from diloco.learner.model import (
     rotary,
     rotate,
 )
-from diloco.learner.task import check_task, named_leaves, params_shapes
+from diloco.learner.task import named_leaves, params_shapes
 
 SMALL = ModelConfig(layers=2, width=32, heads=2)
 TOKENS_BxL = np.random.default_rng(0).integers(256, size=(2, 12)).astype(np.int32)

@@ -9,11 +9,19 @@ from diloco.aggregator import checkpoint
 from diloco.aggregator.context import Context
 from diloco.check.rules import judge
 from diloco.common import names, wire
-from diloco.common.bus import MemoryBus
+from diloco.common.bus import MemoryBus, Message
 from diloco.common.config import BusSection
 from diloco.common.errors import WireError
-from diloco.common.tape import data_position, entries, load_specification, read_positions
+from diloco.common.store import MemoryStore
+from diloco.common.tape import (
+    data_position,
+    entries,
+    load_specification,
+    read_positions,
+    store_positions,
+)
 from diloco.operate.streams import make_streams
+from diloco.replay.redact import Redactor, names_in
 
 # More than `wire.MAX_KEYS`.
 MANY = {f"learner-{index:04d}": 7 * index for index in range(5000)}
@@ -48,12 +56,12 @@ def test_a_run_with_5000_learners_is_resumed_twice(run_async):
             await lab.send_many("a", 2)
             marked = await checkpoint.mark(lab.context)
         file = checkpoint.load_file(lab.store, RUN, marked.name)
-        assert (file.specification.positions, file.positions) == ({"a": 16}, ())
+        assert (file.specification.positions, file.data_positions) == ({"a": 16}, ())
 
         # As `mark` leaves them, had they all been there.
         crowd = {"a": 16, **MANY}
         bare = file.specification.model_copy(update={"positions": {}})
-        file = file.model_copy(update={"specification": bare, "positions": entries(crowd)})
+        file = file.model_copy(update={"specification": bare, "data_positions": entries(crowd)})
         context = await resumed(lab, wire.decode(wire.CheckpointFile, wire.encode(file)))
         specification = await load_specification(context.bus, RUN)
         assert specification.positions == {}
@@ -72,6 +80,23 @@ def test_a_run_with_5000_learners_is_resumed_twice(run_async):
     run_async(scenario())
 
 
+def test_a_process_that_outlived_its_tape_does_not_send_its_learner_back(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        await lab.create()
+        await lab.join("a")
+        for _ in range(3):
+            await lab.announce(lab.upload("a"))
+        # Stored last, by a life of another epoch that no join of this tape follows.
+        stale = lab.upload("a").model_copy(update={"epoch": 7, "incarnation": 99})
+        for position in (4, 400):  # What it covers nobody has merged.
+            late = stale.model_copy(update={"position": position})
+            await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(late))
+            assert await data_position(lab.context, "a") == 24
+
+    run_async(scenario())
+
+
 def test_few_learners_become_more_than_fit(run_async):
     async def scenario() -> None:
         lab = Lab()
@@ -84,7 +109,7 @@ def test_few_learners_become_more_than_fit(run_async):
             await lab.send_many("b", 1)
             marked = await checkpoint.mark(lab.context)
         file = checkpoint.load_file(lab.store, RUN, marked.name)
-        assert file.positions == entries({"a": 16, "b": 8})
+        assert file.data_positions == entries({"a": 16, "b": 8})
         context = await resumed(lab, file)
         assert [await data_position(context, learner) for learner in ("a", "b")] == [16, 8]
 
@@ -96,3 +121,22 @@ def test_few_learners_become_more_than_fit(run_async):
         assert names.positions_object(RUN, 1, "") in breach.what
 
     run_async(scenario())
+
+
+def test_who_hides_names_hides_those_of_the_object_too():
+    listed = entries({"alice": 3, "learner": 5})
+    store = MemoryStore()
+    ref = store_positions(store, RUN, 1, listed)
+    specification = wire.Specification(
+        run=RUN, epoch=1, positions={}, layout="0" * 32, settings={}, constants=None,
+        created_at_s=0.0, positions_object=ref,
+    )  # fmt: skip
+    redactor = Redactor(RUN, {*names_in(store.get(ref.name))})
+    name, data = redactor.positions(ref.name, store.get(ref.name))
+    assert b"alice" not in data
+    message = Message(names.spec(RUN), 1, 0.0, wire.encode(specification), "")
+    told, _ = redactor.message(message)
+    other = MemoryStore()
+    other.put(name, data)
+    hidden = read_positions(other, wire.decode(wire.Specification, told.payload))
+    assert hidden == {redactor.name(one.learner): one.position for one in listed}

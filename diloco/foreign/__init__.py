@@ -1,0 +1,1 @@
+"""Loops of other frameworks: parameters as arrays of the host, JAX for synchronization alone."""

@@ -1,0 +1,1 @@
+"""A task, tried before anything depends on it."""

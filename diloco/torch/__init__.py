@@ -1,0 +1,130 @@
+"""PyTorch: a module trains in its own loop, and takes part in a run.
+
+    with diloco.torch.join("run.toml", learner="a", module=model, table=TABLE) as island:
+        island.restore(optimizer)
+        while not island.done:
+            loss = train_step(batch_at(island.position))
+            island.step(loss=loss, save=optimizer)
+
+JAX stays on the CPU of this process, and synchronizes what the module's tensors hold.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco.common.config import keep_off_accelerators
+
+keep_off_accelerators()  # before anything below starts JAX
+
+import torch  # noqa: E402
+
+from diloco.common.layout import Hint, default_hint  # noqa: E402
+from diloco.foreign.loop import (  # noqa: E402
+    TensorLearner,
+    create_tensors,
+    join_tensors,
+    load_tensors,
+)
+from diloco.foreign.table import Leaf, Table  # noqa: E402
+from diloco.torch.module import ModuleTensors  # noqa: E402
+from diloco.torch.optimizer import begun, state_of  # noqa: E402
+
+__all__ = ["Leaf", "TorchLearner", "create", "join", "load"]
+
+
+class TorchLearner:
+    """A PyTorch loop's place in a run; `join` makes it."""
+
+    def __init__(self, learner: TensorLearner) -> None:
+        self._learner = learner
+
+    @property
+    def done(self) -> bool:
+        """The loop is to end; as of `diloco.Learner`."""
+        return self._learner.done
+
+    @property
+    def global_step(self) -> int:
+        """The run's clock for the next step, which learning rates follow."""
+        return self._learner.global_step
+
+    @property
+    def position(self) -> int:
+        """Batches of this learner's data that are behind it."""
+        return self._learner.position
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer go on from a checkpoint, where there is one."""
+        with begun(optimizer) as (like, take):
+            found = self._learner.restore(like)
+            if found is not like:
+                take(found)
+
+    def step(
+        self,
+        *,
+        loss: Any,
+        metrics: Mapping[str, Any] | None = None,
+        save: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Take a step boundary; as of `diloco.foreign.loop.TensorLearner`.
+
+        Args:
+            loss: of the step, a tensor that may still be computing: it is read a step later.
+            metrics: further scalars of that step by name.
+            save: the optimizer, of whose state checkpoints are made.
+        """
+        loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        state = None if save is None else lambda: state_of(save)
+        self._learner.step(loss=loss, metrics=metrics, save=state)
+
+    def evaluated(self, figures: Mapping[str, float]) -> None:
+        """Hand over what the loop has measured on held-out data."""
+        self._learner.evaluated(figures)
+
+    def leave(self) -> None:
+        """Ask this learner to leave the run; `done` follows."""
+        self._learner.leave()
+
+
+@contextlib.contextmanager
+def join(
+    file: str | Path,
+    *,
+    learner: str,
+    module: torch.nn.Module,
+    table: Table | None = None,
+    tokens_per_step: int | None = None,
+) -> Iterator[TorchLearner]:
+    """Join a run with a module's parameters; as `diloco.join`.
+
+    Args:
+        file: the run's TOML file.
+        learner: name of this learner in the run.
+        module: its parameters that require gradients are the run's; they are changed in place.
+        table: which leaf of the run each parameter is, by its name in the module.
+        tokens_per_step: as of `diloco.join`.
+    """
+    tensors = ModuleTensors(module)
+    with join_tensors(
+        file, learner=learner, tensors=tensors, table=table, tokens_per_step=tokens_per_step
+    ) as island:
+        yield TorchLearner(island)
+
+
+def create(
+    file: str | Path,
+    module: torch.nn.Module,
+    *,
+    table: Table | None = None,
+    hint: Hint = default_hint,
+) -> None:
+    """Create the run of a TOML file, which begins with a module's parameters."""
+    create_tensors(file, ModuleTensors(module), table=table, hint=hint)
+
+
+def load(run: str | Path, module: torch.nn.Module, *, table: Table | None = None) -> None:
+    """Have a module take the newest global parameters of a run."""
+    load_tensors(run, ModuleTensors(module), table=table)

@@ -1,0 +1,78 @@
+"""A module's parameters on the host; from and to CUDA on a stream of their own."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from diloco.common.errors import ConfigError
+
+_DTYPES = {
+    torch.float64: np.dtype(np.float64),
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class ModuleTensors:
+    """The parameters of a module that require gradients, by their names there.
+
+    Raises:
+        ConfigError: one is of a dtype that is not synchronized.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        for name, parameter in self._parameters.items():
+            if parameter.dtype not in _DTYPES:
+                raise ConfigError(f"the parameter {name!r} is {parameter.dtype}, and no float")
+        self._stream: Any = None
+
+    def shapes(self) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Shape and dtype of each."""
+        return {
+            name: (tuple(one.shape), _DTYPES[one.dtype]) for name, one in self._parameters.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        """A parameter's values; waits for the device, where they are on one."""
+        values = self._parameters[name].detach()
+        with self._aside(values):
+            values = values.to("cpu")
+        if values.dtype == torch.bfloat16:  # which NumPy does not know
+            return np.asarray(values.view(torch.int16)).view(ml_dtypes.bfloat16)
+        return np.asarray(values)
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Set a parameter's values, in place."""
+        own = np.require(values, requirements=("C", "W"))  # as torch wants them
+        if own.dtype == ml_dtypes.bfloat16:
+            given = torch.from_numpy(own.view(np.int16)).view(torch.bfloat16)
+        else:
+            given = torch.from_numpy(own)
+        parameter = self._parameters[name]
+        with torch.no_grad(), self._aside(parameter):
+            parameter.copy_(given)
+
+    @contextlib.contextmanager
+    def _aside(self, tensor: torch.Tensor) -> Any:
+        """Copies of CUDA's tensors: behind what computes them, on another stream."""
+        if tensor.device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        computing = torch.cuda.current_stream(tensor.device)
+        self._stream.wait_stream(computing)
+        with torch.cuda.stream(self._stream):
+            yield
+        # What computes next sees the copy.
+        computing.wait_stream(self._stream)

@@ -1,0 +1,110 @@
+"""`diloco task check`: everything that is wrong with a task, at once, before anything depends on it."""
+
+import sys
+
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from diloco.__main__ import app
+
+TASKS = """
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from diloco import Task
+
+
+def batches(learner, position):
+    while True:
+        yield np.full((4, 2), position + len(learner), np.float32)
+        position += 1
+
+
+GOOD = Task(
+    init=lambda key: {"w": jnp.ones(2), "unused": jnp.ones(3)},
+    loss=lambda params, batch, key: (jnp.mean((batch @ params["w"]) ** 2), {"size": 4.0}),
+    batches=batches,
+    evaluate=lambda params: {"loss": 1.5, "accuracy": 0.25},
+    tokens_per_batch=4,
+    optimizer=optax.sgd(1e-3),
+)
+
+
+def good(*, steps, seed):
+    return GOOD
+
+
+def bad(*, steps, seed):
+    return dataclasses.replace(
+        GOOD, accumulate=3, schedule=lambda step: -1.0, loss=lambda params, batch: params["w"]
+    )
+
+
+def uphill(*, steps, seed):
+    return dataclasses.replace(GOOD, schedule=optax.constant_schedule(1e-3))
+
+
+def first(*, steps, seed):
+    same = dataclasses.replace(GOOD, loss=lambda p, b: jnp.mean((b @ p["w"]) ** 2))
+    return dataclasses.replace(same, batches=lambda learner, position: batches("x", position))
+
+
+def fails(*, steps, seed):
+    raise RuntimeError("the user's own trouble")
+"""
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "tried_tasks.py").write_text(TASKS)
+
+    def run(build):
+        document = {
+            "run": {"name": "r", "steps": 100}, "task": {"build": f"tried_tasks:{build}"},
+            "sync": {"fragments": 1}, "store": {"url": "unused"},
+        }  # fmt: skip
+        (tmp_path / "run.toml").write_text(tomli_w.dumps(document))
+        return CliRunner().invoke(app, ["task", "check", "run.toml"])
+
+    yield run
+    sys.modules.pop("tried_tasks", None)
+
+
+def test_a_good_task_is_described(check):
+    done = check("good")
+    assert done.exit_code == 0, done.output
+    for words in ("5 parameters in 1 fragment", "loss 1.5, accuracy 0.25", "would take it"):
+        assert words in done.output
+    assert "no gradient in 4 steps: unused" in done.output
+
+
+def test_all_refusals_are_told_at_once(check):
+    done = check("bad")
+    assert done.exit_code == 1
+    for words in ("accumulate is 3", "one floating scalar", "gave -1.0"):
+        assert words in done.output
+
+
+def test_a_task_that_trains_uphill_is_refused(check):
+    done = check("uphill")
+    assert done.exit_code == 1
+    assert "goes uphill" in done.output
+
+
+def test_the_first_edition_is_told_what_to_change(check):
+    done = check("first")
+    assert done.exit_code == 0
+    assert "def loss(params, batch, key)" in done.output
+    assert "draw the same batch" in done.output
+
+
+def test_what_the_task_itself_raises_is_told(check):
+    done = check("fails")
+    assert done.exit_code == 1
+    assert "RuntimeError: the user's own trouble" in done.output
