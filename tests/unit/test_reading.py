@@ -131,9 +131,10 @@ def test_the_example_learns_own_files(tmp_path: Path) -> None:
     params = task.init(jax.random.key(0))
     state, batches = task.optimizer.init(params), task.batches("b", 0)
     before = task.evaluate(params)
-    gradient = jax.jit(jax.grad(task.loss))
+    gradient, key = jax.jit(jax.grad(task.loss, has_aux=True)), jax.random.key(1)
     for step in range(40):
-        direction, state = task.optimizer.update(gradient(params, next(batches)), state)
+        gradients, _ = gradient(params, next(batches), key)
+        direction, state = task.optimizer.update(gradients, state)
         move = optax.tree_utils.tree_scale(-task.schedule(step), direction)
         params = optax.apply_updates(params, move)
     assert task.evaluate(params) < before / 2
