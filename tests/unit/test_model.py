@@ -199,7 +199,7 @@ def test_the_task_learns(folder, optimizer):
 
     @jax.jit
     def train_step(params, state, batch, step):
-        gradients = jax.grad(task.loss)(params, batch)
+        gradients, _ = jax.grad(task.loss, has_aux=True)(params, batch, jax.random.key(0))
         direction, state = task.optimizer.update(gradients, state, params)
         return jax.tree.map(lambda p, d: p - task.schedule(step) * d, params, direction), state
 
@@ -227,12 +227,9 @@ def test_the_task_learns(folder, optimizer):
         ({"dtype": "float16"}, "one of float32, bfloat16"),
         ({"mlp": "relu"}, "one of swiglu, gelu"),
         ({"optimizer": "sgd"}, "one of adamw, muon"),
-        ({"held_out": "no/such/folder"}, "it is missing"),
         ({"tied": 1}, "true or false"),
         ({"remat": "yes"}, "true or false"),
         ({"corpus": 3}, "a string"),
-        ({"corpus": "no/such/folder"}, "it is missing"),
-        ({"length": 10_000_000}, "more than length=10000000 bytes"),
         ({"seed": -1}, "at least 0"),
         ({"steps": 0}, "at least 1"),
     ],
@@ -240,3 +237,23 @@ def test_the_task_learns(folder, optimizer):
 def test_a_wrong_option_is_named(option, expected):
     with pytest.raises(TaskError, match=expected):
         build(**{"steps": 10, "seed": 0, **option})
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"held_out": "no/such/folder"}, "it is missing"),
+        ({"corpus": "no/such/folder"}, "it is missing"),
+        ({"length": 10_000_000}, "more than length=10000000 bytes"),
+    ],
+)
+def test_texts_are_wanted_by_whoever_reads_them(option, expected):
+    """Who exports or samples has not to have them."""
+    task = build(**{"steps": 10, "seed": 0, **option})
+
+    def read_all():
+        next(iter(task.batches("a", 0)))
+        task.evaluate(jax.jit(task.init)(jax.random.key(0)))
+
+    with pytest.raises(TaskError, match=expected):
+        read_all()
