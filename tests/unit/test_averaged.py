@@ -5,7 +5,7 @@ import pytest
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.core.state import Admitted, Credit
 from diloco.common import slices, wire
 from diloco.common.averaged import settings_of
 from diloco.common.config import make_config
@@ -41,7 +41,7 @@ def admitted(learner, tokens, steps, staleness=0):
     )  # fmt: skip
     weight = policy.weight(tokens, steps, averaged=RULES.averaged)
     discount = policy.discount(RULES.staleness, staleness)
-    return Admitted(manifest, 1, weight, staleness, discount, 1.0, 0.0)
+    return Admitted(manifest, 1, Credit(steps, tokens, weight), staleness, discount, 1.0, 0.0)
 
 
 def version_of(view, updates):
