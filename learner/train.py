@@ -49,14 +49,16 @@ class Program:
         """
         island, (inner_step,) = self._island, self._compiled
         params, state, judged = _restored(island, learner)
-        batches = learner.reading(island.feed(learner.position))
+        shared = island.task.shared
+        holder = None if shared is None else learner.divide(shared)
+        batches = learner.reading(island.feed(learner.position, holder))
         watch = Watch(island)
-        while not learner.done:
+        while not learner.done and (batch := next(batches, None)) is not None:
             began_s = time.perf_counter()
             params, state, outcome = inner_step(
                 params,
                 state,
-                next(batches),
+                batch,
                 np.int32(learner.global_step),
                 np.uint32(learner.position),
             )

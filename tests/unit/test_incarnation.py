@@ -10,7 +10,7 @@ from diloco.common.bus import MemoryBus, StreamLimits
 from diloco.common.errors import BusUnavailableError, SupersededError, SwapLostError
 from diloco.common.exits import Exit
 from diloco.learner.incarnation import end_when_superseded, join
-from diloco.learner.position import position_after_join
+from diloco.learner.position import place_after_join
 
 SUBJECT = names.join("r", "learner-0")
 
@@ -156,11 +156,11 @@ def test_what_a_superseded_life_sends_late_takes_no_data_position_back(run_async
         first = await join(context, "here")
         await bus.publish(subject, wire.encode(manifest(first, position=8)))
         second = await join(context, "there")
-        assert await position_after_join(context) == 8
+        assert (await place_after_join(context)).position == 8
         await bus.publish(subject, wire.encode(manifest(second, position=24)))
         await bus.publish(subject, wire.encode(manifest(first, position=16)))
         await join(context, "there")
-        return await position_after_join(context)
+        return (await place_after_join(context)).position
 
     assert run_async(scenario()) == 24
 
@@ -190,6 +190,6 @@ def test_a_replica_that_is_behind_takes_no_data_position_back(run_async):
             announced = wire.encode(manifest(life, position=position))
             sent.append(await bus.publish(names.update("r", "learner-0", 0), announced))
         await join(context, "here")
-        return await position_after_join(context)
+        return (await place_after_join(context)).position
 
     assert run_async(scenario()) == 16
