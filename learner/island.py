@@ -82,13 +82,14 @@ class Island:
             anchor=self.anchor,
         )
 
-    def inner_step(self) -> InnerStep:
-        """The inner step."""
+    def inner_step(self, *, judging: bool = True) -> InnerStep:
+        """The inner step; `judging` as of `make_inner_step`."""
         return make_inner_step(
             self.task,
             key=key_of(self.settings.run.seed, self.learner),
             shardings=(self.shardings, self.state_shardings),
             compiler_options=self._compiler_options,
+            judging=judging,
         )
 
     def init_state(self, params: Params) -> Any:

@@ -17,6 +17,7 @@ from diloco.learner import tree
 from diloco.learner.contract import FIRST_EDITION, build_task, refusals
 from diloco.learner.inner_step import Outcome, make_inner_step
 from diloco.learner.task import Params, Task, params_shapes, scores
+from diloco.learner.train import Judge
 
 # A step that waits longer for its batch than this share of its time is slow by its data.
 SLOW_DATA = 0.1
@@ -134,14 +135,13 @@ def _judge(trial: Trial, task: Task, outcomes: list[Outcome]) -> None:
         trial.facts.append((name, f"{float(outcomes[-1].metrics[name]):.4g}"))
     if not all(map(math.isfinite, losses)):
         trial.refuse(TaskError("the loss is infinite or not a number within the first steps"))
-    moved = [float(outcome.descent) for outcome in outcomes if outcome.descent]
-    if moved and moved[0] < 0:
-        trial.refuse(
-            TaskError(
-                "the inner optimizer's first step goes uphill, along the gradient",
-                hint="leave Task.schedule out for an ordinary optimizer, such as optax.adam(rate)",
-            )
-        )
+    judge = Judge()
+    try:
+        for outcome in outcomes:
+            if not judge.done and outcome.descent is not None:
+                judge.look(float(outcome.descent))
+    except TaskError as error:
+        trial.refuse(error)
     shapes = params_shapes(task)
     trained, _ = tree.split(shapes, tree.division_of(task, shapes).trained)
     still = np.all([outcome.still for outcome in outcomes], axis=0)
