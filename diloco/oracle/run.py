@@ -46,7 +46,12 @@ class Oracle:
             Chain(layout, created, self._changed, index) for index in range(len(layout.fragments))
         ]
         earlier = specification.positions if positions is None else positions
-        self._data = Data(specification, earlier)
+        overwritten = [
+            fragment.index
+            for fragment in layout.fragments
+            if fragment.averaged or created.sync.adopt == "overwrite"
+        ]
+        self._data = Data(specification, earlier, overwritten)
         self.shares = Shares()
         self._remaker = remaker
         self._last_seq = 0

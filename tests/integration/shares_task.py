@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diloco import GrainData, Task
+from diloco import GrainData, Task, TensorHint, Variables
 
 EXAMPLES, BATCH, SHARES = 200, 2, 5
 
@@ -37,16 +37,27 @@ def data(*, seed: int, sleep_s: float = 0.0) -> GrainData:
     return GrainData(examples, batch=BATCH, seed=seed, shares=SHARES, ahead=1)
 
 
-def build(*, steps, seed, sleep_s=0.0):
+def build(*, steps, seed, sleep_s=0.0, apart=False):
+    """`apart`: with a frozen leaf, and with state that is averaged over the fleet."""
     del steps
     source = data(seed=seed, sleep_s=sleep_s)
 
     def init(key):
-        return {"first": jax.random.normal(key, (8, 64)) / 4, "second": jnp.zeros((64, 1))}
+        trained = {"first": jax.random.normal(key, (8, 64)) / 4, "second": jnp.zeros((64, 1))}
+        if not apart:
+            return trained
+        frozen = {"base": jax.random.normal(jax.random.fold_in(key, 1), (8, 64)) / 4}
+        return Variables(trained=trained, frozen=frozen, state={"mean": jnp.zeros(8)})
 
     def loss(params, batch, _key):
-        outputs = jnp.tanh(batch["x"] @ params["first"]) @ params["second"]
-        return jnp.square(outputs - batch["y"]).mean(), {}
+        trained = params.trained if apart else params
+        first = trained["first"] + (params.frozen["base"] if apart else 0)
+        outputs = jnp.tanh(batch["x"] @ first) @ trained["second"]
+        error = jnp.square(outputs - batch["y"]).mean()
+        if not apart:
+            return error, {}
+        mean = 0.9 * params.state["mean"] + 0.1 * (batch["x"].mean(0) + 1)
+        return error, {}, {"mean": mean}
 
     return Task(
         init=init,
@@ -54,7 +65,10 @@ def build(*, steps, seed, sleep_s=0.0):
         batches=source.batches,
         rows=source.rows,
         shared=source.shared,
-        evaluate=lambda params: float(jnp.square(params["second"]).sum()),
+        evaluate=lambda params: 0.0,
         tokens_per_batch=BATCH,
         optimizer=optax.adam(0.01),
+        hint=lambda name, _shape: TensorHint(
+            kind="averaged" if name.startswith("state/") else "trained"
+        ),
     )

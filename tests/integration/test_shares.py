@@ -3,10 +3,12 @@
 import time
 
 import jax
+import numpy as np
 import optax
 import pytest
 from audit import read_items, read_tape
 from harness import ENDLESS
+from test_unequal_slices import start, until_merged
 
 pytest.importorskip("grain")
 
@@ -111,3 +113,44 @@ def test_what_a_killed_learner_held_goes_to_others_and_nothing_is_merged_twice(n
     )
     world.stop()
     assert back.wait() == Exit.ENDED, back.log()
+
+
+@pytest.mark.timeout(600)
+def test_hosts_of_a_learner_read_their_rows_of_its_shares_and_keep_what_is_not_trained(new_world):
+    """Frozen leaves are never sent, and averaged state has versions; also of two hosts."""
+    world = new_world(
+        run=ENDLESS,
+        task={"build": "shares_task:build", "options": {"apart": True}},
+        sync={"interval_steps": 4, "min_steps": 2, "fragments": 2, "block": 16},
+        learner={"heartbeat_interval_s": 0.2},
+        gc={"enabled": False},
+    )
+    world.aggregator()
+    hosts = start(world, "a", hosts=2, devices=1)
+    start(world, "b", hosts=1, devices=1)
+    for name in ("a", "b"):
+        until_merged(world, name, 8)
+    world.stop()
+    for process in world.processes:
+        assert process.wait() == 0, process.log()
+    tape = read_tape(world)
+    tape.check()
+    oracle = judged(world)
+    assert not oracle.findings, oracle.findings
+    for fragment in tape.layout.fragments:
+        assert oracle.shares.merged(fragment.index)
+    assert {tensor.name for tensor in tape.layout.tensors} == {
+        "trained/first",
+        "trained/second",
+        "state/mean",
+    }
+    (state,) = [fragment.index for fragment in tape.layout.fragments if fragment.averaged]
+    versions = [record for _, record in tape.records[state] if record.inputs]
+    assert {one.learner for record in versions for one in record.inputs} == {"a", "b"}
+    # Both hosts have the same place in the same shares.
+    params = world.params()
+    np.testing.assert_allclose(params["state/mean"], 1, atol=0.8)
+    begun = shares_task.build(steps=1, seed=world.config.run.seed, apart=True)
+    key = jax.random.key(world.config.run.seed)
+    assert len(hosts) == 2
+    np.testing.assert_array_equal(params["frozen/base"], begun.init(key).frozen["base"])
