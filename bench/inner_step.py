@@ -9,6 +9,7 @@ same on a busy machine.
 
 import argparse
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import jax
@@ -45,7 +46,7 @@ def main() -> None:
     ):
         looking = nullcontext() if sees else mock.patch.object(inner_step, "_still", blind)
         with looking:
-            made = inner_step.make_inner_step(task, judging=judging)
+            made: Any = inner_step.make_inner_step(task, judging=judging)
             found = made.lower(*given, np.int32(0), np.uint32(0)).compile().cost_analysis()
         first = first or found
         parts = [f"{key} {found[key] / first[key] - 1:+.2%}" for key in ("flops", "bytes accessed")]
