@@ -120,6 +120,13 @@ class Fleet:
             at = max(position, self.held.next_position(learner))
             assert self.put(learner, "claim", life, at, self.held.choose(learner, SIZES))
 
+    def grab(self, learner: str, share: int) -> None:
+        """Whatever it is: it has not read what others claimed before."""
+        if learner in self.lives:
+            life, position = self.lives[learner]
+            at = max(position, self.held.next_position(learner))
+            self.put(learner, "claim", life, at, (share, 0))
+
     def leave(self, learner: str) -> None:
         if learner in self.lives:
             life, position = self.lives.pop(learner)
@@ -138,7 +145,7 @@ class Fleet:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["join", "claim", "train", "send", "leave", "crash", "expire"]),
+        st.sampled_from(["join", "claim", "grab", "train", "send", "leave", "crash", "expire"]),
         st.sampled_from("abcd"),
         st.integers(1, 9),
     ),
@@ -153,6 +160,8 @@ def test_no_batch_is_merged_twice_and_each_is_reached_while_somebody_lives(steps
     for what, learner, batches in steps:
         if what in ("train", "send"):
             fleet.train(learner, batches, announce=what == "send")
+        elif what == "grab":
+            fleet.grab(learner, batches)
         else:
             getattr(fleet, what)(learner)
     assert set(fleet.merged.values()) <= {1}

@@ -7,8 +7,9 @@ from test_publish import make_context
 
 from diloco.common import names, wire
 from diloco.common.bus import MemoryBus, StreamLimits
-from diloco.common.errors import BusUnavailableError, SupersededError, SwapLostError
+from diloco.common.errors import BusUnavailableError, ExpiredError, SupersededError, SwapLostError
 from diloco.common.exits import Exit
+from diloco.common.holdings import EXPIRY
 from diloco.learner.incarnation import end_when_superseded, join
 from diloco.learner.position import place_after_join
 
@@ -122,6 +123,22 @@ def test_another_process_under_this_name_ends_a_life_and_the_error_says_where_it
         assert error.status == Exit.SUPERSEDED
         assert "on 'the-other-machine', has joined run 'r' as 'learner-0'" in error.message
         assert "\n" not in error.message
+
+    run_async(scenario())
+
+
+def test_a_life_that_an_aggregator_has_ended_may_begin_again(run_async):
+    async def scenario():
+        context = await made(Flaky())
+        life = await join(context, "here")
+        word = wire.Join(
+            run="r", learner="learner-0", layout=context.layout.digest, host="aggregator one"
+        )
+        await context.bus.publish(SUBJECT, wire.encode(word), msg_id=f"{EXPIRY}0")
+        error = await ends(context, life)
+        assert isinstance(error, ExpiredError)
+        assert error.status.restart
+        assert "aggregator one has ended this life of 'learner-0'" in error.message
 
     run_async(scenario())
 
