@@ -17,6 +17,7 @@ from diloco.common.errors import StoreUnavailableError
 from diloco.common.service import Runtime
 from diloco.common.tape import data_position
 from diloco.learner.checkpoint import PartFolder
+from diloco.learner.position import Place
 
 SEEDS = 500
 
@@ -84,7 +85,11 @@ def blocks_where_they_come():
 
 def position_from_any_replica():
     """A learner that comes back believes whatever replica answers where its data goes on."""
-    return mock.patch("simworld.position_after_join", lambda c: data_position(c, c.learner))
+
+    async def place(context):
+        return Place(await data_position(context, context.learner), ())
+
+    return mock.patch("simworld.place_after_join", place)
 
 
 def deaf_to_newer_joins():
