@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from diloco.common import names, wire
 from diloco.common.config import RunSettings, parse_settings
@@ -34,31 +34,12 @@ from diloco.common.tape import (
     load_specification,
     read_tape,
 )
+from diloco.projections.sent import Announced, Sent, Updates
 from diloco.projections.spool import Part, Spool, Spooled, Times
 
 Body = TypeVar("Body", bound=wire.Body)
 # A fragment's records, in order, with their sequences.
 Chain = Sequence[tuple[int, wire.Record]]
-
-
-class Sent(NamedTuple):
-    """An update by its identity, whatever how often it was announced."""
-
-    learner: str
-    incarnation: int
-    fragment: int
-    seq: int
-
-
-class Announced(NamedTuple):
-    """An update's first announcement that the tape still holds, in short."""
-
-    stream_seq: int
-    time_s: float
-    tokens: int
-    steps: int
-    position: int
-    base_version: int
 
 
 def _spooled(spool: Spool, kind: type[Body]) -> Spooled[tuple[int, Body]]:
@@ -87,8 +68,8 @@ class Entries(Spooled[Entry]):
         self._subjects: dict[str, type[wire.Body]] = {}
         self._names: list[str] = []
         self._ids: dict[str, int] = {}
-        self._whose = array("l")
-        self._sizes = array("q")
+        self._whose = array("i")
+        self._sizes = array("i")
 
     def take(self, entry: Entry, place: int) -> None:
         """The next one, whose bytes begin at a place."""
@@ -262,15 +243,14 @@ class History:
             return None
         return self.manifests[index][1]
 
-    def sent(self, fragment: int | None = None) -> dict[Sent, Announced]:
+    def sent(self, fragment: int | None = None) -> Updates:
         """Every distinct update, of a fragment or all, by its first announcement."""
-        found: dict[Sent, Announced] = {}
+        found = Updates()
         for seq, sent in self.manifests if fragment is None else self.announced(fragment):
-            if (update := identity(sent)) not in found:
-                found[update] = Announced(
-                    seq, self.times_s[seq], sent.tokens, sent.steps, sent.position,
-                    sent.base_version,
-                )  # fmt: skip
+            at = Announced(
+                seq, self.times_s[seq], sent.tokens, sent.steps, sent.position, sent.base_version
+            )
+            found.add(identity(sent), at)
         return found
 
     def merged(self) -> dict[Sent, wire.Input]:

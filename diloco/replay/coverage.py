@@ -12,10 +12,10 @@ from typing import Any, Literal
 from diloco.check import evidence
 from diloco.check.audit import Breach, audit
 from diloco.check.evidence import Hole
+from diloco.check.listing import Listing
 from diloco.common.errors import IntegrityError
 from diloco.common.release import release
 from diloco.projections.history import Chain, History
-from diloco.replay.listing import Listing
 
 Verdict = Literal["verified", "incomplete", "wrong"]
 STATUSES: dict[Verdict, int] = {"verified": 0, "wrong": 1, "incomplete": 2}
@@ -142,7 +142,7 @@ def tape_of(
             [found for found in breaches if found.where not in unreadable]
             + [*evidence.broken_chains(history)]
         ),
-        newer=tuple(evidence.newer_objects(history, listing.newer)),
+        newer=tuple(evidence.newer_objects(history, listing.picked)),
         missing=missing,
         lost=lost,
     )

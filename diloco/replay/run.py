@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from diloco.aggregator.arrays.merge import Vector
+from diloco.check.listing import Listing, fragment_of, list_now, read_listing
 from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
 from diloco.cli.versions import find_targets
@@ -32,7 +33,6 @@ from diloco.replay.coverage import (
     tape_of,
     verdict,
 )
-from diloco.replay.listing import Listing, fragment_of, read_listing
 from diloco.replay.options import Options
 from diloco.replay.verify import Lost
 
@@ -153,8 +153,7 @@ async def _still_missing(
         async for recorded in records_of(context, fragment):
             oldest[fragment] = recorded.record_seq
             break
-    there = await context.runtime.call(context.store.list, f"{context.run}/")
-    found = Listing(info.name for info in there)
+    found = await context.runtime.call(list_now, context.store, context.run)
     return tuple(
         (name, seq)
         for name, seq in missing

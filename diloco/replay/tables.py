@@ -26,7 +26,8 @@ from diloco.common.views import load_version
 from diloco.learner.background import running_loop
 from diloco.model.load import piece_values
 from diloco.model.scores import Scorer, all_kept
-from diloco.projections.history import History, Sent, answered, identity, read_history, resolves
+from diloco.projections.history import History, answered, identity, read_history, resolves
+from diloco.projections.sent import Sent
 from diloco.replay import score, show, verify
 from diloco.replay.rounds import load_arrays, settings_at
 

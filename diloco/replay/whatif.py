@@ -26,6 +26,7 @@ from diloco.aggregator.core.decisions import decide_again
 from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.shard_reader import read_input, read_payload
+from diloco.check.listing import list_now
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common import wire
@@ -148,7 +149,7 @@ def make_plan(
 
     changed = changes(history.settings, change(history.settings))
     _check_sections(changed)
-    there = {info.name for info in history.store.list(f"{history.run}/")}
+    there = list_now(history.store, history.run)
     chains = {fragment: mergeable(chain, there) for fragment, chain in chosen.items()}
     deciding = any(sentence.startswith(DECIDING) for sentence in changed)
     _check_without(chains, without, deciding=deciding)
