@@ -1,12 +1,15 @@
 """A run in one file: what it holds, that all who read take it, and what becomes of a damaged one."""
 
+import asyncio
 import io
 import json
 
+import numpy as np
 import pytest
 import spoiled
 from rich.console import Console
 
+import diloco
 from diloco.cli.opening import Place, use_place
 from diloco.common.errors import BusError, ConfigError, IntegrityError, StoreError
 from diloco.common.kept import KeptBus, KeptStore, open_kept
@@ -45,6 +48,15 @@ def shown(capsys, bundle, what):
     capsys.readouterr()
     looking.run_show(str(bundle), what)
     return capsys.readouterr().out
+
+
+def test_its_parameters_are_loaded_also_where_an_event_loop_runs(whole):
+    async def in_a_notebook():
+        return diloco.load(whole)
+
+    here, beside = diloco.load(whole), asyncio.run(in_a_notebook())
+    assert here.keys() == beside.keys() != set()
+    assert all(np.array_equal(here[name], beside[name]) for name in here)
 
 
 def test_a_whole_run_is_verified_from_the_file_alone(whole):

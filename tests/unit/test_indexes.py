@@ -36,8 +36,10 @@ def test_what_lacks_a_piece_or_is_there_twice_is_damaged() -> None:
     contents.drop_damaged()
     assert "cut" not in contents
     whole, once = contents.get("whole"), contents.get("twice")
-    assert whole is not None and whole.pieces == (Piece(1, 0, 6), Piece(2, 6, 10))
-    assert once is not None and once.pieces == (Piece(4, 0, 4),)
+    assert whole is not None
+    assert whole.pieces == (Piece(1, 0, 6), Piece(2, 6, 10))
+    assert once is not None
+    assert once.pieces == (Piece(4, 0, 4),)
 
 
 def test_a_listing_knows_sizes_and_what_another_one_lacks() -> None:
@@ -48,9 +50,12 @@ def test_a_listing_knows_sizes_and_what_another_one_lacks() -> None:
     assert (len(tape), tape.size("o700"), tape.size("o")) == (MANY, 700, None)
     amiss = tape.beside(there)
     assert len(amiss) == MANY - 9
-    assert "o5" in amiss and "o6" not in amiss and "o10" in amiss
+    assert "o5" in amiss
+    assert "o6" not in amiss
+    assert "o10" in amiss
     assert there.picked == ["o3"]
-    assert len(tape.beside(Listing())) == MANY and not Listing().beside(tape)
+    assert len(tape.beside(Listing())) == MANY
+    assert not Listing().beside(tape)
 
 
 def test_updates_are_as_a_dictionary_of_them() -> None:
