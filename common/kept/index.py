@@ -67,6 +67,10 @@ class Log:
         self.subjects: list[str] = []
         self._ids: dict[str, int] = {}
 
+    def ids(self, subject: str) -> list[int]:
+        """The subject's index, if it has a message."""
+        return [self._ids[subject]] if subject in self._ids else []
+
     def add(self, at: int, message: Message) -> None:
         """The next message."""
         if message.subject not in self._ids:

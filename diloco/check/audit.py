@@ -20,10 +20,10 @@ from diloco.common.tape import read_positions
 from diloco.projections.history import (
     Chain,
     History,
+    Settled,
     answered,
     identity,
     resolves,
-    settled,
 )
 from diloco.projections.sent import Announced, Sent, Updates
 
@@ -270,10 +270,8 @@ class _Turns(NamedTuple):
 
 
 def _turns(chain: Chain, sent: Updates) -> _Turns:
-    first = chain[0][1]
-    old = bytearray(
-        settled(first, sent.update(row), sent.stream_seq(row)) for row in range(len(sent))
-    )
+    settled = Settled(chain[0][1])
+    old = bytearray(settled(sent.update(row), sent.stream_seq(row)) for row in range(len(sent)))
     resolved_at = array("q", bytes(8 * len(sent)))
     for seq, record in chain:
         for taken in resolves(record):
@@ -480,9 +478,11 @@ def _check_end(found: Audit, at: tuple[int, wire.End], hostile: Sequence[str]) -
         for fragment in leave.fragments:
             life = (leave.learner, leave.incarnation, fragment)
             covered[life] = max(covered[life], leave.position)
-    for learner in {join.learner for _, join in history.joins} - {*hostile}:
-        last = history.lives(learner)[-1]
-        leaves = [a for a in history.full_leaves(learner) if a[1].incarnation == last]
+    lives = {join.learner: seq for seq, join in history.joins}
+    left = history.full_leaves()
+    for learner in lives.keys() - {*hostile}:
+        last = lives[learner]
+        leaves = left.get((learner, last), ())
         stopped = history.stop[0] if history.stop else end_seq
         # Who came after the end, or was trimmed away, had nothing to send.
         if leaves and leaves[0][0] > stopped and history.whole_from <= last < end_seq:

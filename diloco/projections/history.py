@@ -7,7 +7,7 @@ are in a file and decoded when they are asked for (`spool.py`): go over them, an
 Garbage collection trims the tape, so a history begins where the tape does: from sequence
 `whole_from` on nothing is missing; what stands before it are the last messages of their subjects
 and the tails of the chains of records. Each fragment is accounted for from its oldest record on:
-that one says what was resolved before (`settled`).
+that one says what was resolved before (`Settled`).
 """
 
 import heapq
@@ -277,9 +277,13 @@ class History:
         """Incarnations of a learner, in order."""
         return [seq for seq, join in self.joins if join.learner == learner]
 
-    def full_leaves(self, learner: str) -> list[tuple[int, wire.Leave]]:
+    def full_leaves(self) -> dict[tuple[str, int], list[tuple[int, wire.Leave]]]:
         """Ends of lives, without the words that only some fragments are finished."""
-        return [at for at in self.leaves if at[1].learner == learner and not at[1].fragments]
+        found: dict[tuple[str, int], list[tuple[int, wire.Leave]]] = {}
+        for seq, leave in self.leaves:
+            if not leave.fragments:
+                found.setdefault((leave.learner, leave.incarnation), []).append((seq, leave))
+        return found
 
     def settings_of(self, record: wire.Record) -> RunSettings | None:
         """The settings a record was made under; None if they are trimmed from the tape."""
@@ -313,15 +317,17 @@ def answered(record: wire.Record, taken: wire.Input | wire.Rejected) -> Sent:
     return Sent(taken.learner, taken.incarnation, record.fragment, taken.seq)
 
 
-def settled(first: wire.Record, update: Sent, announced_seq: int) -> bool:
-    """Whether an update was resolved when a fragment's oldest record was made, by its word."""
-    if announced_seq < first.position:
-        return True
-    return any(
-        mark.seq >= update.seq
-        for mark in first.policy.marks
-        if (mark.learner, mark.incarnation) == (update.learner, update.incarnation)
-    )
+class Settled:
+    """Which updates were resolved when a fragment's oldest record was made, by its word."""
+
+    def __init__(self, first: wire.Record) -> None:
+        self._position = first.position
+        self._marks = {(mark.learner, mark.incarnation): mark.seq for mark in first.policy.marks}
+
+    def __call__(self, update: Sent, announced_seq: int) -> bool:
+        """Whether an update, announced at a sequence of the tape, was."""
+        mark = self._marks.get((update.learner, update.incarnation), 0)
+        return announced_seq < self._position or mark >= update.seq
 
 
 async def read_history(context: RunContext) -> History:

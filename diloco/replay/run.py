@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from diloco.aggregator.arrays.merge import Vector
-from diloco.check.listing import Listing, fragment_of, list_now, read_listing
+from diloco.check.listing import fragment_of, list_now, read_listing
 from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
 from diloco.cli.versions import find_targets
@@ -87,7 +87,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         if options.score or options.bisect:
             return await score.run_score(context, history, chosen, options, console)
         if options.blame:
-            return await _blame(context, history, chosen, listing, options, console)
+            return await _blame(context, history, chosen, options, console)
         if options.settings or options.without:
             return await _what_if(context, history, chosen, options, console)
         window_s = opened.config.gc.replay_window_s if opened.copy else math.inf
@@ -200,11 +200,12 @@ async def _blame(
     context: RunContext,
     history: History,
     chosen: dict[int, Chain],
-    listing: Listing,
     options: Options,
     console: Console,
 ) -> int:
-    chains = {fragment: whatif.mergeable(chain, listing) for fragment, chain in chosen.items()}
+    # After the tape: a run that goes on has stored what its newest records name by now.
+    there = await context.runtime.call(list_now, context.store, context.run)
+    chains = {fragment: whatif.mergeable(chain, there) for fragment, chain in chosen.items()}
     late = [f"{f} at {c[0][1].version}" for f, c in chains.items() if c[0][1].version > 0]
     if late and not options.json:
         console.print(f"[yellow]note:[/] fragments begin at later versions: {', '.join(late)}")
