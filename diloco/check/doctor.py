@@ -401,7 +401,11 @@ def show(report: Report, console: Console) -> None:
         severity: sum(finding.severity == severity for finding in report.findings)
         for severity in ORDER[:-1]
     }
-    listed = ", ".join(f"{count} {severity}s" for severity, count in counts.items() if count)
+    listed = ", ".join(
+        f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count
+    )
     state = "is healthy" if report.healthy else "is [bold red]not healthy[/]"
+    if report.healthy and counts["warning"]:
+        state = "has no errors, [yellow]but look at its warnings[/]"
     state = state if report.exists else "does not exist yet"
     console.print(f"run [bold]{report.run}[/] {state}{f' ({listed})' if listed else ''}")
