@@ -224,13 +224,13 @@ def _check_resolved(found: Audit, fragment: int, chain: Chain, sent: Updates) ->
     # By row the record that resolves an update, once that is passed; of others by identity.
     resolved_by, others = array("q", bytes(8 * len(sent))), dict[Sent, int]()
     due = [row for row in range(len(sent)) if not turns.old[row]]
-    passed = 0
+    passed, first_seq = 0, chain[0][0]
     for seq, record in chain[1:]:
         where = f"fragment {fragment}, record {seq}"
         for taken in resolves(record):
             update = answered(record, taken)
             row = sent.row(update)
-            old = chain[0][0] if row is not None and turns.old[row] else 0
+            old = first_seq if row is not None and turns.old[row] else 0
             twice = (others.get(update, 0) if row is None else resolved_by[row]) or old
             found.hold(not twice, "resolved", where, f"{update} was resolved by {twice}")
             from_tape = row is not None or taken.stream_seq < found.history.whole_from

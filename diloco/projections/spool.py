@@ -19,6 +19,7 @@ _SIZE = struct.Struct("<I")
 READ_BYTES = 1 << 14
 # Decoded messages that are kept, for who asks for the same ones again and again.
 RECENT = 32
+RECENT_BYTES = 8 << 20
 
 
 class Spool:
@@ -67,6 +68,7 @@ class Spooled(Sequence[T], Generic[T]):
         self._unpack = unpack
         self._held: dict[int, T] = {}
         self._recent: dict[int, T] = {}
+        self._recent_bytes = 0
 
     def add(self, seq: int, place: int, item: T | None = None) -> None:
         """Append what begins at a place; or an item itself, which stays in memory."""
@@ -96,9 +98,11 @@ class Spooled(Sequence[T], Generic[T]):
             return self._held[index]
         if (known := self._recent.get(index)) is not None:
             return known
-        found = self._unpack(index, self._spool.get(self._places[index]))
-        if len(self._recent) >= RECENT:
-            self._recent.clear()
+        raw = self._spool.get(self._places[index])
+        found = self._unpack(index, raw)
+        self._recent_bytes += len(raw)
+        if len(self._recent) >= RECENT or self._recent_bytes > RECENT_BYTES:
+            self._recent, self._recent_bytes = {}, len(raw)
         self._recent[index] = found
         return found
 
