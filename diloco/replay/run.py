@@ -23,7 +23,16 @@ from diloco.learner.task import held_out_loss
 from diloco.model import files as model_file
 from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History, read_history
-from diloco.replay import blame, blame_screen, decide_screen, score, verify, verify_screen, whatif
+from diloco.replay import (
+    blame,
+    blame_screen,
+    decide_screen,
+    score,
+    verify,
+    verify_screen,
+    whatif,
+    whatif_screen,
+)
 from diloco.replay.bar import progress_bar
 from diloco.replay.coverage import (
     STATUSES,
@@ -243,9 +252,9 @@ async def _what_if(
         console.print(f"[yellow]note:[/] {sentence}", soft_wrap=True)
     with progress_bar(console, "merging with other settings") as hear:
         result = await whatif.play(context, history, plan, options.points, hear)
-    console.print(whatif.table(plan, result))
+    console.print(whatif_screen.table(plan, result))
     path = options.plot or Path(f"what-if-{history.run}.png")
-    await asyncio.to_thread(whatif.draw, plan, result, path)
+    await asyncio.to_thread(whatif_screen.draw, plan, result, path)
     console.print(f"the figure is {path}", soft_wrap=True)
     if options.export is not None:
         records = {fragment: chain[-1][1] for fragment, chain in chosen.items()}
