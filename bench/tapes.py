@@ -13,8 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import resource
 import subprocess
 import sys
 import time
@@ -43,6 +41,19 @@ RUN = "tape"
 SHAPE, FRAGMENTS = (8, 16), 4
 STEPS = 8
 PATIENCE_S = 600.0
+# Starts a command from a small process: what a process has in memory counts for those it starts.
+LAUNCH = """
+import json, resource, subprocess, sys, time
+began_s = time.monotonic()
+status = subprocess.call(sys.argv[1:], stderr=subprocess.STDOUT)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+told = {
+    "status": status, "seconds": round(time.monotonic() - began_s, 1),
+    "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+    "peak_mib": round(used.ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)),
+}
+json.dump(told, sys.stderr)
+"""
 # Of a command that writes, where to.
 OUT = "OUT"
 COMMANDS = {
@@ -206,23 +217,12 @@ def measure(folder: Path, commands: list[str], more: list[str]) -> None:
     for name in commands:
         verb, *options = [str(folder / "report") if w == OUT else w for w in COMMANDS[name]]
         command = [sys.executable, "-m", "diloco", verb, str(folder / "run.bundle"), *options]
-        began_s = time.monotonic()
         with (folder / f"{name}.out").open("wb") as out:
-            process = subprocess.Popen([*command, *more], stdout=out, stderr=out)
-            _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        told: dict[str, Any] = {
-            "command": name, "status": process.returncode,
-            "seconds": round(time.monotonic() - began_s, 1),
-            "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-            "peak_mib": round(_resident(usage) / 1024),
-        }  # fmt: skip
-        print(json.dumps(told), flush=True)
-
-
-def _resident(usage: resource.struct_rusage) -> float:
-    """Highest resident memory in KiB."""
-    return usage.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+            done = subprocess.run(
+                [sys.executable, "-c", LAUNCH, *command, *more], stdout=out, stderr=subprocess.PIPE,
+                check=True,
+            )  # fmt: skip
+        print(json.dumps({"command": name, **json.loads(done.stderr)}), flush=True)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Messages of a tape kept in a file, and decoded whenever they are asked for.
 
-Memory is for an index, some 20 bytes a message. The file has no name, goes with the process, and
+Memory is for indexes, some 70 bytes a message. The file has no name, goes with the process, and
 is as large as the tape; it is made where TMPDIR says.
 """
 
