@@ -30,7 +30,7 @@ def no_fence():
     """Records are published whatever the subject's last message is."""
 
     async def publish(
-        context: Context, subject: str, payload: bytes, attempt_id: str, _expected: int
+        context: Context, subject: str, payload: bytes, attempt_id: str, *_: object
     ) -> int:
         return await context.runtime.retry(
             "publishing",
@@ -100,7 +100,7 @@ def acknowledgement_believed():
     """Whoever publishes a record takes an acknowledgement for its commit, and looks no further."""
 
     async def swap(
-        context: Context, subject: str, payload: bytes, attempt_id: str, expected: int
+        context: Context, subject: str, payload: bytes, attempt_id: str, expected: int, *_: object
     ) -> int:
         return await context.runtime.retry(
             "publishing",
