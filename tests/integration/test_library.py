@@ -1,5 +1,6 @@
 """The learner as a library: loops of a user's own in a run, in this process."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -85,8 +86,11 @@ def own_run(new_world, request):
         del world.document["task"]
         world.document["sync"] = SYNC
         world.variant("run", {})
-        diloco.create(world.config_path, initial())
+        asyncio.run(in_a_notebook(world))
         return world
+
+    async def in_a_notebook(world):
+        diloco.create(world.config_path, initial())
 
     return make
 
