@@ -156,6 +156,7 @@ class Life:
         leave_run: says to the run that this life ends; why it does, for the log.
         give_up: the loop has ended before the step that was planned.
         find: a checkpoint of a state like this, that lies like this.
+        last_word: a heartbeat at once, behind which none comes.
     """
 
     host: Host
@@ -165,6 +166,7 @@ class Life:
     leave_run: Callable[[], str]
     give_up: Callable[[], None]
     find: Callable[[Any, Any], Restored | None]
+    last_word: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """Say that it trains from now on."""
