@@ -65,7 +65,13 @@ PROCESSES = (
 )
 KINDS = (*OPERATIONS, *PROCESSES)
 # What a full world has besides: operations again, then what befalls the run.
-MORE_OPERATIONS = {"false_answer": 0.3, "rot": 0.1, "rot_version": 0.05}
+MORE_OPERATIONS = {
+    "false_answer": 0.3,
+    "rot": 0.1,
+    "rot_version": 0.05,
+    "rot_message": 0.2,
+    "rot_record": 0.05,
+}
 WORLDS = (
     *MORE_OPERATIONS,
     "disk_full",
@@ -76,6 +82,9 @@ WORLDS = (
     "numbers",
     "checkpoints",
     "power_cut",
+    "releases",
+    "revoked",
+    "tail_lost",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
@@ -87,6 +96,9 @@ PATIENCE_S = 1800.0
 SUPERSEDED_S = 45.0
 # For how long a run whose objects are damaged is watched without faults.
 STANDSTILL_S = 30.0
+# Kinds in a sixteenth of full worlds: tensors of any numbers cost much, and where the tape has lost
+# messages it cannot be judged any more.
+RARE, RARELY = ("numbers", "tail_lost"), 0.125
 # Simulations between two collections of what they leave.
 COLLECT_EVERY = 8
 _simulated = itertools.count(1)
@@ -116,14 +128,11 @@ class Trial:
         """The seed's chance for one purpose."""
         return random.Random(f"{self.seed}-{of}")
 
-    @property
-    def numbers(self) -> bool:
-        """Whether its tensors are any numbers, in any codec: a sixteenth of full worlds."""
-        return self.has("numbers") and self.rng("numbers").random() < 0.125
-
     def has(self, kind: str) -> bool:
-        """Whether there are faults of a kind: half of all seeds have it."""
-        return kind in self.kinds and self.rng(f"has-{kind}").random() < 0.5
+        """Whether there are faults of a kind: half of all seeds have it, few of what is rare."""
+        if kind not in self.kinds or self.rng(f"has-{kind}").random() >= 0.5:
+            return False
+        return kind not in RARE or self.rng(kind).random() < RARELY
 
 
 @dataclass
@@ -150,8 +159,8 @@ def settings(plan: Trial) -> dict[str, Any]:
             "interval_steps": interval,
             "fragments": plan.fragments,
             "min_steps": rng.choice([1, 2, 4]),
-            "codec": codecs.choice(CODECS) if plan.numbers else "float32",
-            "delta_codec": codecs.choice(CODECS) if plan.numbers else "float32",
+            "codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
+            "delta_codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
             "block": 16,
             "shard_elements": 1 << 20 if plan.dense else 1024,
             "snapshot_interval_versions": max(rng.choice([1, 2, 5]), plan.fragments // 3),
@@ -159,9 +168,9 @@ def settings(plan: Trial) -> dict[str, Any]:
             "reannounce_timeout_s": rng.choice([4.0, 20.0]),
         },
         "outer": {
-            "optimizer": codecs.choice(OPTIMIZERS) if plan.numbers else "sgd",
-            "learning_rate": 0.7 if plan.numbers else 1.0,
-            "merge": codecs.choice(["rda", "average"]) if plan.numbers else "average",
+            "optimizer": codecs.choice(OPTIMIZERS) if plan.has("numbers") else "sgd",
+            "learning_rate": 0.7 if plan.has("numbers") else 1.0,
+            "merge": codecs.choice(["rda", "average"]) if plan.has("numbers") else "average",
             "participation": rng.random() < 0.3,
         },
         "staleness": {"max_versions": rng.choice([0, 0, 3])},
@@ -212,6 +221,9 @@ class Scenario:
         self.closed = False
         self._clocks = plan.rng("skew")
         self._effects = plan.rng("crash_at_effect")
+        self._releases = plan.rng("releases")
+        # A record in an object is named after its contents: it is written as it is.
+        self._mixed = plan.has("releases") and not plan.has("bodies")
         self.operator = Operator(
             self.world, [f"learner-{index}" for index in range(plan.learners)], self._begin
         )
@@ -222,7 +234,7 @@ class Scenario:
             return Ledger(16 * 512)
         # Some updates have two shards, so that an upload can be half done.
         two = self.plan.rng("shards").random() < 0.3
-        return Numbers(1536) if self.plan.numbers else Light(2048 if two else 32)
+        return Numbers(1536) if self.plan.has("numbers") else Light(2048 if two else 32)
 
     def _record_bytes(self) -> int:
         """What a record may have on the tape: all, a few, or none of them fit."""
@@ -248,6 +260,10 @@ class Scenario:
             actor.offset_s = self._clocks.uniform(-20, 20)
             actor.drift = self._clocks.uniform(-0.01, 0.01)
             self.world.injected["skew"] += 1
+        daemon = actor.name not in ("operator", LIAR)
+        if self._mixed and daemon and self._releases.random() < 0.5:
+            actor.earlier = True
+            self.world.injected["releases"] += 1
         if self.plan.has("crash_at_effect") and not self.calm and self._effects.random() < 0.5:
             actor.kill_at = int(self._effects.randint(1, 120) / self.plan.intensity)
             actor.killed_before = self._effects.random() < 0.5
@@ -282,6 +298,8 @@ class Scenario:
                 ("twin", self._start_twin),
                 ("commands", self._command_more),
                 ("disk_full", self._fill_disks),
+                ("revoked", self._revoke),
+                ("tail_lost", self._lose_tail),
             )
             if plan.has(kind)
         ]
@@ -294,6 +312,7 @@ class Scenario:
         if world.damaged:
             # Fragments may stand still until somebody has repaired what is stored.
             await asyncio.wait(work, timeout=STANDSTILL_S)
+            self._check_adopted()
             return
         work.append(asyncio.ensure_future(self._check_superseded()))
         await asyncio.gather(*work)
@@ -305,6 +324,7 @@ class Scenario:
             actor.kill_at = None
             actor.bus_cut_until_s = actor.store_cut_until_s = 0.0
         self.world.full_until_s = {"bus": 0.0, "store": 0.0}
+        self.world.revoked.clear()
 
     # Processes
 
@@ -415,6 +435,36 @@ class Scenario:
             self.world.injected["disk_full"] += 1
             for what in rng.choice([("bus",), ("store",), ("bus", "store")]):
                 self.world.full_until_s[what] = self.world.loop.now_s + rng.uniform(0.5, 20.0)
+
+    async def _revoke(self, rng: random.Random) -> None:
+        """Somebody's credentials are revoked, and given again after a while."""
+        while True:
+            await self._every(rng, 20.0)
+            name = self._somebody(rng).name
+            if name == "operator":
+                continue
+            self.world.injected["revoked"] += 1
+            self.world.revoke(name)
+            await asyncio.sleep(rng.uniform(0.5, 20.0))
+            self.world.revoked.discard(name)
+
+    async def _lose_tail(self, rng: random.Random) -> None:
+        """Once: from there on the tape itself cannot be judged."""
+        await self._every(rng, 30.0)
+        self.world.injected["tail_lost"] += 1
+        self.world.lose_tail(rng.choice([1, 2, 5]))
+
+    def _check_adopted(self) -> None:
+        """Who trains on when the tape has lost messages has views that stand on it."""
+        world = self.world
+        if not world.tail_lost or world.injected["rot_record"]:
+            return  # What a record said that nobody can read is not known.
+        standing = [world.checkers.views(fragment) for fragment in range(self.plan.fragments)]
+        living = {learner.name for learner in self.learners if learner.actor is not None}
+        for (name, fragment), digest in world.checkers.adopted.items():
+            if name in living and digest not in standing[fragment]:
+                what = f"trains on a view of fragment {fragment} that no record has: {digest}"
+                world.fail(Violation("unnoticed", name, what))
 
     async def _lie(self, rng: random.Random) -> None:
         """A hostile learner, which comes back whenever its process has ended."""
