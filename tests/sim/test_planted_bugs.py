@@ -5,8 +5,9 @@ import contextlib
 from unittest import mock
 
 import pytest
-from simrun import KINDS, WORLDS, Trial, simulate
+from simrun import simulate
 from simshrink import commit, explain, shrink
+from simtrial import KINDS, WORLDS, Trial
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.context import Context, store_version_object
