@@ -22,6 +22,7 @@ from diloco.common.errors import (
     AccessDeniedError,
     DilocoError,
     IntegrityError,
+    RunIncompleteError,
     RunMismatchError,
     WireError,
 )
@@ -213,6 +214,10 @@ class Actor:
         """Whether a process may end with an error, to be started again."""
         if self.world.damaged and isinstance(error, IntegrityError | WireError):
             return True
+        if self.reads_replicas and isinstance(error, RunIncompleteError):
+            return (
+                True  # A replica that is behind knew of no record for as long as it has patience.
+            )
         if isinstance(error, AccessDeniedError) or (
             self.world.tail_lost and isinstance(error, DilocoError)
         ):
