@@ -141,7 +141,9 @@ def settings(plan: Trial) -> dict[str, Any]:
         "outer": {
             "optimizer": codecs.choice(OPTIMIZERS) if plan.has("numbers") else "sgd",
             "learning_rate": 0.7 if plan.has("numbers") else 1.0,
-            "merge": codecs.choice(["rda", "average"]) if plan.has("numbers") else "average",
+            "merge": codecs.choice(["rda", "average", "centered_clipping"])
+            if plan.has("numbers")
+            else "average",
             "participation": rng.random() < 0.3,
         },
         "staleness": {"max_versions": rng.choice([0, 0, 3])},

@@ -34,12 +34,7 @@ def no_fence():
     """Records are published whatever the subject's last message is."""
 
     async def publish(
-        context: Context,
-        subject: str,
-        payload: bytes,
-        attempt_id: str,
-        _expected: int,
-        _base_id: str = "",
+        context: Context, subject: str, payload: bytes, attempt_id: str, *_: object
     ) -> int:
         return await context.runtime.retry(
             "publishing",
@@ -109,12 +104,7 @@ def acknowledgement_believed():
     """Whoever publishes a record takes an acknowledgement for its commit, and looks no further."""
 
     async def swap(
-        context: Context,
-        subject: str,
-        payload: bytes,
-        attempt_id: str,
-        expected: int,
-        _base_id: str = "",
+        context: Context, subject: str, payload: bytes, attempt_id: str, expected: int, *_: object
     ) -> int:
         return await context.runtime.retry(
             "publishing",
