@@ -61,8 +61,10 @@ class Scenario:
         self._clocks = plan.rng("skew")
         self._effects = plan.rng("crash_at_effect")
         self._releases = plan.rng("releases")
-        # A record in an object is named after its contents: it is written as it is.
-        self._mixed = plan.has("releases") and not plan.has("bodies")
+        # A record in an object is named after its contents, and is written as it is; the earlier
+        # release knows of no centered clipping.
+        later = self.world.settings.outer.merge == "centered_clipping"
+        self._mixed = plan.has("releases") and not (later or plan.has("bodies"))
         self.operator = Operator(
             self.world, [f"learner-{index}" for index in range(plan.learners)], self._begin
         )
