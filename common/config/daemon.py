@@ -229,6 +229,11 @@ class AggregatorSection(Section):
         description="lease on a fragment: another aggregator takes over an owner that is silent"
         " for this long",
     )
+    share_expiry_s: NonNegative = Field(
+        default=600.0,
+        description="silence after which the life of a learner that holds shares of the data is"
+        " ended, and others get them: what it has not announced by then is lost; 0: never",
+    )
 
 
 class GcSection(Section):

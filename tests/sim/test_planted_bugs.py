@@ -21,6 +21,7 @@ from diloco.common.service import Runtime
 from diloco.common.tape import data_position, last_record, read_record
 from diloco.learner.adopt import Adopter
 from diloco.learner.checkpoint import PartFolder
+from diloco.learner.position import Place
 
 SEEDS = 500
 
@@ -88,7 +89,11 @@ def blocks_where_they_come():
 
 def position_from_any_replica():
     """A learner that comes back believes whatever replica answers where its data goes on."""
-    return mock.patch("simworld.position_after_join", lambda c: data_position(c, c.learner))
+
+    async def place(context):
+        return Place(await data_position(context, context.learner), ())
+
+    return mock.patch("simworld.place_after_join", place)
 
 
 def deaf_to_newer_joins():
