@@ -49,6 +49,8 @@ class LivenessWatch:
             except WireError as error:
                 context.metrics.add(metrics.IGNORED, 1, error.reason)
                 continue
+            if beat.state == "failed":
+                continue  # The last word of a life that is over is no sign of life.
             now_s = context.runtime.clock()
             self.hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
 

@@ -16,7 +16,13 @@ from diloco.aggregator.recovery import Recovered, missing_object, rebuild
 from diloco.aggregator.settings import check_goes_on
 from diloco.aggregator.swap import commit_record
 from diloco.common import wire
-from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, SwapLostError
+from diloco.common.errors import (
+    ConfigError,
+    IntegrityError,
+    ObjectMissingError,
+    RunMismatchError,
+    SwapLostError,
+)
 from diloco.common.tape import Recorded, RunContext, last_record, records_of
 
 
@@ -77,7 +83,7 @@ async def roll_back(context: Context, targets: Mapping[int, Recorded]) -> dict[i
     view, and the run's clock goes back. A fragment that is at its target is left alone.
 
     Raises:
-        RunMismatchError: the run has stopped.
+        RunMismatchError: the run has stopped, perhaps meanwhile.
         ConfigError: the objects of an earlier version were collected as garbage.
         IntegrityError: they do not give the recorded digests.
     """
@@ -92,6 +98,12 @@ async def _roll_back(context: Context, target: Recorded) -> wire.Record:
         newest, newest_seq = await last_record(context, target.record.fragment)
         if target.record.version in (newest.version, newest.restored_version):
             return newest  # It is there, or a rollback that died has brought it there.
+        if newest.final:
+            raise RunMismatchError(
+                f"fragment {newest.fragment} has had its last version, {newest.version}: the run "
+                "has stopped meanwhile",
+                hint="create another run from its parameters: diloco run create --from FILE",
+            )
         if arrays is None:
             arrays = await _rebuild(context, target)
         record = await _again(context, target.record, arrays, newest, newest_seq)

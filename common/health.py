@@ -72,8 +72,9 @@ class Health:
         return tuple(sentence for _, sentence in sorted(self.troubles.copy().items()))
 
     def line(self) -> str:
-        """All troubles in a line, for a heartbeat."""
-        return "; ".join(self.trouble())[:LINE]
+        """All troubles in a line, for a heartbeat, which goes on while the main loop hangs."""
+        answer = self.answer()
+        return "; ".join((*answer.why[: not answer.live], *answer.troubles))[:LINE]
 
     def begin_phase(self, what: str) -> None:
         """A daemon that is not ready yet begins with this."""

@@ -13,7 +13,7 @@ import numpy as np
 from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
-from diloco.common.errors import DilocoError
+from diloco.common.errors import DilocoError, SupersededError
 from diloco.common.holdings import Holding
 from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync, tree
@@ -56,6 +56,9 @@ from diloco.learner.replica import Replica
 from diloco.learner.synchronizer import Meter, Synchronizer
 from diloco.learner.task import Params
 
+# So long an error that ends a life waits for the run to hear of it.
+LAST_WORD_S = 3.0
+
 
 @contextlib.contextmanager
 def lead(host: Host) -> Iterator[Life]:
@@ -80,10 +83,28 @@ def lead(host: Host) -> Iterator[Life]:
         _check_run(context, specification)
         held = read_held(host, context, specification.constants)
         try:
-            yield _leading_life(host, context, specification, held, peers)
+            life = _leading_life(host, context, specification, held, peers)
+            with _telling_why(life):
+                yield life
         except DilocoError as error:
             peers.give_up(error)
             raise
+
+
+@contextlib.contextmanager
+def _telling_why(life: Life) -> Iterator[None]:
+    """Tell the run which error ends a life: else it would only fall silent."""
+    try:
+        yield
+    except SupersededError:
+        raise  # The newer process speaks for this learner.
+    except Exception as error:
+        why = error.message if isinstance(error, DilocoError) else repr(error)
+        life.context.health.troubles["end"] = why
+        life.synchronizer.meter.state = "failed"
+        with contextlib.suppress(DilocoError, TimeoutError):
+            life.last_word()
+        raise
 
 
 async def _connect(host: Host) -> Bus:
@@ -189,6 +210,10 @@ def _leading_life(
         params=tree.join(replica.trained, held),
         leave_run=lambda: _leave(host, context, publisher, planner, synchronizer, shares),
         give_up=planner.give_up if isinstance(peers, Alone) else ended_early,
+        last_word=lambda: background.call(
+            publisher.last_word(meter.heartbeat(life.incarnation, context.health.line())),
+            LAST_WORD_S,
+        ),
         find=lambda like, shardings: _find(host, context, folder, peers, like, shardings),
         shares=shares,
     )

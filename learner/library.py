@@ -357,7 +357,8 @@ class _Hanging:
 
     def begin(self, error: BaseException) -> None:
         """A host is gone, and why."""
-        self._timers.append(end_if_hanging(status_of(error), within_s=self._within_s))
+        timer = end_if_hanging(status_of(error), within_s=self._within_s, why=error)
+        self._timers.append(timer)
 
     def close(self) -> None:
         """The loop has ended."""

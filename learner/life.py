@@ -158,6 +158,7 @@ class Life:
         give_up: the loop has ended before the step that was planned.
         find: a checkpoint of a state like this, that lies like this.
         shares: of the data, where its epochs are divided.
+        last_word: a heartbeat at once, behind which none comes.
     """
 
     host: Host
@@ -168,6 +169,7 @@ class Life:
     give_up: Callable[[], None]
     find: Callable[[Any, Any], Restored | None]
     shares: Shares
+    last_word: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """Say that it trains from now on."""

@@ -254,6 +254,15 @@ class Publisher:
                 stored_at_s, warned = context.runtime.clock(), False
             await asyncio.sleep(every_s)
 
+    async def last_word(self, beat: wire.Heartbeat) -> None:
+        """Say how this learner ends.
+
+        Raises:
+            BusError: nobody takes it.
+        """
+        subject = names.heartbeat(self._context.run, self._context.learner)
+        await self._context.bus.publish(subject, wire.encode(beat))
+
     async def _announce(self, manifest: wire.Manifest) -> None:
         subject = names.update(self._context.run, manifest.learner, manifest.fragment)
         identity = f"{self._life.nonce}-{manifest.fragment}-{manifest.seq}-{manifest.attempt}"

@@ -5,6 +5,7 @@ owners apart is never this, but the compare-and-swap on a fragment's records (in
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from diloco.common import shards
@@ -54,4 +55,9 @@ def _share(me: str, members: Mapping[str, Pinned], fragments: Collection[int]) -
 
 def _by_rank(me: str, fragments: Iterable[int]) -> tuple[int, ...]:
     """In an order of this aggregator's own, so that two seldom reach for the same."""
-    return tuple(sorted(fragments, key=lambda fragment: shards.digest(f"{me}-{fragment}".encode())))
+    return tuple(sorted(fragments, key=lambda fragment: _rank(me, fragment)))
+
+
+@lru_cache(1 << 16)
+def _rank(me: str, fragment: int) -> str:
+    return shards.digest(f"{me}-{fragment}".encode())

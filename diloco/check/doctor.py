@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from diloco.check import directions, fleet, remake, service, symptoms
+from diloco.check import directions, fleet, members, remake, service, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
 from diloco.check.listing import Listing, list_now, read_listing
 from diloco.check.rules import Judged, judge
@@ -252,7 +252,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)
     liveness_timeout_s = context.settings.quorum.liveness_timeout_s
     return [
-        Finding(severity="ok", about="bus", sentence="NATS answers and accepts messages"),
+        Finding(severity="ok", about="bus", sentence="NATS answers and stores messages"),
         symptoms.clock("this machine's clock", ahead_s, liveness_timeout_s),
         *symptoms.room(filled),
     ]
@@ -313,20 +313,32 @@ async def _examine_run(
     views = await read_heartbeats(context, {join.learner for _, join in history.joins})
     now_s = context.runtime.clock()
     report.account = found.account
+    report.findings = [*in_force(report.findings, history)]
     report.findings += [
         *symptoms.aggregator_clocks(history),
-        *symptoms.learners(history, views, now_s),
+        *members.learners(history, views, now_s),
+        *members.troubles(views),
         *fleet.strangers(_in_time(history)),
         *await context.runtime.call(lambda: [*directions.strangers(history)]),
         *fleet.ruined(await _scores(context, deep=deep)),
-        *await service.look(context, history, views, now_s),
+        *await service.look(context, history, now_s),
         *symptoms.fragments(history, found, read_at_s),
+        *symptoms.quiet(history, views, read_at_s),
         *symptoms.owners(history, await read_leases(context)),
         *symptoms.tape(history, found),
         *wholeness(history, objects),
         *symptoms.objects(objects, deep=deep),
         *(symptoms.rules(judged) if judged is not None else ()),
     ]
+
+
+def in_force(findings: list[Finding], history: History) -> Iterator[Finding]:
+    """What was found, with the judgement of the settings that the run has now, not the file's."""
+    if not history.changes:
+        yield from findings
+        return
+    yield from symptoms.configuration(history.in_force)
+    yield from (one for one in findings if one.about != "configuration")
 
 
 async def _scores(context: RunContext, *, deep: bool) -> list[wire.Score]:

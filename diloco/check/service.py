@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from diloco.aggregator import checkpoint
-from diloco.check.symptoms import DISK_FULL, LAGGING_LEARNER, PERMISSIONS, Finding
+from diloco.check.symptoms import LAGGING_LEARNER, PERMISSIONS, Finding
 from diloco.common.errors import ConfigError, WireError
 from diloco.common.store import DirectoryStore, ObjectStore
 from diloco.common.tape import RunContext
 from diloco.projections.history import History
-from diloco.projections.live import LastHeartbeat
 
 CHECKPOINTS = "runbooks/checkpoints-fail.md"
 HOUR_S = 3600.0
@@ -27,14 +26,11 @@ MAKING_S = 600.0
 LISTED = 3
 
 
-async def look(
-    context: RunContext, history: History, views: dict[str, LastHeartbeat], now_s: float
-) -> list[Finding]:
+async def look(context: RunContext, history: History, now_s: float) -> list[Finding]:
     """All findings on daemons that were asked of tape, heartbeats and store."""
     made = await context.runtime.call(newest_checkpoint, context.store, context.run)
     return [
         *lives(history, now_s),
-        *troubles(views),
         *checkpoints(history, made, now_s),
     ]
 
@@ -65,19 +61,6 @@ def sudden_ends(history: History, since_s: float) -> Counter[str]:
         found[name] += followed and history.times_s[seq] >= since_s
         before[name] = seq
     return found
-
-
-def troubles(views: dict[str, LastHeartbeat]) -> Iterator[Finding]:
-    """What learners themselves say that somebody should look at."""
-    for name, view in sorted(views.items()):
-        if view.heartbeat.trouble:
-            yield Finding(
-                severity="warning",
-                about=f"learner {name}",
-                sentence=view.heartbeat.trouble,
-                advice="it trains on; after a crash it would resume with a fresh inner optimizer",
-                runbook=DISK_FULL,
-            )
 
 
 def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:

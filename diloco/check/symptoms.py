@@ -4,12 +4,10 @@ Functions from what was read to findings; `doctor.py` does the reading. Each fin
 something names its runbook.
 """
 
-import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from diloco.aggregator.tape_watch import NEARLY_FULL, share
 from diloco.check.audit import Audit, Breach, Objects
@@ -17,7 +15,6 @@ from diloco.check.rules import Judged
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.config import RunSettings, warnings
-from diloco.common.reasons import find
 from diloco.projections.history import History
 from diloco.projections.live import LastHeartbeat
 
@@ -46,17 +43,6 @@ RESTORE = "runbooks/restore-from-bucket.md"
 SKEW_S = 1.0
 # Of a learner's updates, so many are looked back on.
 RECENT = 16
-# Mean staleness, in versions, from which a learner's work hardly counts.
-STALE = 4.0
-REJECTED_SHARE = 0.1
-# Fewer than this may be an accident of clocks.
-CUT_LEAST = 4
-# What is said of updates that count for less than they claim.
-LESS = {
-    "steps": "claim more steps than there was time for",
-    "weight": "claim far more tokens than the others' weigh",
-    "norm": "were shortened: far longer for their steps than the others'",
-}
 # A fragment stands still when what is in flight has waited for so many hard deadlines.
 PATIENCE = 3.0
 
@@ -76,18 +62,6 @@ class Finding:
     sentence: str
     advice: str = ""
     runbook: str | None = None
-
-
-class Answer(NamedTuple):
-    """What became of an update: its staleness if it was merged, else the reason.
-
-    `less`: in which ways a merged one counts for less than it claims.
-    """
-
-    stream_seq: int
-    staleness: int | None
-    reason: str
-    less: tuple[str, ...] = ()
 
 
 def configuration(settings: RunSettings) -> Iterator[Finding]:
@@ -137,174 +111,9 @@ def aggregator_clocks(history: History) -> Iterator[Finding]:
             yield clock(f"clock of {name}", ahead_s, history.settings.quorum.liveness_timeout_s)
 
 
-def learners(history: History, views: dict[str, LastHeartbeat], now_s: float) -> Iterator[Finding]:
-    """Learners that are shut out, silent or superseded, or whose work hardly counts."""
-    stop_seq = history.stop[0] if history.stop else 0
-    words = {word.learner: word for _, word in history.quarantines}
-    newest = [chain[-1][1].policy for _, chain in sorted(history.records.items())]
-    told = answers(history.all_records(), RECENT)
-    lives, members = dict[str, int](), members_of(newest)
-    for seq, join in history.joins:
-        lives[join.learner] = seq
-    leaves_of = history.full_leaves()
-    for name, life in sorted(lives.items()):
-        leaves, view = [seq for seq, _ in leaves_of.get((name, life), ())], views.get(name)
-        found = [*shut_out(name, newest, words.get(name))]
-        if not leaves and not stop_seq:
-            liveness_timeout_s = history.settings.quorum.liveness_timeout_s
-            found += superseded(name, life, view)
-            found += silence(name, of_life(view, life), now_s, liveness_timeout_s)
-            found += usefulness(name, told.get(name, ()))
-        if not leaves and stop_seq and not found:
-            found = [*_missing_at_the_end(name, members.get((name, life), ()))]
-        if found:
-            yield from found
-            continue
-        left = bool(leaves) and (not stop_seq or leaves[0] < stop_seq)
-        state = "has left" if left else "took part to the end" if stop_seq else _pace(view)
-        yield Finding(severity="ok", about=f"learner {name}", sentence=state)
-    if not history.joins and not stop_seq:
-        yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
-
-
-def shut_out(
-    name: str, newest: Iterable[wire.PolicyState], word: wire.Quarantine | None = None
-) -> Iterator[Finding]:
-    """A learner that is quarantined, whatever else it does: nothing of it is merged.
-
-    Args:
-        name: the learner.
-        newest: what the fragments' machines remember.
-        word: the newest of it on the tape, which may be trimmed.
-    """
-    remembered = any(name in memory.quarantined for memory in newest)
-    if not (word.active if word is not None else remembered):
-        return
-    yield Finding(
-        severity="warning",
-        about=f"learner {name}",
-        sentence=f"is quarantined{f': {word.reason}' if word is not None else ''}",
-        advice=f"find out why; `diloco learners RUN --release {name}` lets it in again",
-        runbook=QUARANTINED_LEARNER,
-    )
-
-
-def of_life(view: LastHeartbeat | None, life: int) -> LastHeartbeat | None:
-    """A learner's heartbeat, if it is not one of an earlier life than its newest."""
-    return view if view is not None and view.heartbeat.incarnation >= life else None
-
-
-def superseded(name: str, life: int, view: LastHeartbeat | None) -> Iterator[Finding]:
-    """A process of an earlier life that goes on under a learner's name."""
-    if view is None or of_life(view, life) is not None:
-        return
-    yield Finding(
-        severity="warning",
-        about=f"learner {name}",
-        sentence=f"its last heartbeat is of incarnation {view.heartbeat.incarnation}, "
-        f"but {life} has joined since: the earlier process is superseded",
-        advice="if it still runs, end it, or give it a name of its own",
-        runbook=LAGGING_LEARNER,
-    )
-
-
-def members_of(
-    newest: Iterable[wire.PolicyState],
-) -> dict[tuple[str, int], list[wire.MemberState]]:
-    """What the fragments' machines remember of each life."""
-    found: dict[tuple[str, int], list[wire.MemberState]] = defaultdict(list)
-    for memory in newest:
-        for member in memory.members:
-            found[member.learner, member.incarnation].append(member)
-    return found
-
-
-def _missing_at_the_end(name: str, known: Collection[wire.MemberState]) -> Iterator[Finding]:
-    """A learner that was silent when the run stopped: it did not take part to the end."""
-    if known and not any(member.live or member.final for member in known):
-        yield Finding(
-            severity="note", about=f"learner {name}", sentence="was silent when the run stopped"
-        )
-
-
-def _pace(view: LastHeartbeat | None) -> str:
-    if view is None:
-        return "has joined"
-    beat = view.heartbeat
-    return f"trains, {beat.tokens_per_s:,.0f} tokens/s, step {beat.local_step:,}"
-
-
-def silence(
-    name: str, view: LastHeartbeat | None, now_s: float, liveness_timeout_s: float
-) -> Iterator[Finding]:
-    """A learner that has joined, has not left, and was not heard of for `liveness_timeout_s`."""
-    if view is not None and now_s - view.heard_at_s <= liveness_timeout_s:
-        return
-    since = f"for {now_s - view.heard_at_s:,.0f} s" if view is not None else "since it joined"
-    yield Finding(
-        severity="warning",
-        about=f"learner {name}",
-        sentence=f"silent {since}, and has not left the run",
-        advice="check whether its process runs and reaches NATS; start it again if not",
-        runbook=LAGGING_LEARNER,
-    )
-
-
-def answers(records: Iterable[wire.Record], last: int = 0) -> dict[str, list[Answer]]:
-    """What became of each learner's updates; with `last`, at least of so many that came last."""
-    found: dict[str, list[Answer]] = defaultdict(list)
-    for record in records:
-        told = [(t.learner, Answer(t.stream_seq, t.staleness, "", t.less_for))
-                for t in record.inputs]  # fmt: skip
-        told += [(t.learner, Answer(t.stream_seq, None, t.reason)) for t in record.rejected]
-        for learner, answer in told:
-            own = found[learner]
-            own.append(answer)
-            if last and len(own) > 4 * last:
-                found[learner] = sorted(own, key=itemgetter(0))[-last:]
-    return found
-
-
-def usefulness(name: str, resolved: Iterable[Answer]) -> Iterator[Finding]:
-    """Of what a learner sent last: how stale it was, and how much was rejected."""
-    recent = sorted(resolved, key=lambda item: item[0])[-RECENT:]
-    stale = [one.staleness for one in recent if one.staleness is not None]
-    reasons = Counter(one.reason for one in recent if one.reason)
-    less = Counter(what for one in recent for what in one.less)
-    if less.total() >= max(CUT_LEAST, REJECTED_SHARE * len(recent)):
-        yield Finding(
-            severity="warning",
-            about=f"learner {name}",
-            sentence=f"of its last {len(recent)} updates "
-            + ", ".join(f"{count} {LESS[what]}" for what, count in less.most_common()),
-            advice="declare it in bounds.learners if it is as fast as it says; if not, it is "
-            "misconfigured or lies",
-            runbook=REJECTED_UPDATES,
-        )
-    if stale and statistics.fmean(stale) >= STALE:
-        yield Finding(
-            severity="warning",
-            about=f"learner {name}",
-            sentence=f"its last updates were {statistics.fmean(stale):.1f} versions old: they "
-            "count for little",
-            advice="give it faster steps, or a larger H for all",
-            runbook=LAGGING_LEARNER,
-        )
-    if reasons.total() > REJECTED_SHARE * len(recent):
-        listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-        most = find(reasons.most_common(1)[0][0])
-        yield Finding(
-            severity="warning",
-            about=f"learner {name}",
-            sentence=f"{reasons.total()} of its last {len(recent)} updates were rejected: {listed}",
-            advice=f"{most}: {most.text}" if most else "it is a reason of another release",
-            runbook=most.runbook if most else REJECTED_UPDATES,
-        )
-
-
 def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]:
     """Fragments whose updates wait, and nobody merges them."""
-    longest_s = patience_s(history.settings)
+    longest_s = patience_s(history.in_force)
     newest_s = {f: history.times_s[chain[-1][0]] for f, chain in history.records.items()}
     waiting: dict[int, list[float]] = defaultdict(list)
     for update, at in found.in_flight.items():
@@ -315,14 +124,64 @@ def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]
         if waited_s > longest_s:
             stopped.append(fragment)
             yield standing_still(fragment, len(since), waited_s)
-    if not stopped:
-        versions = history.versions()
-        state = "ended" if history.end else "stopping" if history.stop else "under way"
+    if stopped:
+        return
+    if history.stop and not history.end:
+        stopping_s = now_s - max(history.times_s[history.stop[0]], *newest_s.values())
+        if stopping_s > longest_s:
+            yield stops_for_long(stopping_s)
+            return
+    versions = history.versions()
+    state = "ended" if history.end else "stopping" if history.stop else _under_way(history)
+    yield Finding(
+        severity="ok",
+        about="fragments",
+        sentence=f"{state}: {len(versions)} fragments at versions {min(versions, default=0)} "
+        f"to {max(versions, default=0)}",
+    )
+
+
+def _under_way(history: History) -> str:
+    """What a run does that was not stopped: without learners it makes nothing."""
+    left = {
+        (leave.learner, leave.incarnation) for _, leave in history.leaves if not leave.fragments
+    }
+    lives = {join.learner: seq for seq, join in history.joins}
+    return "under way" if lives.items() - left else "waiting for learners"
+
+
+def stops_for_long(stopping_s: float) -> Finding:
+    """A run that was told to stop, and neither ends nor makes anything."""
+    return Finding(
+        severity="error",
+        about="fragments",
+        sentence=f"stopping for {stopping_s:,.0f} s without a record, and no end is on the tape",
+        advice="check whether an aggregator runs, and in its log for what it waits",
+        runbook=FRAGMENT_STOPPED,
+    )
+
+
+def quiet(history: History, views: dict[str, LastHeartbeat], now_s: float) -> Iterator[Finding]:
+    """Learners train, and nothing comes to the tape: it stores nothing, or they cannot send."""
+    settings = history.in_force
+    step_times_s = [
+        view.heartbeat.step_time_s
+        for view in views.values()
+        if view.heartbeat.state == "training"
+        and now_s - view.heard_at_s <= settings.quorum.liveness_timeout_s
+    ]
+    if not step_times_s or history.stop:
+        return
+    each_s = settings.sync.interval_steps * min(step_times_s)
+    quiet_s = now_s - history.extent.last_s
+    if quiet_s > patience_s(settings) + PATIENCE * each_s:
         yield Finding(
-            severity="ok",
-            about="fragments",
-            sentence=f"{state}: {len(versions)} fragments at versions {min(versions, default=0)} "
-            f"to {max(versions, default=0)}",
+            severity="error",
+            about="tape",
+            sentence=f"learners train, and for {quiet_s:,.0f} s nothing has come to the tape",
+            advice="look in their logs for what they wait for; a stream that met a full disk takes "
+            "nothing until its nats-server is restarted",
+            runbook=DISK_FULL,
         )
 
 
@@ -451,8 +310,9 @@ def rules(judged: Judged) -> Iterator[Finding]:
     yield from _breaches(judged.breaches, "rules", BROKEN_INVARIANT)
     if not judged.breaches:
         unknown = f"; {judged.unknown:,} could not be followed" if judged.unknown else ""
+        followed = bool(judged.followed or not judged.unknown)
         yield Finding(
-            severity="ok",
+            severity="ok" if followed else "note",
             about="rules",
             sentence=f"{judged.followed:,} decisions follow from the tape by the rules{unknown}; "
             f"{judged.remade:,} versions agree with plain arithmetic",

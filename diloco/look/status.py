@@ -6,8 +6,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from diloco.check import fleet, symptoms
-from diloco.check.symptoms import Answer, Finding
+from diloco.check import fleet, members, symptoms
+from diloco.check.members import Answer
+from diloco.check.symptoms import Finding
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
@@ -23,7 +24,7 @@ WINDOW = 2000
 class LearnerStatus:
     """One learner; `staleness` is the mean of its recent updates, in versions.
 
-    `state` is "shut out" whatever it does, else "left" or "silent", else its own word.
+    `state` is "shut out" whatever it does, else "left", "failed" or "silent", else its own word.
     """
 
     name: str
@@ -131,7 +132,7 @@ class Watch:
         context, observed = self._context, self._follower.state
         now_s = context.runtime.clock()
         totals = [item.record.totals for item in observed.records.values()]
-        lives, answers = _Lives(observed), symptoms.answers(observed.recent)
+        lives, answers = _Lives(observed), members.answers(observed.recent)
         learners = tuple(
             _learner(
                 observed, name, lives, answers.get(name, ()), now_s,
@@ -164,7 +165,6 @@ class Watch:
         observed = self._follower.state
         record, _, stored_at_s, _ = observed.records[index]
         lease = self._leases.get(index)
-        members = record.policy.members
         return FragmentStatus(
             fragment=index,
             version=record.version,
@@ -174,24 +174,37 @@ class Watch:
             version_s=max(0.0, now_s - stored_at_s),
             round_updates=len(record.inputs),
             round_s=record.closed_at_s - record.opened_at_s if record.inputs else 0.0,
-            live_learners=sum(member.live and not member.left for member in members),
+            live_learners=sum(one.live and not one.left for one in record.policy.members),
         )
+
+    def _stopping(self, now_s: float) -> Iterator[Finding]:
+        observed = self._follower.state
+        newest_s = [item.stored_at_s for item in observed.records.values()]
+        stopping_s = now_s - max([observed.stopped_at_s, *newest_s])
+        if stopping_s > symptoms.patience_s(self._context.settings):
+            yield symptoms.stops_for_long(stopping_s)
 
     def _alerts(self, now_s: float) -> Iterator[Finding]:
         observed, settings = self._follower.state, self._context.settings
         yield from (found for found in symptoms.room(self._filled) if found.severity != "ok")
-        if observed.stopped or observed.ended:
+        if observed.ended:
             return
-        lives, answers = _Lives(observed), symptoms.answers(observed.recent)
+        if observed.stopped:
+            yield from self._stopping(now_s)
+            return
+        yield from members.troubles(observed.learners)
+        lives, answers = _Lives(observed), members.answers(observed.recent)
         memories = [item.record.policy for item in observed.records.values()]
+        timeout_s = settings.quorum.liveness_timeout_s
         for name in sorted(_known(observed)):
-            yield from symptoms.shut_out(name, memories)
+            yield from members.shut_out(name, memories)
             if not lives.has_left(name):
                 view, life = observed.learners.get(name), lives.newest(name)
-                yield from symptoms.superseded(name, life, view)
-                view = symptoms.of_life(view, life)
-                yield from symptoms.silence(name, view, now_s, settings.quorum.liveness_timeout_s)
-                yield from symptoms.usefulness(name, answers.get(name, ()))
+                yield from members.superseded(name, life, view)
+                view = members.of_life(view, life)
+                ended = [*members.failed(name, view)]
+                yield from ended or members.silence(name, view, now_s, timeout_s)
+                yield from members.usefulness(name, answers.get(name, ()))
         yield from fleet.strangers(observed.recent)
         longest_s = symptoms.patience_s(settings)
         for fragment, waiting in sorted(observed.waiting.items()):
@@ -206,21 +219,24 @@ class Watch:
 
 
 def _state(observed: LiveState) -> str:
+    """What the run does; one that everybody has left waits as one that nobody has joined."""
     if observed.ended:
         return "ended"
     if observed.stopped:
         return "stopping"
-    return "under way" if _known(observed) else "waiting for learners"
+    lives = _Lives(observed)
+    there = any(not lives.has_left(name) for name in _known(observed))
+    return "under way" if there else "waiting for learners"
 
 
 def _known(observed: LiveState) -> set[str]:
     """Every learner that a record, a join or a heartbeat names."""
-    members = {
+    recorded = {
         member.learner
         for item in observed.records.values()
         for member in item.record.policy.members
     }
-    return members | observed.joined | observed.learners.keys()
+    return recorded | observed.joined.keys() | observed.learners.keys()
 
 
 class _Lives:
@@ -238,8 +254,8 @@ class _Lives:
                     self._left.add((name, life))
 
     def newest(self, name: str) -> int:
-        """The newest incarnation that the records know; 0 for none."""
-        return self._newest.get(name, 0)
+        """The newest incarnation that tape or records know; 0 for none."""
+        return max(self._observed.joined.get(name, 0), self._newest.get(name, 0))
 
     def has_left(self, name: str) -> bool:
         """Whether a learner has left with its newest life."""
@@ -257,19 +273,19 @@ def _learner(
     now_s: float,
     liveness_timeout_s: float,
 ) -> LearnerStatus:
-    view = symptoms.of_life(observed.learners.get(name), lives.newest(name))
+    view = members.of_life(observed.learners.get(name), lives.newest(name))
     beat = view.heartbeat if view is not None else None
     heard_s = None if view is None else max(0.0, now_s - view.heard_at_s)
     silent = heard_s is None or heard_s > liveness_timeout_s
-    left = lives.has_left(name)
+    left, failed = lives.has_left(name), any(members.failed(name, view))
     stale = [answer.staleness for answer in answers if answer.staleness is not None]
-    there = beat is not None and not silent and not left
+    there = beat is not None and not silent and not left and not failed
     memories = [item.record.policy for item in observed.records.values()]
-    shut_out = any(symptoms.shut_out(name, memories))
-    word = "left" if left else "silent" if silent or beat is None else beat.state
+    shut_out = any(members.shut_out(name, memories))
+    own = "silent" if beat is None or (silent and not failed) else beat.state
     return LearnerStatus(
         name=name,
-        state="shut out" if shut_out else word,
+        state="shut out" if shut_out else "left" if left else own,
         heard_s=heard_s,
         local_step=beat.local_step if beat else 0,
         loss=beat.loss if beat and beat.loss else None,

@@ -155,6 +155,11 @@ class History:
         return self.settings.run.name
 
     @property
+    def in_force(self) -> RunSettings:
+        """The newest settings."""
+        return self.changes[max(self.changes)] if self.changes else self.settings
+
+    @property
     def trimmed(self) -> bool:
         """Whether garbage collection has taken something from the tape."""
         return self.whole_from > 1

@@ -20,8 +20,8 @@ class Learner:
     """One learner, from what the tape still has.
 
     Attributes:
-        state: "live", "silent" (its fragments' owners wait for it no more), "left", or
-            "quarantined"; `why` says what for.
+        state: "live", "silent" (its fragments' owners wait for it no more), "left", "joined" (no
+            record knows of its newest life yet), or "quarantined"; `why` says what for.
         incarnation: its newest life, of `lives` that the tape knows.
         offences: the most that any fragment counts; see `bounds.quarantine_offences`.
         tokens: of what was merged, on the mean over the fragments.
@@ -151,7 +151,9 @@ class Roster:
         current = [*self._members(one)]
         if current and all(member.left for member in current):
             return "left"
-        return "silent" if current and not any(member.live for member in current) else "live"
+        if not current:
+            return "joined"
+        return "live" if any(member.live for member in current) else "silent"
 
 
 async def read_roster(context: RunContext) -> Roster:

@@ -42,8 +42,9 @@ class LiveState:
 
     `heartbeats` holds the last one of every incarnation: sums over all lives are taken of it.
     `records` are the newest of each fragment, and when they were stored; `waiting` the updates
-    that these do not answer, and when they were announced (seconds since the epoch); `left` the
-    incarnations that have ended on purpose, by learner; `trends` what was merged of each learner.
+    that these do not answer, and when they were announced (seconds since the epoch); `joined` the
+    newest incarnations and `left` those that have ended on purpose, by learner; `trends` what was
+    merged of each learner.
     """
 
     versions: dict[int, int] = field(default_factory=dict)
@@ -52,13 +53,14 @@ class LiveState:
     recent: list[wire.Record] = field(default_factory=list)
     records: dict[int, Recorded] = field(default_factory=dict)
     waiting: dict[int, dict[Update, float]] = field(default_factory=lambda: defaultdict(dict))
-    joined: set[str] = field(default_factory=set)
+    joined: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     learners: dict[str, LastHeartbeat] = field(default_factory=dict)
     heartbeats: dict[tuple[str, int], wire.Heartbeat] = field(default_factory=dict)
     updates_sent: int = 0
     bytes_up: int = 0
     stopped: bool = False
+    stopped_at_s: float = 0.0
     ended: bool = False
     marks: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
     rejections: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -147,7 +149,7 @@ class Follower:
             case names.Subject(kind="end"):
                 self.state.ended = True
             case names.Subject(kind="stop"):
-                self.state.stopped = True
+                self.state.stopped, self.state.stopped_at_s = True, item.time_s
         # The body of an unreadable record may have been collected: newer ones follow.
         if isinstance(item, Entry):
             self._note(item)
@@ -161,7 +163,7 @@ class Follower:
             case wire.Manifest() as manifest:
                 self._note_update(manifest, entry.time_s)
             case wire.Join() as join:
-                self.state.joined.add(join.learner)
+                self.state.joined[join.learner] = entry.seq
             case wire.Leave() as leave if not leave.fragments:
                 self.state.left[leave.learner] = leave.incarnation
 

@@ -3,12 +3,14 @@
 import asyncio
 import os
 import secrets
+import sys
 import threading
 from typing import Final
 
 import numpy as np
 
-from diloco.common.errors import HostLostError, WireError
+from diloco.common import log
+from diloco.common.errors import DilocoError, HostLostError, WireError
 from diloco.common.reasons import Reason
 from diloco.learner.hosts.messages import FRAME_BYTES, LENGTH, HostMessage, unframe
 
@@ -36,13 +38,28 @@ def exchange_secret(address: str) -> tuple[str, str]:
 
 
 def end_if_hanging(
-    status: int = HostLostError.status, within_s: float = HANGING_S
+    status: int = HostLostError.status,
+    within_s: float = HANGING_S,
+    why: BaseException | None = None,
 ) -> threading.Timer:
     """End this process soon, even if it hangs in a collective of JAX or in its shutdown.
 
     For whoever runs the training loop: who only holds a connection reports the loss.
+
+    Args:
+        status: its exit status.
+        within_s: so long it may still end by itself.
+        why: what it says then, if nobody could say so before.
     """
-    timer = threading.Timer(within_s, lambda: os._exit(status))
+
+    def end() -> None:
+        if isinstance(why, DilocoError):
+            hint = f"\nhint: {why.hint}" if why.hint else ""
+            text = log.errors(f"error: {why.message}{hint}")
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 - the last words
+        os._exit(status)
+
+    timer = threading.Timer(within_s, end)
     timer.daemon = True
     timer.start()
     return timer

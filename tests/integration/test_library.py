@@ -11,14 +11,16 @@ import numpy as np
 import optax
 import pytest
 from audit import read_items, read_tape
-from harness import ENDLESS, eventually
+from harness import ENDLESS, World, eventually
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 import diloco
+from diloco.cli.opening import open_run
 from diloco.common import names
 from diloco.common.errors import ConfigError, DilocoError, DivergedError, RunMismatchError
 from diloco.common.exits import Exit
+from diloco.look.status import Status, Watch
 
 TRUTH = np.random.default_rng(3).normal(size=(12, 3)).astype(np.float32)
 OPTIMIZER = optax.adam(0.01)
@@ -324,3 +326,13 @@ def test_a_task_whose_optimizer_goes_uphill_ends_before_anything_is_sent(new_wor
     assert learner.wait() == Exit.TASK
     assert "go uphill" in learner.log()
     assert said(world, "a") == ["join"]
+    # Nobody has to ask for its log: the run knows why it is gone.
+    status = asyncio.run(_look(world))
+    (alert,) = (one for one in status.alerts if one.about == "learner a")
+    assert "an error has ended it: the inner optimizer's first step goes uphill" in alert.sentence
+    assert [one.state for one in status.learners] == ["failed"]
+
+
+async def _look(world: World) -> Status:
+    async with open_run(world.config_path, reads=True) as opened:
+        return await Watch(opened.context).begin()

@@ -38,7 +38,8 @@ def failing_test(tests: list[str]) -> str:
 
 def failing_seed(seeds: list[int], *, dense: bool) -> str:
     """The first seed that breaks something, with its rule; "" if none does."""
-    from simrun import Trial, simulate
+    from simrun import simulate
+    from simtrial import Trial
 
     first, count = seeds
     for seed in range(first, first + count):

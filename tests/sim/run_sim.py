@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from simpieces import NOTHING, Results, Sums, pieces, sums
-from simrun import FULL, KINDS, Outcome, Trial, simulate_alone
+from simrun import simulate_alone
 from simshrink import commit, explain, shrink
+from simtrial import FULL, KINDS, Outcome, Trial
 
 REPORT_S = 10.0
 Simulate = Callable[[Iterable[Trial]], Iterator[Outcome]]

@@ -18,7 +18,14 @@ from simloop import ACTOR
 from simstore import ActorStore
 
 from diloco.common.clock import Clock
-from diloco.common.errors import DilocoError, IntegrityError, RunMismatchError
+from diloco.common.errors import (
+    AccessDeniedError,
+    DilocoError,
+    IntegrityError,
+    RunIncompleteError,
+    RunMismatchError,
+    WireError,
+)
 from diloco.common.service import Runtime
 
 if TYPE_CHECKING:
@@ -48,6 +55,8 @@ class Faults:
             refused, and one that is refused, though it was tried before, as stored.
         rot: a learner's shard is damaged as soon as it is stored.
         rot_version: what an aggregator stores of a version is.
+        rot_message: a learner's manifest cannot be decoded once it is stored.
+        rot_record: a record cannot be, soon after it was read by those who wait for it.
         store_refused, store_lost_answer: as for requests, of the store.
         store_slow: a call takes `slow_s`.
         late_object: `get` of others misses an object for `visible_s` after `put` returned.
@@ -67,6 +76,8 @@ class Faults:
     false_answer: float = 0.0
     rot: float = 0.0
     rot_version: float = 0.0
+    rot_message: float = 0.0
+    rot_record: float = 0.0
     store_refused: float = 0.0
     store_lost_answer: float = 0.0
     store_slow: float = 0.0
@@ -135,6 +146,8 @@ class Actor:
         # Before its daemon knows its run; and of one that goes on with a server that is lost.
         self.starting = False
         self.outlived = False
+        # Of a process of an earlier release.
+        self.earlier = False
         self.bus_cut_until_s = 0.0
         self.store_cut_until_s = 0.0
         self.tasks: list[asyncio.Task[Any]] = []
@@ -199,7 +212,15 @@ class Actor:
 
     def may_end_with(self, error: BaseException) -> bool:
         """Whether a process may end with an error, to be started again."""
-        if self.world.damaged and isinstance(error, IntegrityError):
+        if self.world.damaged and isinstance(error, IntegrityError | WireError):
+            return True
+        if self.reads_replicas and isinstance(error, RunIncompleteError):
+            return (
+                True  # A replica that is behind knew of no record for as long as it has patience.
+            )
+        if isinstance(error, AccessDeniedError) or (
+            self.world.tail_lost and isinstance(error, DilocoError)
+        ):
             return True
         if self.starting:
             return isinstance(error, RunMismatchError) or getattr(error, "retry", False)

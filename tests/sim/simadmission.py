@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 
-from simchain import UpdateId, hold, update_id
+from simchain import UpdateId, Violation, hold, update_id
 
 from diloco.common import wire
 
@@ -45,10 +45,11 @@ class Admission:
     def check_merged(self, fragment: int, taken: wire.Input) -> None:
         """Nothing is merged that is a lie, is damaged, or is of somebody who is shut out."""
         update = update_id(taken)
-        fooled = self.hostile.get((fragment, update)) is False
-        hold(not fooled, "fooled", update, f"merged: {taken}")
+        if self.hostile.get((fragment, update)) is False:
+            raise Violation("fooled", str(update), f"merged: {taken}")
         # More than anybody could take in a day of this world, by whatever clock.
-        hold(taken.believed_steps < 10**8, "fooled", update, f"believed: {taken}")
+        if taken.believed_steps >= 10**8:
+            raise Violation("fooled", str(update), f"believed: {taken}")
         rotten = [one.name for one in taken.shards if one.name in self._rotten]
         hold(not rotten, "rot", update, f"{rotten} was merged")
         shut_out = self._was_shut_out(taken.learner, taken.stream_seq, taken.stream_seq)

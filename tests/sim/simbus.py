@@ -10,6 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
+from simrelease import as_earlier
+
 from diloco.common.bus import (
     Filled,
     MemoryBroker,
@@ -20,7 +22,7 @@ from diloco.common.bus import (
     stream_went_back,
     subject_matches,
 )
-from diloco.common.errors import BusUnavailableError, SwapLostError
+from diloco.common.errors import AccessDeniedError, BusUnavailableError, SwapLostError
 
 if TYPE_CHECKING:
     from simactor import Actor
@@ -39,6 +41,8 @@ class Reader:
         self.subjects = subjects
         self.queue: deque[Message] = deque()
         self.ready: asyncio.Future[None] | None = None
+        # The server that it reads from has lost messages, and it must ask again.
+        self.cut_off = False
 
     def give(self, message: Message) -> None:
         self.queue.append(message)
@@ -167,7 +171,32 @@ class SimBroker(MemoryBroker):
     def close_reader(self, reader: Reader) -> None:
         """Forget a reader."""
         for text in reader.subjects:
-            del self._patterns[reader.stream][text].readers[reader]
+            self._patterns[reader.stream][text].readers.pop(reader, None)
+
+    def rot(self, stream: str, seq: int) -> None:
+        """What is stored of a message cannot be decoded any more."""
+        log = self.stream(stream).log
+        if seq in log:
+            log[seq] = log[seq]._replace(payload=garbled(log[seq].payload))
+
+    def lose(self, stream: str, count: int) -> None:
+        """Who leads from now on lacks the newest messages, though they were acknowledged."""
+        found, kept = self.stream(stream), self._seqs[stream]
+        while count and (message := found.log.get(found.last_seq)) is not None:
+            seqs = kept[message.subject]
+            seqs.pop()
+            found._drop(message.seq)
+            found._ids.pop(message.msg_id, None)
+            found.last_of.pop(message.subject, None)
+            if seqs:
+                found.last_of[message.subject] = seqs[-1]
+            found.last_seq -= 1
+            count -= 1
+        for pattern in self._patterns[stream].values():
+            for reader in pattern.readers:
+                reader.queue.clear()
+                reader.cut_off = True
+                reader.wake()
 
     def silence(self) -> None:
         """Nobody is told of what still comes: this server is no more."""
@@ -176,6 +205,10 @@ class SimBroker(MemoryBroker):
                 reader.wake()
         self._hear = lambda _stream, _message: None
         self._trimming = lambda _stream, _subject, _below_seq: None
+
+    def owner(self, subject: str) -> str:
+        """The stream that stores a subject, of which there is a message."""
+        return self._owners[subject]
 
     def forget(self, msg_id: str) -> None:
         """Go on as if the duplicate window had passed for this message."""
@@ -192,11 +225,33 @@ class SimBroker(MemoryBroker):
         del seqs[:going]
 
 
+def garbled(payload: bytes) -> bytes:
+    """A message with a bit turned over, so that it is no map any more."""
+    return bytes([payload[0] ^ 0x40]) + payload[1:]
+
+
 class ActorBus:
     """One actor's client of the world's broker."""
 
     def __init__(self, actor: "Actor") -> None:
         self.actor = actor
+        self._readers: dict[Reader, None] = {}
+
+    def _enter(self) -> None:
+        """Be let in by the server.
+
+        Raises:
+            AccessDeniedError: the credentials are revoked.
+        """
+        actor = self.actor
+        actor.check()
+        if actor.name in actor.world.revoked:
+            raise AccessDeniedError(f"{actor.name}: the credentials are revoked")
+
+    def hang_up(self) -> None:
+        """The server closes the connection: who waits finds out."""
+        for reader in self._readers:
+            reader.wake()
 
     @property
     def _broker(self) -> SimBroker:
@@ -220,8 +275,10 @@ class ActorBus:
             await actor.delay()
         else:
             actor.check()
+        self._enter()
         broker, again = self._broker, msg_id in self.actor.tried
         actor.tried.add(msg_id)
+        payload = self._written(subject, payload) if payload else payload
 
         def store() -> int:
             return broker.publish(subject, payload, msg_id, expected_last, ttl_s)
@@ -247,12 +304,29 @@ class ActorBus:
             raise
         if swap and actor.hit(faults.false_answer, "false_answer"):
             raise SwapLostError(subject, expected_last, seq)
+        self._rot(subject, seq)
         if msg_id and actor.hit(faults.duplicate, "duplicate"):
             broker.forget(msg_id)
             raise BusUnavailableError(f"{actor.name}: answer lost for long")
         if actor.hit(faults.lost_answer, "lost_answer"):
             raise BusUnavailableError(f"{actor.name}: answer lost")
         return seq
+
+    def _written(self, subject: str, payload: bytes) -> bytes:
+        """A message as its sender's release writes it, and as the server stores it."""
+        actor = self.actor
+        if actor.earlier:
+            payload = as_earlier(payload)
+        if ".update." in subject and actor.hit(actor.faults.rot_message, "rot_message"):
+            payload = garbled(payload)
+            actor.world.garbled.add(payload)
+        return payload
+
+    def _rot(self, subject: str, seq: int) -> None:
+        """A record is damaged after those have it who waited for it."""
+        if ".record." in subject and self.actor.hit(self.actor.faults.rot_record, "rot_record"):
+            self._broker.rot(self._broker.owner(subject), seq)
+            self.actor.world.damaged = True
 
     async def last(self, stream: str, subject: str) -> Message | None:
         await self._ask()
@@ -279,13 +353,14 @@ class ActorBus:
     async def _ask(self) -> None:
         actor = self.actor
         await actor.delay()
+        self._enter()
         if actor.bus_is_cut() or actor.hit(actor.faults.lost_request, "lost_request"):
             raise BusUnavailableError(f"{actor.name}: request lost")
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        self.actor.check()
+        self._enter()
         broker = self._broker
         reader = broker.open_reader(stream, subjects, start_seq)
         queue, log = reader.queue, broker.stream(stream).log
@@ -293,11 +368,16 @@ class ActorBus:
         again = self.actor.faults.redelivered if len(subjects) > 1 else 0.0
         recent: deque[Message] = deque(maxlen=REDELIVERED)
         position = start_seq
+        self._readers[reader] = None
         try:
             while True:
-                if broker is not self._broker:
+                self._enter()
+                if broker is not self._broker or reader.cut_off:
                     now = await self._reconnected()
+                    del self._readers[reader]
+                    broker.close_reader(reader)
                     reader, broker = now.open_reader(stream, subjects, position), now
+                    self._readers[reader] = None
                     queue, log = reader.queue, broker.stream(stream).log
                 if not queue:
                     reader.ready = self.actor.world.loop.create_future()
@@ -319,10 +399,13 @@ class ActorBus:
                     if self.actor.hit(again, "redelivered"):
                         yield self.actor.rng.choice(recent)
         finally:
+            self._readers.pop(reader, None)
             broker.close_reader(reader)
 
     async def _reconnected(self) -> SimBroker:
         """The server that has come in place of one that is lost; there is none for a while."""
+        if self.actor.world.tail_lost:
+            await asyncio.sleep(self.actor.rng.uniform(0.0, 2.0))
         while self.actor.world.without_server:  # noqa: ASYNC110 - virtual time
             await asyncio.sleep(0.5)
         self.actor.check()

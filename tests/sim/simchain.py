@@ -234,7 +234,8 @@ def check_covers(manifest: wire.Manifest, covers: Covers) -> None:
         and manifest.tokens == manifest.steps * TOKENS
         and manifest.position >= covers.stop
     )
-    hold(right, "data", update_id(manifest), f"{covers}, but {manifest}")
+    if not right:
+        raise Violation("data", str(update_id(manifest)), f"{covers}, but {manifest}")
 
 
 def sums(totals: wire.Totals) -> tuple[int, ...]:

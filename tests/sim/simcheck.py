@@ -38,6 +38,7 @@ class Checkers:
         self.joined: dict[str, int] = {}
         self.stopped = False
         self.end_seq = 0
+        self.adopted: dict[tuple[str, int], str] = {}
         self.epoch = 0
         self.past: Counter[str] = Counter()
         self.oracle = Beside(world.layout, light=isinstance(world.tensors, Light))
@@ -78,7 +79,7 @@ class Checkers:
 
     def on_message(self, stream: str, message: Message) -> None:
         """A message has been stored."""
-        if stream != names.tape_stream(self._world.run_name):
+        if stream != names.tape_stream(self._world.run_name) or self._world.tail_lost:
             return
         subject = names.parse_subject(message.subject)
         handler = self._handlers.get(subject.kind) if subject else None
@@ -94,11 +95,13 @@ class Checkers:
 
     def on_deleted(self, name: str) -> None:
         """An object is about to go."""
-        self._guard(self.garbage.on_deleted, name)
+        if not self._world.tail_lost:
+            self._guard(self.garbage.on_deleted, name)
 
     def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:
         """Messages of a subject below a sequence are about to go."""
-        self._guard(self.garbage.on_trimming, stream, subject, below_seq)
+        if not self._world.tail_lost:
+            self._guard(self.garbage.on_trimming, stream, subject, below_seq)
 
     def _may_be_merged(self, shard: names.ShardName) -> bool:
         """Whether the update of a shard is not resolved, and not void either."""
@@ -135,7 +138,8 @@ class Checkers:
         try:
             manifest = decode_as(wire.Manifest, message.subject, message.payload)
         except WireError:
-            if names.subject_learner(message.subject) == LIAR:
+            damaged = message.payload in self._world.garbled
+            if damaged or names.subject_learner(message.subject) == LIAR:
                 return  # It is no update, and nobody answers it.
             raise
         chain, update = self.chains[manifest.fragment], update_id(manifest)
@@ -193,6 +197,13 @@ class Checkers:
         assert isinstance(found, wire.Record)
         return found
 
+    def views(self, fragment: int) -> set[str]:
+        """Digests of the views that a fragment's records on the tape have."""
+        log = self._world.broker.stream(names.tape_stream(self._world.run_name)).log
+        subject = names.record(self._world.run_name, fragment)
+        records = [self._read(one) for one in log.values() if one.subject == subject]
+        return {record.view_digest for record in records}
+
     def _check_objects(self, record: wire.Record) -> None:
         """What a record names is stored before the record is."""
         named = [record.snapshot, record.outer, *record.deltas]
@@ -226,6 +237,7 @@ class Checkers:
 
     def on_adopted(self, learner: str, fragment: int, view: np.ndarray, digest: str) -> None:
         """A learner has adopted a record: its view is the aggregator's, bit for bit."""
+        self.adopted[learner, fragment] = digest
         if shards.digest(view) != digest:
             about = f"{learner} fragment {fragment}"
             self._world.fail(Violation("view", about, f"is not {digest}"))

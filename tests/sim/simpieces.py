@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simrun import FULL, KINDS, Outcome, Trial
+from simtrial import FULL, KINDS, Outcome, Trial
 
 # Seeds of a piece.
 PIECE = 50

@@ -1,9 +1,7 @@
-"""One simulated run under faults: what a seed means, and what became of it.
+"""One simulated run under faults, and what became of it.
 
-A seed chooses the run's settings, which kinds of faults there are and how often; each kind has
-chance of its own, so that leaving one out changes nothing about the others. For three quarters of
-the time there are faults; then there are none, and the run must end by itself with every update
-resolved.
+What a seed means, `simtrial.py` has. For three quarters of the time there are faults; then there are
+none, and the run must end by itself with every update resolved.
 """
 
 import asyncio
@@ -12,74 +10,24 @@ import gc
 import itertools
 import random
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
-from simactor import CALM, Actor, Faults
+from simactor import CALM, Actor
 from simadmission import LIAR
 from simchain import Violation
 from simdisk import Disk
 from simhostile import Liar
 from simoperator import Command, Operator
 from simtensors import Ledger, Light, Numbers
+from simtrial import Outcome, Trial, faults, settings
 from simworld import SimLearner, World, ended
 
 from diloco.aggregator import checkpoint
 from diloco.common import wire
 from diloco.common.config import BusSection, GcSection
 
-# Kinds of faults of single operations, with the greatest probability of each.
-OPERATIONS = {
-    "delay": 1.0,
-    "lost_request": 0.2,
-    "lost_answer": 0.2,
-    "late_request": 0.1,
-    "duplicate": 0.2,
-    "redelivered": 0.2,
-    "lost_broadcast": 1.0,
-    "stale_read": 0.5,
-    "store_refused": 0.2,
-    "store_lost_answer": 0.2,
-    "store_slow": 0.1,
-    "late_object": 0.1,
-}
-# Kinds of faults that befall whole processes.
-PROCESSES = (
-    "crash",
-    "crash_at_effect",
-    "pause",
-    "partition",
-    "skew",
-    "speeds",
-    "meshes",
-    "membership",
-    "operator",
-    "resume",
-    "standby",
-    "rivals",
-    "clock_step",
-    "twin",
-)
-KINDS = (*OPERATIONS, *PROCESSES)
-# What a full world has besides: operations again, then what befalls the run.
-MORE_OPERATIONS = {"false_answer": 0.3, "rot": 0.1, "rot_version": 0.05}
-WORLDS = (
-    *MORE_OPERATIONS,
-    "disk_full",
-    "commands",
-    "hostile",
-    "bodies",
-    "outlived",
-    "numbers",
-    "checkpoints",
-    "power_cut",
-)
-FULL = (*KINDS, *WORLDS)
-CODECS = ("float32", "bfloat16", "int8", "int4")
-OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75
 PATIENCE_S = 1800.0
@@ -90,108 +38,6 @@ STANDSTILL_S = 30.0
 # Simulations between two collections of what they leave.
 COLLECT_EVERY = 8
 _simulated = itertools.count(1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """What is simulated.
-
-    Attributes:
-        kinds: of faults that may be; which of them are, the seed says.
-        intensity: how often they are, against what is usual here, which is far too often for a
-            run of hours that should also get somewhere.
-        dense: with dense ledgers and the production arithmetic.
-    """
-
-    seed: int
-    minutes: float = 2.0
-    learners: int = 4
-    fragments: int = 2
-    kinds: tuple[str, ...] = KINDS
-    intensity: float = 1.0
-    dense: bool = False
-    traced: bool = False
-
-    def rng(self, of: str) -> random.Random:
-        """The seed's chance for one purpose."""
-        return random.Random(f"{self.seed}-{of}")
-
-    @property
-    def numbers(self) -> bool:
-        """Whether its tensors are any numbers, in any codec: a sixteenth of full worlds."""
-        return self.has("numbers") and self.rng("numbers").random() < 0.125
-
-    def has(self, kind: str) -> bool:
-        """Whether there are faults of a kind: half of all seeds have it."""
-        return kind in self.kinds and self.rng(f"has-{kind}").random() < 0.5
-
-
-@dataclass
-class Outcome:
-    """What became of a simulation."""
-
-    plan: Trial
-    violation: Violation | None = None
-    injected: Counter[str] = field(default_factory=Counter)
-    fates: Counter[str] = field(default_factory=Counter)
-    events: int = 0
-    simulated_s: float = 0.0
-    cpu_s: float = 0.0
-    world: World | None = None
-
-
-def settings(plan: Trial) -> dict[str, Any]:
-    """The settings of a plan's run."""
-    rng, codecs = plan.rng("settings"), plan.rng("codecs")
-    interval = max(plan.fragments, rng.choice([4, 8, 12]))
-    return {
-        "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
-        "sync": {
-            "interval_steps": interval,
-            "fragments": plan.fragments,
-            "min_steps": rng.choice([1, 2, 4]),
-            "codec": codecs.choice(CODECS) if plan.numbers else "float32",
-            "delta_codec": codecs.choice(CODECS) if plan.numbers else "float32",
-            "block": 16,
-            "shard_elements": 1 << 20 if plan.dense else 1024,
-            "snapshot_interval_versions": max(rng.choice([1, 2, 5]), plan.fragments // 3),
-            "overlap_steps": rng.choice([0, 2]),
-            "reannounce_timeout_s": rng.choice([4.0, 20.0]),
-        },
-        "outer": {
-            "optimizer": codecs.choice(OPTIMIZERS) if plan.numbers else "sgd",
-            "learning_rate": 0.7 if plan.numbers else 1.0,
-            "merge": codecs.choice(["rda", "average", "centered_clipping"])
-            if plan.numbers
-            else "average",
-            "participation": rng.random() < 0.3,
-        },
-        "staleness": {"max_versions": rng.choice([0, 0, 3])},
-        "quorum": {
-            "min_learners": rng.choice([1, 2, 3]),
-            "liveness_timeout_s": rng.choice([3.0, 6.0]),
-            "deadline_s": rng.choice([8.0, 20.0]),
-        },
-        "bounds": {"norm_clip": 1e8},
-    }
-
-
-def faults(plan: Trial) -> Faults:
-    """How often single operations go wrong."""
-    rates = {
-        kind: plan.intensity * greatest * plan.rng(kind).random() ** 2
-        for kind, greatest in (OPERATIONS | MORE_OPERATIONS).items()
-        if plan.has(kind)
-    }
-    rng = plan.rng("durations")
-    return Faults(
-        **rates,
-        delay_s=rng.choice([0.01, 0.1, 0.5]),
-        late_s=rng.choice([1.0, 5.0]),
-        slow_s=rng.choice([1.0, 5.0]),
-        visible_s=rng.choice([0.2, 3.0]),
-        stale_messages=rng.choice([2, 20, 200]),
-    )
 
 
 class Scenario:
@@ -214,6 +60,11 @@ class Scenario:
         self.closed = False
         self._clocks = plan.rng("skew")
         self._effects = plan.rng("crash_at_effect")
+        self._releases = plan.rng("releases")
+        # A record in an object is named after its contents, and is written as it is; the earlier
+        # release knows of no centered clipping.
+        later = self.world.settings.outer.merge == "centered_clipping"
+        self._mixed = plan.has("releases") and not (later or plan.has("bodies"))
         self.operator = Operator(
             self.world, [f"learner-{index}" for index in range(plan.learners)], self._begin
         )
@@ -224,7 +75,7 @@ class Scenario:
             return Ledger(16 * 512)
         # Some updates have two shards, so that an upload can be half done.
         two = self.plan.rng("shards").random() < 0.3
-        return Numbers(1536) if self.plan.numbers else Light(2048 if two else 32)
+        return Numbers(1536) if self.plan.has("numbers") else Light(2048 if two else 32)
 
     def _record_bytes(self) -> int:
         """What a record may have on the tape: all, a few, or none of them fit."""
@@ -250,6 +101,10 @@ class Scenario:
             actor.offset_s = self._clocks.uniform(-20, 20)
             actor.drift = self._clocks.uniform(-0.01, 0.01)
             self.world.injected["skew"] += 1
+        daemon = actor.name not in ("operator", LIAR)
+        if self._mixed and daemon and self._releases.random() < 0.5:
+            actor.earlier = True
+            self.world.injected["releases"] += 1
         if self.plan.has("crash_at_effect") and not self.calm and self._effects.random() < 0.5:
             actor.kill_at = int(self._effects.randint(1, 120) / self.plan.intensity)
             actor.killed_before = self._effects.random() < 0.5
@@ -284,6 +139,8 @@ class Scenario:
                 ("twin", self._start_twin),
                 ("commands", self._command_more),
                 ("disk_full", self._fill_disks),
+                ("revoked", self._revoke),
+                ("tail_lost", self._lose_tail),
             )
             if plan.has(kind)
         ]
@@ -296,6 +153,7 @@ class Scenario:
         if world.damaged:
             # Fragments may stand still until somebody has repaired what is stored.
             await asyncio.wait(work, timeout=STANDSTILL_S)
+            self._check_adopted()
             return
         work.append(asyncio.ensure_future(self._check_superseded()))
         await asyncio.gather(*work)
@@ -307,6 +165,7 @@ class Scenario:
             actor.kill_at = None
             actor.bus_cut_until_s = actor.store_cut_until_s = 0.0
         self.world.full_until_s = {"bus": 0.0, "store": 0.0}
+        self.world.revoked.clear()
 
     # Processes
 
@@ -417,6 +276,36 @@ class Scenario:
             self.world.injected["disk_full"] += 1
             for what in rng.choice([("bus",), ("store",), ("bus", "store")]):
                 self.world.full_until_s[what] = self.world.loop.now_s + rng.uniform(0.5, 20.0)
+
+    async def _revoke(self, rng: random.Random) -> None:
+        """Somebody's credentials are revoked, and given again after a while."""
+        while True:
+            await self._every(rng, 20.0)
+            name = self._somebody(rng).name
+            if name == "operator":
+                continue
+            self.world.injected["revoked"] += 1
+            self.world.revoke(name)
+            await asyncio.sleep(rng.uniform(0.5, 20.0))
+            self.world.revoked.discard(name)
+
+    async def _lose_tail(self, rng: random.Random) -> None:
+        """Once: from there on the tape itself cannot be judged."""
+        await self._every(rng, 30.0)
+        self.world.injected["tail_lost"] += 1
+        self.world.lose_tail(rng.choice([1, 2, 5]))
+
+    def _check_adopted(self) -> None:
+        """Who trains on when the tape has lost messages has views that stand on it."""
+        world = self.world
+        if not world.tail_lost or world.injected["rot_record"]:
+            return  # What a record said that nobody can read is not known.
+        standing = [world.checkers.views(fragment) for fragment in range(self.plan.fragments)]
+        living = {learner.name for learner in self.learners if learner.actor is not None}
+        for (name, fragment), digest in world.checkers.adopted.items():
+            if name in living and digest not in standing[fragment]:
+                what = f"trains on a view of fragment {fragment} that no record has: {digest}"
+                world.fail(Violation("unnoticed", name, what))
 
     async def _lie(self, rng: random.Random) -> None:
         """A hostile learner, which comes back whenever its process has ended."""

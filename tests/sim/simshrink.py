@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from simrun import Outcome, Trial, simulate
+from simrun import simulate
+from simtrial import Outcome, Trial
 from simworld import World
 
 from diloco.common import names, wire

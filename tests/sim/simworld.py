@@ -106,6 +106,11 @@ class World:
         self.injected: Counter[str] = Counter()
         self.damaged = False
         self.without_server = False
+        # Processes whose credentials the server refuses, and manifests that it has damaged.
+        self.revoked: set[str] = set()
+        self.garbled: set[bytes] = set()
+        # The tape lacks messages that were acknowledged: what stands on it needs not fit any more.
+        self.tail_lost = False
         # Processes that die do so because their machine's power fails.
         self.power_fails = False
         self.full_until_s = {"bus": 0.0, "store": 0.0}
@@ -147,6 +152,18 @@ class World:
     def is_full(self, what: str) -> bool:
         """Whether the disk of the bus's server or of the store takes nothing now."""
         return self.loop.now_s < self.full_until_s[what]
+
+    def revoke(self, name: str) -> None:
+        """The server refuses a process from now on, and closes its connections."""
+        self.revoked.add(name)
+        for actor in [*self.actors]:
+            if actor.name == name:
+                actor.bus.hang_up()
+
+    def lose_tail(self, count: int) -> None:
+        """The server fails over to one that lacks the newest messages of the tape."""
+        self.damaged = self.tail_lost = True
+        self.broker.lose(names.tape_stream(self.run_name), count)
 
     def note(self, actor: Actor, what: str, name: str) -> None:
         """Keep an event for the trace."""

@@ -3,7 +3,8 @@
 from collections import Counter
 
 import pytest
-from simrun import Trial, simulate
+from simrun import simulate
+from simtrial import Trial
 
 from diloco.common import names, wire
 from diloco.common.config import parse_settings

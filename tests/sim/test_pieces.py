@@ -1,7 +1,8 @@
 """A long simulation can be interrupted: what has passed is not run again."""
 
 from simpieces import PIECE, Results, pieces, sums
-from simrun import FULL, Trial, simulate
+from simrun import simulate
+from simtrial import FULL, Trial
 
 
 def test_a_piece_that_has_passed_is_found_again(tmp_path):

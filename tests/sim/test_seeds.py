@@ -3,8 +3,9 @@
 from collections import Counter
 
 import pytest
-from simrun import FULL, KINDS, WORLDS, Trial, simulate
+from simrun import simulate
 from simshrink import explain, shrink
+from simtrial import FULL, KINDS, WORLDS, Trial
 
 SEEDS = 45
 # Of full worlds; `make sim FULL=1` has the rest.

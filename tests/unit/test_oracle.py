@@ -1,6 +1,7 @@
 """The oracle on tapes of the real aggregator: silent on each, and on none that was changed."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import numpy as np
@@ -292,3 +293,12 @@ def test_what_it_merges_is_compared_with_its_manifest(eventful_tape):
     for item in tape:
         oracle.take(item)
     assert {finding.rule for finding in oracle.findings} == {"input"}
+
+
+def test_the_table_of_what_the_oracle_recomputes_has_every_rule_and_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    table = page.partition("## What the oracle recomputes")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    assert {*RULES, *wire.Record.model_fields} - named == set()
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
+    assert {rule for rules, _ in rows for rule in re.findall(r"`(\w+)`", rules)} == {*RULES}

@@ -14,7 +14,7 @@ from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.common import names, shards, wire
 from diloco.common.bus import MemoryBus, Message
 from diloco.common.config import BusSection
-from diloco.common.errors import IntegrityError, ObjectMissingError
+from diloco.common.errors import IntegrityError, ObjectMissingError, RunMismatchError
 from diloco.common.service import cancel
 from diloco.common.tape import records_of
 from diloco.common.views import load_view
@@ -127,6 +127,25 @@ def test_what_cannot_be_had_is_named_with_its_runbook(run_async):
         with pytest.raises(IntegrityError, match="-outer-") as caught:
             await recover(lab.context, 0)
         assert caught.value.hint == "runbooks/missing-object.md"
+
+    run_async(scenario())
+
+
+def test_nothing_is_rolled_back_behind_the_last_version(run_async, monkeypatch):
+    """The run may stop while an operator's command is paused."""
+
+    async def scenario() -> None:
+        lab = await made(ODD)
+        newest, newest_seq = await lab.newest()
+
+        async def last(_context, _fragment):
+            return newest.model_copy(update={"final": True}), newest_seq
+
+        monkeypatch.setattr("diloco.aggregator.rollback.last_record", last)
+        found = await find_versions(lab.context, {0: 4})
+        with pytest.raises(RunMismatchError, match="has stopped meanwhile"):
+            await roll_back(lab.context, found)
+        assert (await lab.newest())[1] == newest_seq
 
     run_async(scenario())
 

@@ -15,7 +15,6 @@ from diloco.common import names, wire
 from diloco.common.store import DirectoryStore, MemoryStore
 from diloco.common.tape import load_specification
 from diloco.projections.history import History, read_history
-from diloco.projections.live import LastHeartbeat
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -93,17 +92,6 @@ def test_the_age_of_a_run_without_any_checkpoint_counts_from_its_creation() -> N
 
     found, created_at_s = ask(look())
     assert found == created_at_s > 0
-
-
-def test_what_a_learner_says_of_itself() -> None:
-    heartbeat = wire.Heartbeat(
-        learner="a", incarnation=3, local_step=8, global_step=8, tokens=80, loss=1.0,
-        tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0, bytes_down=0,
-        updates_sent=1, state="training", trouble="checkpoints fail: disk full",
-    )  # fmt: skip
-    (found,) = service.troubles({"a": LastHeartbeat(heartbeat, 0.0)})
-    assert found.severity == "warning"
-    assert found.sentence == "checkpoints fail: disk full"
 
 
 @as_root

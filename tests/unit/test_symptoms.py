@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runlab import RUN, Lab
 
-from diloco.check import symptoms
+from diloco.check import members, symptoms
 from diloco.check.audit import audit
 from diloco.check.symptoms import Finding
 from diloco.common import names, wire
@@ -35,7 +35,7 @@ def of_learner(history: History, learner: str) -> list[Finding]:
     """Findings on one learner that was heard of just now."""
     now_s = time.time()
     views = {name: beat(name, history.lives(name)[-1], now_s) for name in ("fast", learner)}
-    found = symptoms.learners(history, views, now_s)
+    found = members.learners(history, views, now_s)
     return [finding for finding in found if finding.about == f"learner {learner}"]
 
 
@@ -179,7 +179,7 @@ def test_heartbeats_of_a_superseded_life_do_not_make_the_newer_one_well() -> Non
     history, first = ask(run())
     now_s = time.time()
     views = {"twice": beat("twice", first, now_s), "fast": beat("fast", 10**6, now_s)}
-    found = [f for f in symptoms.learners(history, views, now_s) if f.about == "learner twice"]
+    found = [f for f in members.learners(history, views, now_s) if f.about == "learner twice"]
     assert {finding.severity for finding in found} == {"warning"}
     assert f"is of incarnation {first}, but" in found[0].sentence
     assert "silent" in found[1].sentence

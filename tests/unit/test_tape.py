@@ -251,7 +251,7 @@ def test_all_projections_say_the_same(lab):
     assert state.updates_sent == len(history.sent()) == len(series.updates)
     assert state.updates_merged == len(history.merged()) == len(series.inputs)
     assert sum(state.rejections.values()) == len(history.rejected()) == len(series.refusals)
-    assert state.joined == {join.learner for _, join in history.joins} == {*series.learners}
+    assert {*state.joined} == {join.learner for _, join in history.joins} == {*series.learners}
     assert {one.name: one.lives for one in known} == {
         name: len(history.lives(name)) for name in series.learners
     }

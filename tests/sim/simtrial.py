@@ -1,0 +1,174 @@
+"""What a seed means: a run's settings, which kinds of faults there are, and how often.
+
+Each kind has chance of its own, so that leaving one out changes nothing about the others.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from simactor import Faults
+from simchain import Violation
+from simworld import World
+
+# Kinds of faults of single operations, with the greatest probability of each.
+OPERATIONS = {
+    "delay": 1.0,
+    "lost_request": 0.2,
+    "lost_answer": 0.2,
+    "late_request": 0.1,
+    "duplicate": 0.2,
+    "redelivered": 0.2,
+    "lost_broadcast": 1.0,
+    "stale_read": 0.5,
+    "store_refused": 0.2,
+    "store_lost_answer": 0.2,
+    "store_slow": 0.1,
+    "late_object": 0.1,
+}
+# Kinds of faults that befall whole processes.
+PROCESSES = (
+    "crash",
+    "crash_at_effect",
+    "pause",
+    "partition",
+    "skew",
+    "speeds",
+    "meshes",
+    "membership",
+    "operator",
+    "resume",
+    "standby",
+    "rivals",
+    "clock_step",
+    "twin",
+)
+KINDS = (*OPERATIONS, *PROCESSES)
+# What a full world has besides: operations again, then what befalls the run.
+MORE_OPERATIONS = {
+    "false_answer": 0.3,
+    "rot": 0.1,
+    "rot_version": 0.05,
+    "rot_message": 0.2,
+    "rot_record": 0.05,
+}
+WORLDS = (
+    *MORE_OPERATIONS,
+    "disk_full",
+    "commands",
+    "hostile",
+    "bodies",
+    "outlived",
+    "numbers",
+    "checkpoints",
+    "power_cut",
+    "releases",
+    "revoked",
+    "tail_lost",
+)
+FULL = (*KINDS, *WORLDS)
+CODECS = ("float32", "bfloat16", "int8", "int4")
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
+# Kinds in a sixteenth of full worlds: tensors of any numbers cost much, and where the tape has lost
+# messages it cannot be judged any more.
+RARE, RARELY = ("numbers", "tail_lost"), 0.125
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What is simulated.
+
+    Attributes:
+        kinds: of faults that may be; which of them are, the seed says.
+        intensity: how often they are, against what is usual here, which is far too often for a
+            run of hours that should also get somewhere.
+        dense: with dense ledgers and the production arithmetic.
+    """
+
+    seed: int
+    minutes: float = 2.0
+    learners: int = 4
+    fragments: int = 2
+    kinds: tuple[str, ...] = KINDS
+    intensity: float = 1.0
+    dense: bool = False
+    traced: bool = False
+
+    def rng(self, of: str) -> random.Random:
+        """The seed's chance for one purpose."""
+        return random.Random(f"{self.seed}-{of}")
+
+    def has(self, kind: str) -> bool:
+        """Whether there are faults of a kind: half of all seeds have it, few of what is rare."""
+        if kind not in self.kinds or self.rng(f"has-{kind}").random() >= 0.5:
+            return False
+        return kind not in RARE or self.rng(kind).random() < RARELY
+
+
+@dataclass
+class Outcome:
+    """What became of a simulation."""
+
+    plan: Trial
+    violation: Violation | None = None
+    injected: Counter[str] = field(default_factory=Counter)
+    fates: Counter[str] = field(default_factory=Counter)
+    events: int = 0
+    simulated_s: float = 0.0
+    cpu_s: float = 0.0
+    world: World | None = None
+
+
+def settings(plan: Trial) -> dict[str, Any]:
+    """The settings of a plan's run."""
+    rng, codecs = plan.rng("settings"), plan.rng("codecs")
+    interval = max(plan.fragments, rng.choice([4, 8, 12]))
+    return {
+        "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
+        "sync": {
+            "interval_steps": interval,
+            "fragments": plan.fragments,
+            "min_steps": rng.choice([1, 2, 4]),
+            "codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
+            "delta_codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
+            "block": 16,
+            "shard_elements": 1 << 20 if plan.dense else 1024,
+            "snapshot_interval_versions": max(rng.choice([1, 2, 5]), plan.fragments // 3),
+            "overlap_steps": rng.choice([0, 2]),
+            "reannounce_timeout_s": rng.choice([4.0, 20.0]),
+        },
+        "outer": {
+            "optimizer": codecs.choice(OPTIMIZERS) if plan.has("numbers") else "sgd",
+            "learning_rate": 0.7 if plan.has("numbers") else 1.0,
+            "merge": codecs.choice(["rda", "average", "centered_clipping"])
+            if plan.has("numbers")
+            else "average",
+            "participation": rng.random() < 0.3,
+        },
+        "staleness": {"max_versions": rng.choice([0, 0, 3])},
+        "quorum": {
+            "min_learners": rng.choice([1, 2, 3]),
+            "liveness_timeout_s": rng.choice([3.0, 6.0]),
+            "deadline_s": rng.choice([8.0, 20.0]),
+        },
+        "bounds": {"norm_clip": 1e8},
+    }
+
+
+def faults(plan: Trial) -> Faults:
+    """How often single operations go wrong."""
+    rates = {
+        kind: plan.intensity * greatest * plan.rng(kind).random() ** 2
+        for kind, greatest in (OPERATIONS | MORE_OPERATIONS).items()
+        if plan.has(kind)
+    }
+    rng = plan.rng("durations")
+    return Faults(
+        **rates,
+        delay_s=rng.choice([0.01, 0.1, 0.5]),
+        late_s=rng.choice([1.0, 5.0]),
+        slow_s=rng.choice([1.0, 5.0]),
+        visible_s=rng.choice([0.2, 3.0]),
+        stale_messages=rng.choice([2, 20, 200]),
+    )

@@ -1,0 +1,314 @@
+"""Each sentence that says that something is well, and the run of which it must not be said."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import pytest
+from runlab import RUN, Lab
+
+from diloco.check import doctor, members, symptoms
+from diloco.check.audit import audit
+from diloco.check.rules import Judged
+from diloco.check.symptoms import Finding
+from diloco.common import names, wire
+from diloco.common.health import Health
+from diloco.common.service import cancel
+from diloco.look.status import Status, Watch
+from diloco.projections.history import History, read_history
+from diloco.projections.learners import Learner, read_learners
+from diloco.projections.live import LastHeartbeat
+
+MINUTE_S = 60.0
+UPHILL = "the inner optimizer's first step goes uphill"
+
+
+def ask(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60.0))
+
+
+def beat(learner: str, incarnation: int, **fields: Any) -> wire.Heartbeat:
+    return wire.Heartbeat.model_validate(
+        {
+            "learner": learner, "incarnation": incarnation, "local_step": 8, "global_step": 8,
+            "tokens": 80, "loss": 1.0, "tokens_per_s": 10.0, "step_time_s": 0.1, "stall_s": 0.0,
+            "run_s": 1.0, "bytes_up": 0, "bytes_down": 0, "updates_sent": 1, "state": "training",
+        }
+        | fields
+    )  # fmt: skip
+
+
+async def say(lab: Lab, subject: str, body: wire.Body) -> None:
+    await lab.bus.publish(subject, wire.encode(body))
+
+
+async def leave(lab: Lab, learner: str) -> None:
+    word = wire.Leave(
+        run=RUN, learner=learner, incarnation=lab.lives[learner], position=0, fragments=()
+    )
+    await say(lab, names.leave(RUN, learner), word)
+
+
+async def stop(lab: Lab) -> None:
+    await say(lab, names.stop(RUN), wire.Stop(run=RUN, global_step=1, reason="steps"))
+
+
+def history_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> History:
+    """The tape of a run to which this happens, beside a learner "well" of which one is merged."""
+
+    async def run() -> History:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("well")
+            await lab.send("well")
+            await story(lab)
+        return await read_history(lab.context)
+
+    found: History = ask(run())
+    return found
+
+
+def about(
+    history: History, learner: str, later_s: float = 0.0, **fields: Any
+) -> list[tuple[str, str]]:
+    """What is said of a learner whose newest life has just sent a heartbeat with these fields."""
+    now_s = max(history.times_s.values()) + later_s
+    life = fields.pop("incarnation", history.lives(learner)[-1])
+    views = {
+        learner: LastHeartbeat(beat(learner, life, **fields), now_s),
+        "well": LastHeartbeat(beat("well", history.lives("well")[-1]), now_s),
+    }
+    found = [*members.learners(history, views, now_s), *members.troubles(views)]
+    assert {severity for severity, _ in said(found, "learner well")} == {"ok"}
+    return said(found, f"learner {learner}")
+
+
+def said(found: Iterable[Finding], subject: str) -> list[tuple[str, str]]:
+    return [(one.severity, one.sentence) for one in found if one.about == subject]
+
+
+async def _joins(lab: Lab) -> None:
+    await lab.join("odd")
+    await lab.send("well")
+
+
+# A learner "has left", "took part to the end", "trains"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_learner_that_an_error_has_ended_is_told_of_as_that(*, stopped: bool) -> None:
+    async def story(lab: Lab) -> None:
+        await _joins(lab)
+        if stopped:
+            await stop(lab)
+
+    found = about(history_of(story), "odd", state="failed", trouble=UPHILL)
+    assert found == [("warning", f"an error has ended it: {UPHILL}")]
+
+
+def test_who_sent_nothing_that_was_merged_has_not_simply_left() -> None:
+    async def leaves(lab: Lab) -> None:
+        await _joins(lab)
+        await leave(lab, "odd")
+
+    history = history_of(leaves)
+    assert about(history, "odd") == [("note", "has left, and nothing of it was merged")]
+
+
+def test_who_was_rejected_throughout_has_not_simply_left() -> None:
+    async def leaves(lab: Lab) -> None:
+        await lab.join("odd")
+        for _ in range(3):
+            manifest = lab.upload("odd").model_copy(update={"layout": "0" * 32})
+            await lab.announce(manifest)
+            await lab.answered(manifest)
+        await leave(lab, "odd")
+
+    ((severity, sentence),) = about(history_of(leaves), "odd")
+    assert (severity, sentence) == (
+        "warning", "3 of its last 3 updates were rejected: layout 3"
+    )  # fmt: skip
+
+
+def test_a_superseded_process_that_goes_on_is_told_of_when_the_newer_one_has_left() -> None:
+    async def leaves(lab: Lab) -> None:
+        await lab.join("odd")
+        await _joins(lab)
+        await lab.send("odd")
+        await leave(lab, "odd")
+
+    history = history_of(leaves)
+    first, newest = history.lives("odd")
+    ((severity, sentence),) = about(history, "odd", 5.0, incarnation=first)
+    assert severity == "warning"
+    assert "the earlier process is superseded" in sentence
+    assert about(history, "odd", incarnation=newest) == [("ok", "has left")]
+
+
+def test_who_joined_when_no_record_came_any_more_did_not_take_part_to_the_end() -> None:
+    async def joins_late(lab: Lab) -> None:
+        await stop(lab)
+        await lab.join("odd")
+
+    ((severity, _),) = about(history_of(joins_late), "odd")
+    assert severity == "note"
+
+
+def test_who_has_not_taken_a_step_or_hangs_does_not_train() -> None:
+    history = history_of(_joins)
+    assert about(history, "odd", state="starting") == [("note", "does not train: starting")]
+    now_s = [100.0]
+    health = Health(clock=lambda: now_s[0])
+    health.turned()
+    assert health.line() == ""
+    now_s[0] += 90.0
+    hangs = "the main loop has not turned for 90 s"
+    assert health.line() == hangs
+    assert about(history, "odd", trouble=health.line()) == [("warning", hangs)]
+
+
+# `diloco status` and `diloco learners`
+
+
+def status_of(story: Callable[[Lab], Coroutine[Any, Any, None]]) -> tuple[Status, list[Learner]]:
+    async def run() -> tuple[Status, list[Learner]]:
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("well")
+            await lab.send("well")
+            await story(lab)
+            for name, life in lab.lives.items():
+                if name != "odd":
+                    await say(lab, names.heartbeat(RUN, name), beat(name, life))
+        return await Watch(lab.context).begin(), await read_learners(lab.context)
+
+    found: tuple[Status, list[Learner]] = ask(run())
+    return found
+
+
+def state_in(status: Status, learner: str) -> str:
+    return next(one.state for one in status.learners if one.name == learner)
+
+
+def test_status_shows_a_learner_that_an_error_has_ended_as_failed() -> None:
+    async def fails(lab: Lab) -> None:
+        life = await lab.join("odd")
+        last = beat("odd", life, state="failed", trouble=UPHILL)
+        await say(lab, names.heartbeat(RUN, "odd"), last)
+
+    status, _ = status_of(fails)
+    assert state_in(status, "odd") == "failed"
+    assert said(status.alerts, "learner odd") == [("warning", f"an error has ended it: {UPHILL}")]
+
+
+def test_who_has_left_and_joined_again_has_not_left() -> None:
+    async def returns(lab: Lab) -> None:
+        await _joins(lab)
+        await leave(lab, "odd")
+        await lab.send("well")
+        await lab.join("odd")
+
+    status, learners = status_of(returns)
+    assert state_in(status, "odd") == "silent"
+    assert said(status.alerts, "learner odd")
+    assert {one.name: one.state for one in learners} == {"well": "live", "odd": "joined"}
+
+
+def test_a_run_that_everybody_has_left_is_not_under_way() -> None:
+    async def leaves(lab: Lab) -> None:
+        await leave(lab, "well")
+
+    status, _ = status_of(leaves)
+    assert status.state == "waiting for learners"
+    history = history_of(leaves)
+    (finding,) = symptoms.fragments(history, audit(history), max(history.times_s.values()))
+    assert finding.sentence.startswith("waiting for learners: ")
+
+
+# A fragment, the tape, the rules, the configuration
+
+
+def test_a_run_that_was_stopped_and_never_ends_is_not_stopping_for_ever() -> None:
+    history = history_of(stop)
+    patience_s, stopped_s = symptoms.patience_s(history.settings), max(history.times_s.values())
+
+    def told(after_s: float) -> tuple[str, str]:
+        (finding,) = symptoms.fragments(history, audit(history), stopped_s + after_s)
+        return finding.severity, finding.sentence
+
+    assert told(patience_s)[1].startswith("stopping: ")
+    severity, sentence = told(patience_s + MINUTE_S)
+    assert severity == "error"
+    assert "no end is on the tape" in sentence
+
+
+def test_a_tape_to_which_nothing_comes_while_learners_train_is_not_well() -> None:
+    history = history_of(_joins)
+    now_s = max(history.times_s.values())
+    each_s = symptoms.PATIENCE * history.settings.sync.interval_steps * 0.1
+    longest_s = symptoms.patience_s(history.settings) + each_s
+
+    def told(after_s: float, **fields: Any) -> list[Finding]:
+        heard = LastHeartbeat(beat("well", 10**6, **fields), now_s + after_s)
+        return [*symptoms.quiet(history, {"well": heard}, now_s + after_s)]
+
+    assert told(longest_s - 1) == []
+    assert told(longest_s + 1, state="starting") == []
+    (finding,) = told(longest_s + 1)
+    assert (finding.severity, finding.runbook) == ("error", symptoms.DISK_FULL)
+
+
+def test_decisions_that_could_not_be_followed_do_not_follow_from_the_rules() -> None:
+    (followed,) = symptoms.rules(Judged([], 7, 2, 3))
+    (unknown,) = symptoms.rules(Judged([], 0, 2, 0))
+    assert (followed.severity, unknown.severity) == ("ok", "note")
+
+
+def test_settings_that_were_changed_are_judged_and_not_those_of_the_file() -> None:
+    async def changes(lab: Lab) -> None:
+        settings = lab.context.settings.model_dump(mode="json")
+        settings["outer"]["participation"] = True
+        word = wire.Settings(run=RUN, settings=settings, changed=("outer.participation",))
+        await say(lab, names.settings(RUN), word)
+
+    history = history_of(changes)
+    file = [*symptoms.configuration(history.settings)]
+    found = [*doctor.in_force(file, history)]
+    assert {one.severity for one in found} == {"warning"}
+    assert len(found) > len([one for one in file if one.severity != "ok"])
+
+
+# An aggregator takes nobody for live who has said that it is over
+
+
+def test_the_last_word_of_a_life_is_no_sign_of_life() -> None:
+    """However often it comes: who fails again and again must not hold up those that train."""
+
+    async def run() -> None:
+        lab = Lab(sections={"quorum": {"liveness_timeout_s": 0.5}})
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("well")
+            await lab.join("odd")
+
+            async def both_speak() -> None:
+                while True:
+                    for name, state in (("well", "training"), ("odd", "failed")):
+                        word = beat(name, lab.lives[name], state=state)
+                        await say(lab, names.heartbeat(RUN, name), word)
+                    await asyncio.sleep(0.02)
+
+            speaking = asyncio.ensure_future(both_speak())
+
+            async def only_one_is_live() -> bool:
+                record = await lab.send("well")
+                return {one.learner for one in record.policy.members if one.live} == {"well"}
+
+            try:
+                await lab.until(only_one_is_live, "the other counts as gone")
+            finally:
+                await cancel(speaking)
+
+    ask(run())
