@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Self
 
+from diloco.common.disks import is_full
 from diloco.common.errors import BusError, ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -225,8 +226,13 @@ class NatsServer:
         raise BusError(
             f"nats-server ended with status {self._process.returncode}; its log ends:\n"
             f"{self._log_end()}",
-            hint=f"the whole log is {self.log_path}",
+            hint=self._hint(),
         )
+
+    def _hint(self) -> str:
+        if is_full(self.folder):
+            return f"the disk of {self.folder} is full: runbooks/disk-full.md"
+        return f"the whole log is {self.log_path}"
 
     def _greets(self) -> bool:
         """Whether what answers on the port is ours, and not a stranger who took it meanwhile."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = group()
 
 
-@command(app)
+@command(app, daemon=True)
 def aggregator(
     config: shared.ConfigFile,
     name: Annotated[
@@ -114,7 +114,7 @@ class LearnerOptions:
     json: Annotated[bool, typer.Option("--json", help="dry run: print JSON")] = False
 
 
-@command(app)
+@command(app, daemon=True)
 def learner(options: LearnerOptions) -> None:
     """Train on this island's data and synchronize with the run until it ends.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from diloco.common.config import environment_with
+from diloco.common.disks import is_full
 from diloco.common.errors import DilocoError
 from diloco.common.nats_server import LOOPBACK, NatsServer, free_port
 from diloco.local.reaper import Reaper
@@ -223,7 +224,7 @@ class Fleet:
             raise DilocoError(
                 f"{daemon.failed.name} ended with status {daemon.failed.status}; the end of its "
                 f"log:\n{self.tail(daemon)}",
-                hint=f"the whole log is {daemon.failed.log_path}",
+                hint=_hint(daemon.failed.log_path),
             )
         self.start_again(daemon.name)
 
@@ -273,6 +274,12 @@ class Fleet:
         self._reaper.__exit__()
         for file in self._files:
             file.close()
+
+
+def _hint(log_path: Path) -> str:
+    if is_full(log_path.parent):
+        return f"the disk of {log_path.parent} is full: free space, or use another --run-dir"
+    return f"the whole log is {log_path}"
 
 
 def _read(process: Process) -> str:

@@ -55,18 +55,14 @@ def run_local(options: LocalOptions) -> int:
     """
     name = datetime.now().astimezone().strftime("local-%Y%m%d-%H%M%S")
     run_dir = (options.run_dir or Path("runs") / name).absolute()
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise ConfigError(
-            f"the folder {str(run_dir)!r} is not empty",
-            hint="each local run needs a folder of its own: give another --run-dir",
-        )
+    _check_unused(run_dir)
     count = count_learners(options.learners, options.mesh, options.hosts)
     learners = [f"learner-{index}" for index in range(count)]
     document, hardware = local_document(options, name, learners, run_dir)
-    aggregators = aggregator_names(options.aggregators)
-    kills = _plan_kills(options.kill, learners, aggregators, document["run"]["steps"])
     # What is misspelt leaves nothing behind.
-    make_config(document, source="the options")
+    steps = make_config(document, source=str(options.config or "the options")).run.steps
+    aggregators = aggregator_names(options.aggregators)
+    kills = _plan_kills(options.kill, learners, aggregators, steps)
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
     hardware = _place(console, options, document, hardware)
@@ -81,6 +77,26 @@ def run_local(options: LocalOptions) -> int:
         status = asyncio.run(run.go())
         fleet.stop(within_s=STOP_S)
     return status
+
+
+def _check_unused(run_dir: Path) -> None:
+    """Refuse to write where something is.
+
+    Raises:
+        ConfigError: it is no folder, or not empty, or cannot be read.
+    """
+    try:
+        used = run_dir.exists() and any(run_dir.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the folder {str(run_dir)!r}: {error.strerror}",
+            hint="name a new folder, where you may write: --run-dir",
+        ) from error
+    if used:
+        raise ConfigError(
+            f"the folder {str(run_dir)!r} is not empty",
+            hint="each local run needs a folder of its own: give another --run-dir",
+        )
 
 
 def _place(
