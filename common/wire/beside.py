@@ -98,7 +98,7 @@ class Heartbeat(Body):
     bytes_up: Count = Field(description="stored shards")
     bytes_down: Count = Field(description="read objects")
     updates_sent: Count = Field(description="of this life")
-    state: Text = Field(description="`starting`, `training` or `flushing`")
+    state: Text = Field(description="`starting`, `training`, `paused` or `flushing`")
     trouble: Text = Field(
         default="", description="what somebody should look at although it trains; empty if nothing"
     )

@@ -77,6 +77,7 @@ def _aggregator(run: str) -> Grants:
             names.record(run, "*"),
             names.stop(run),
             names.end(run),
+            names.checkpoint(run),
             names.quarantine(run, "*"),
             names.rejected(run, "*"),
             names.round_open(run, "*"),

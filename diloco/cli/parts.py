@@ -6,11 +6,15 @@ from typer.core import TyperGroup
 
 # A part's title, and its commands.
 PARTS: dict[str, tuple[str, ...]] = {
-    "Train": ("local", "task", "plan", "run", "aggregator", "learner"),
-    "Look": ("status", "runs", "learners", "report", "track", "evaluate", "sample", "export"),
-    "Operate": ("doctor", "checkpoint", "resume", "rollback", "gc", "auth", "install-units"),
+    "Train": ("local", "task", "plan", "config", "run", "aggregator", "learner"),
+    "Look": (
+        "status", "runs", "learners", "history", "report", "track", "evaluate", "sample", "export",
+    ),
+    "Operate": (
+        "doctor", "checkpoint", "resume", "rollback", "gc", "archive", "auth", "install-units",
+    ),
     "Debug": ("show", "diff", "replay", "bundle", "unbundle", "tape"),
-}
+}  # fmt: skip
 _PART_OF = {name: part for part, names in PARTS.items() for name in names}
 
 

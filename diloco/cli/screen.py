@@ -4,7 +4,9 @@ from rich.console import Console
 from rich.table import Table
 
 # Of a learner's state, and of a finding's severity.
-STATE_STYLES = {"training": "green", "flushing": "cyan", "done": "dim", "starting": "yellow"}
+STATE_STYLES = {
+    "training": "green", "paused": "cyan", "flushing": "cyan", "done": "dim", "starting": "yellow",
+}  # fmt: skip
 SEVERITY_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 

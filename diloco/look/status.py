@@ -11,7 +11,13 @@ from diloco.check.symptoms import Finding
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
-from diloco.common.tape import Recorded, RunContext, last_record, read_tape
+from diloco.common.tape import (
+    Recorded,
+    RunContext,
+    effective_settings,
+    last_record,
+    read_tape,
+)
 from diloco.projections.live import Follower, LiveState, read_heartbeats, read_leases
 from diloco.projections.trend import Point
 
@@ -93,6 +99,7 @@ class Watch:
         self._next_seq = 1
         self._leases: dict[int, wire.Lease] = {}
         self._filled = Filled(0, 0)
+        self._settings = context.settings
 
     async def begin(self) -> Status:
         """Read what there is; the run as it is now."""
@@ -118,6 +125,7 @@ class Watch:
         context = self._context
         try:
             self._leases = await read_leases(context)
+            self._settings, _ = await effective_settings(context)
             self._filled = await context.bus.filled(context.tape)
         except BusUnavailableError as error:
             away = Finding(
@@ -137,10 +145,10 @@ class Watch:
         )
         return Status(
             run=context.run,
-            state=_state(observed),
+            state=_state(observed, paused=self._settings.run.paused),
             epoch=context.epoch,
             global_step=observed.global_step,
-            steps=context.settings.run.steps,
+            steps=self._settings.run.steps,
             # A token reaches every fragment by another update.
             tokens_merged=sum(each.tokens_merged for each in totals) // max(1, len(totals)),
             updates_merged=observed.updates_merged,
@@ -200,11 +208,13 @@ class Watch:
             yield symptoms.ownerless(free)
 
 
-def _state(observed: LiveState) -> str:
+def _state(observed: LiveState, *, paused: bool) -> str:
     if observed.ended:
         return "ended"
     if observed.stopped:
         return "stopping"
+    if paused:
+        return "paused"
     return "under way" if _known(observed) else "waiting for learners"
 
 

@@ -224,7 +224,10 @@ def refusals(shown: Shown) -> Table:
 def events(shown: Shown) -> Table:
     """Joins, leaves, and what operators did; the newest first."""
     series = shown.series
-    happened = [(event.at_s, event.what) for event in series.events]
+    happened = [
+        (event.at_s, f"{event.what}, by {event.by}" if event.by else event.what)
+        for event in series.events
+    ]
     happened += [
         (at_s, f"{lane.learner} was heard of for the last time")
         for lane in shown.lanes
