@@ -138,7 +138,6 @@ class Watch:
     def _status(self, more: tuple[Finding, ...]) -> Status:
         context, observed = self._context, self._follower.state
         now_s = context.runtime.clock()
-        totals = [item.record.totals for item in observed.records.values()]
         learners = tuple(
             _learner(observed, name, now_s, context.settings.quorum.liveness_timeout_s)
             for name in sorted(_known(observed))
@@ -149,8 +148,7 @@ class Watch:
             epoch=context.epoch,
             global_step=observed.global_step,
             steps=self._settings.run.steps,
-            # A token reaches every fragment by another update.
-            tokens_merged=sum(each.tokens_merged for each in totals) // max(1, len(totals)),
+            tokens_merged=observed.tokens_merged,
             updates_merged=observed.updates_merged,
             updates_rejected=observed.updates_rejected,
             versions_per_s=_versions_per_s(observed, now_s),
