@@ -34,8 +34,9 @@ class Meter:
     """What a learner knows of its own work; read by the heartbeat from another thread.
 
     `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
-    `stall_s` is the training thread's time in synchronization, `data_s` that in waiting for
-    batches; `run_s` all its time since the first step.
+    `version` is the newest that was adopted. `stall_s` is the training thread's time in
+    synchronization, `data_s` that in waiting for batches; `run_s` all its time since the
+    first step.
     """
 
     learner: str
@@ -43,6 +44,7 @@ class Meter:
     state: str = "starting"
     local_step: int = 0
     global_step: int = 0
+    version: int = 0
     tokens: int = 0
     earlier_tokens: int = 0
     loss: float = 0.0
@@ -188,6 +190,7 @@ class Synchronizer:
         match effect:
             case sync.Adopt(ready, resolved):
                 payload = self.boundaries.payload(ready.fragment, ready.record_seq)
+                self.meter.version = max(self.meter.version, ready.version)
                 if ready.rolled_back:
                     assert isinstance(payload, View)
                     self.replica.roll_back(ready.fragment, payload)

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 
 from diloco.cli.folders import make_folder
 from diloco.cli.opening import open_run
@@ -321,6 +322,7 @@ class LocalRun:
                 *hosts,
                 cores=_cores(index, len(self.learners)),
                 environments=hardware.environments(),
+                spare=True,
             )
 
     def _port(self, ports: Iterator[int]) -> list[str]:
@@ -337,6 +339,7 @@ class LocalRun:
                 while not following.done():
                     await asyncio.sleep(REFRESH_S)
                     self.fleet.look_after()
+                    self._tell_given_up()
                     self._kill_as_planned(follower)
                     frame = self._frame(follower)
                     if self.console.is_terminal:
@@ -347,6 +350,12 @@ class LocalRun:
             following.result()
         finally:
             await cancel(following)
+
+    def _tell_given_up(self) -> None:
+        for sentence in self.fleet.given_up:
+            self.console.print(f"[red]error:[/] {escape(sentence)}", soft_wrap=True)
+            self.note = sentence
+        self.fleet.given_up.clear()
 
     def _kill_as_planned(self, follower: Follower) -> None:
         for kill in self.kills:

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
-from diloco.cli.screen import say
+from diloco.cli.screen import say, working
 from diloco.common import log
 from diloco.operate.run_command import run_app
 from diloco.operate.timed import TimerOptions, status, timed
@@ -49,7 +49,8 @@ def checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     log.configure("warning")
     from diloco.operate.change import mark
 
-    marked = asyncio.run(timed(run, lambda: mark(run), timer))
+    with working("storing the newest versions"):
+        marked = asyncio.run(timed(run, lambda: mark(run), timer))
     say(f"checkpoint [bold]{marked.name}[/]: versions {_vector(marked.versions)}")
     return asyncio.run(status(run, timer))
 
@@ -69,7 +70,8 @@ def resume(
     log.configure("error")
     from diloco.operate.change import resume as resume_run
 
-    resumed = asyncio.run(resume_run(run, source))
+    with working("beginning a tape from the checkpoint"):
+        resumed = asyncio.run(resume_run(run, source))
     say(
         f"resumed from checkpoint [bold]{resumed.checkpoint}[/] as epoch {resumed.epoch}: "
         f"versions {_vector(resumed.versions)}"
@@ -97,7 +99,8 @@ def rollback(
     log.configure("error")
     from diloco.operate.change import plan_rollback, roll_back
 
-    moves = asyncio.run(plan_rollback(run, to))
+    with working("looking for the versions"):
+        moves = asyncio.run(plan_rollback(run, to))
     for move in moves:
         record = move.target.record
         say(
@@ -106,7 +109,8 @@ def rollback(
         )
     if not yes:
         typer.confirm("roll back?", abort=True)
-    made = asyncio.run(roll_back(run, moves))
+    with working("making the versions again and publishing them"):
+        made = asyncio.run(roll_back(run, moves))
     say(f"rolled back: versions are now {_vector([record.version for record in made])}")
 
 
@@ -126,7 +130,8 @@ def gc(
     log.configure("warning")
     from diloco.operate.collect import collect, table
 
-    found = asyncio.run(timed(run, lambda: collect(run, dry_run=dry_run), timer))
+    with working("looking for garbage" if dry_run else "collecting garbage"):
+        found = asyncio.run(timed(run, lambda: collect(run, dry_run=dry_run), timer))
     Console().print(table(found, dry_run=dry_run))
     return asyncio.run(status(run, timer))
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
-from diloco.cli.screen import say
+from diloco.cli.screen import say, working
 from diloco.common import log
 
 run_app = group("Create runs, see and change their settings, pause, end and remove them.")
@@ -42,7 +42,8 @@ def run_create(
 
     for sentence in warnings(loaded.settings()):
         say(f"[yellow]warning:[/] {escape(sentence)}")
-    layout = create(loaded, source, tasked="task" in loaded.model_fields_set)
+    with working("first parameters, streams, version 0"):
+        layout = create(loaded, source, tasked="task" in loaded.model_fields_set)
     elements = sum(fragment.elements for fragment in layout.fragments)
     Console().print(
         f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "
@@ -163,5 +164,6 @@ def run_delete(
         say(escape(sentence))
     if not yes:
         typer.confirm("remove all of it? it cannot be undone", abort=True)
-    asyncio.run(remove(run, found))
+    with working("removing"):
+        asyncio.run(remove(run, found))
     say(f"removed run [bold]{found.run}[/]")

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
-from diloco.cli.screen import say
+from diloco.cli.screen import say, working
 from diloco.common import log
 from diloco.replay.options import Options
 
@@ -57,7 +57,8 @@ def export(
     log.configure("error")
     from diloco.replay.export import run_export
 
-    run_export(run, to, form, version)
+    with working("loading and writing the model"):
+        run_export(run, to, form, version)
 
 
 @command(app)
@@ -160,12 +161,14 @@ def archive(
 
     found = asyncio.run(belongings(run, going_on=False))
     run_bundle(run, file, Wanted())
-    asyncio.run(found.check_kept_in(file))
+    with working("reading it back"):
+        asyncio.run(found.check_kept_in(file))
     for sentence in found.sentences():
         say(escape(sentence))
     if not yes:
         typer.confirm(f"it is all in {file}; remove it here?", abort=True)
-    asyncio.run(remove(run, found))
+    with working("removing"):
+        asyncio.run(remove(run, found))
     say(f"run [bold]{found.run}[/] is in {escape(str(file))}")
 
 
