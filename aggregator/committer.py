@@ -76,7 +76,7 @@ class Committer:
         context, clock = self._context, self._context.runtime.clock
         record = await self._draft(rules, commit, version)
         with instruments.timing(context.metrics, clock, "publish"):
-            record_seq = await commit_record(context, record)
+            record_seq = await commit_record(context, record, self.newest.attempt_id)
         instruments.count_record(context.metrics, self.newest, record)
         self.newest = cited(record, record_seq)
         committed_at_s = clock()

@@ -5,11 +5,16 @@ from diloco.common import names, wire
 from diloco.common.errors import BusUnavailableError, SwapLostError
 
 
-async def commit_record(context: Context, record: wire.Record) -> int:
+async def commit_record(context: Context, record: wire.Record, base_id: str = "") -> int:
     """Publish a record on top of the one it names as its base; its sequence.
 
     The body of a large one goes into an object, named after a version that is not committed
     yet: such an object cannot be taken for garbage before the record stands.
+
+    Args:
+        context: the aggregator's.
+        record: to be published.
+        base_id: attempt id of its base, for whoever has known the base for long.
 
     Raises:
         SwapLostError: another record stands where this one was to be.
@@ -25,16 +30,30 @@ async def commit_record(context: Context, record: wire.Record) -> int:
         )
         payload = wire.encode(pointer)
     subject = names.record(context.run, record.fragment)
-    return await swap(context, subject, payload, record.attempt_id, record.base_seq)
+    return await swap(context, subject, payload, record.attempt_id, record.base_seq, base_id)
 
 
 async def swap(
-    context: Context, subject: str, payload: bytes, attempt_id: str, expected: int
+    context: Context,
+    subject: str,
+    payload: bytes,
+    attempt_id: str,
+    expected: int,
+    base_id: str = "",
 ) -> int:
     """Publish by compare-and-swap and know whether it is ours that stands; its sequence.
 
     A lost answer leaves it open whether the message was stored, and a cluster may acknowledge a
     stale swap as a duplicate: after any doubt the subject's last message is read and compared.
+
+    Args:
+        context: the aggregator's.
+        subject: of the message.
+        payload: of the message.
+        attempt_id: its message id.
+        expected: sequence of the subject's last message; 0 for none.
+        base_id: message id of that message, to be compared first: a process that outlived its tape
+            meets another of that sequence on the tape that came in its place.
 
     Raises:
         SwapLostError: another message stands where ours was to be.
@@ -46,13 +65,13 @@ async def swap(
         last = await context.bus.last(context.tape, subject)
         if last is not None and last.msg_id == attempt_id:
             return last.seq
-        if (last.seq if last else 0) != expected:
+        if (last.seq if last else 0) != expected or (base_id and last and last.msg_id != base_id):
             raise SwapLostError(subject, expected)
         return None
 
     async def attempt() -> int:
         nonlocal doubt
-        if doubt and (standing := await look()) is not None:
+        if (doubt or base_id) and (standing := await look()) is not None:
             return standing
         try:
             seq = await context.bus.publish(

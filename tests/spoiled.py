@@ -92,14 +92,24 @@ class Run:
 
 
 def make_run(
-    folder: Path, spoiled: str = "", *, store: Path | None = None, versions: int = VERSIONS
+    folder: Path,
+    spoiled: str = "",
+    *,
+    store: Path | None = None,
+    versions: int = VERSIONS,
+    norm_clip: float = 10.0,
 ) -> Run:
-    """Train a run of four learners, and keep its tape and objects in a folder."""
-    return asyncio.run(_Fleet(folder, spoiled, store or folder / "store").train(versions))
+    """Train a run of four learners, and keep its tape and objects in a folder.
+
+    `norm_clip` is that of the run's settings; without it a learning rate fifty times the others'
+    does little.
+    """
+    fleet = _Fleet(folder, spoiled, store or folder / "store", norm_clip)
+    return asyncio.run(fleet.train(versions))
 
 
 class _Fleet:
-    def __init__(self, folder: Path, spoiled: str, store: Path) -> None:
+    def __init__(self, folder: Path, spoiled: str, store: Path, norm_clip: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.spoiled, self.store = folder, spoiled, store
         self.name = f"spoiled-{spoiled}" if spoiled else "honest"
@@ -112,6 +122,7 @@ class _Fleet:
                     "snapshot_interval_versions": 3,
                 },
                 "outer": {"learning_rate": 0.5, "momentum": 0.5},
+                "bounds": {"norm_clip": norm_clip},
                 "quorum": {
                     "pace": 0.0, "min_learners": 4, "deadline_s": 30.0, "liveness_timeout_s": 60.0,
                 },

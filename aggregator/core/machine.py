@@ -45,7 +45,6 @@ from diloco.aggregator.core.state import (
     refuse,
     with_member,
     with_observation,
-    with_seen,
     without_pending,
 )
 from diloco.common.reasons import Reason
@@ -59,6 +58,13 @@ TICK_S = 0.1
 
 def step(rules: FragmentRules, state: State, event: events.Event) -> Result:
     """The state after `event`, and what the driver must do, in order."""
+    if isinstance(event, events.FromTape):
+        # The tape may deliver a message again, out of its order. What it said counted where it
+        # stands: an update that was in the way then is no new one, and a quarantine that was lifted
+        # since is none (a reader of the tape, who meets it once, decides the same).
+        if event.stream_seq <= state.seen_seq:
+            return state, ()
+        state = state._replace(seen_seq=event.stream_seq)
     state, effects = _HANDLERS[type(event)](rules, state, event)
     if len(state.observations) < OBSERVATIONS or state.phase == "closing" or state.storing:
         return state, effects
@@ -79,7 +85,6 @@ def step_at(rules: FragmentRules, state: State, event: events.Event, now_s: floa
 
 
 def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Result:
-    state = with_seen(state, event.stream_seq)
     # Whoever recovers meets joins again that its memory has; and a learner's newest life is the one
     # that counts, so that an older join, met later, takes nothing back (invariant 3: the same tape
     # gives the same state, however often it is read).
@@ -99,7 +104,6 @@ def _on_joined(_rules: FragmentRules, state: State, event: events.Joined) -> Res
 
 
 def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> Result:
-    state = with_seen(state, event.stream_seq)
     member = state.members.get(event.learner)
     # A leave that travelled slowly must not end the life that came after it.
     if member is None or member.incarnation != event.incarnation:
@@ -111,7 +115,6 @@ def _on_departed(rules: FragmentRules, state: State, event: events.Departed) -> 
 
 
 def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> Result:
-    state = with_seen(state, event.stream_seq)
     member = state.members.get(event.learner)
     if member is None or member.incarnation != event.incarnation:
         return state, ()
@@ -124,7 +127,6 @@ def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> 
 def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -> Result:
     manifest = event.manifest
     update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
-    state = with_seen(state, event.stream_seq)
     if manifest.epoch != rules.epoch:
         # Its incarnation is of another tape: nothing here may be marked with it.
         return state, (Ignored(manifest, Reason.EPOCH),)
@@ -168,8 +170,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     return rounds.go_on(rules, state, state.now_s)
 
 
-def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Result:
-    state = with_seen(state, event.stream_seq)
+def _on_stopped(rules: FragmentRules, state: State, _event: events.Stopped) -> Result:
     # The first word counts: the last deadline is reckoned from it, and must not move when the
     # message is met again.
     if state.stopping_at_s or state.final:
@@ -179,7 +180,6 @@ def _on_stopped(rules: FragmentRules, state: State, event: events.Stopped) -> Re
 
 
 def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Result:
-    state = with_seen(state, event.stream_seq)
     # The memory says which settings a record was made under; older ones, met again after a
     # recovery, are not in force any more.
     if event.stream_seq <= state.settings_seq:
@@ -188,7 +188,6 @@ def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Re
 
 
 def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantined) -> Result:
-    state = with_seen(state, event.stream_seq)
     one = frozenset({event.learner})
     if event.active:
         state = state._replace(quarantined=state.quarantined | one)

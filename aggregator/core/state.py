@@ -324,11 +324,6 @@ def newest_incarnation(state: State, learner: str) -> int:
     return member.incarnation if member else 0
 
 
-def with_seen(state: State, stream_seq: int) -> State:
-    """The tape is taken up to there."""
-    return state._replace(seen_seq=max(state.seen_seq, stream_seq))
-
-
 def with_member(state: State, learner: str, member: Member) -> State:
     """This is known of a learner."""
     return state._replace(members={**state.members, learner: member})

@@ -4,6 +4,7 @@
     AT join NAME                         AT is in seconds
     AT update NAME SEQ [key=value ...]   NAME@3 speaks for incarnation 3; `again` repeats a manifest
     AT fetched NAME SEQ [norm=1]         AT failed NAME SEQ [REASON]
+    AT redelivered POSITION              the tape delivers an earlier message once more
     AT live NAME | dead NAME | leave NAME | finished NAME | stop | timer | committed
     AT quarantine NAME | release NAME    the word of it is on the tape
     AT crash                             lose the machine, resume from the newest record
@@ -86,6 +87,8 @@ class Player:
                 changed = {key: _value(value) for key, value in values.items()}
                 lab.rules = lab_rules(**self.settings | changed)
                 effects = lab.step(lab.put(events.Changed, at_s))
+            case "redelivered", position:
+                effects = lab.step(next(e for e in lab.tape if e.stream_seq == int(position)))
             case ["crash"]:
                 self.unread = lab.crash(at_s)
                 return
