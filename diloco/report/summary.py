@@ -1,5 +1,6 @@
 """A run in a few figures and tables, for the head and the end of its report."""
 
+import json
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -238,6 +239,16 @@ def events(shown: Shown) -> Table:
         for at_s, what in sorted(happened, reverse=True)[:ROWS]
     )
     return Table(("time", "since the beginning", "event"), rows, frozenset({"time", "event"}))
+
+
+def settings(shown: Shown) -> Table:
+    """Every setting of the run, as it is now."""
+    rows = tuple(
+        (f"{section}.{key}", json.dumps(value, ensure_ascii=False))
+        for section, keys in shown.series.settings.model_dump(mode="json").items()
+        for key, value in keys.items()
+    )
+    return Table(("setting", "value"), rows, frozenset({"setting", "value"}))
 
 
 def _day(at_s: float) -> str:

@@ -19,6 +19,7 @@ from diloco.report.build import DRAWINGS, sample_pairs, write
 from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
 from diloco.report.page import Fact, Page, Section, Table, render
+from diloco.report.summary import settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</p><script>alert(1)</script><img src=http://example.com/x>"
@@ -86,6 +87,13 @@ def test_the_head_says_how_the_run_was(written: Path) -> None:
     assert facts["held-out loss"] == "3.000"
     assert int(facts["updates rejected"]) > 5
     assert set(facts) >= {"duration", "global step", "tokens merged", "training loss", "goodput"}
+
+
+def test_every_setting_is_told(shown: Shown) -> None:
+    told = dict(settings(shown).rows)
+    document = shown.series.settings.model_dump()
+    assert set(told) == {f"{section}.{key}" for section in document for key in document[section]}
+    assert told["sync.codec"] == '"float32"'
 
 
 def test_scores_come_in_order(shown: Shown) -> None:
