@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.common import log, metrics, names, shards, wire
-from diloco.common.config import GcSection
+from diloco.common.config import AggregatorSection, GcSection
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
 from diloco.common.tape import RunContext
@@ -22,6 +22,7 @@ class Context(RunContext):
 
     `record_bytes`: a longer record keeps its body in an object.
     `most_positions`: a specification with more data positions keeps them in one.
+    `share_expiry_s`: silence after which others get a learner's shares of the data.
     `arithmetic`: what arrays are calculated with; None for production's. That loads JAX where it is
     used, and not here: operators' commands have a context too.
     """
@@ -30,6 +31,7 @@ class Context(RunContext):
     record_bytes: int = field(default_factory=lambda: wire.RECORD_BYTES)
     most_positions: int = wire.MAX_KEYS
     gc: GcSection = field(default_factory=GcSection)
+    share_expiry_s: float = AggregatorSection().share_expiry_s
     arithmetic: "Arithmetic | None" = None
     metrics: Metrics = field(default_factory=Metrics)
     health: Health = field(default_factory=Health)

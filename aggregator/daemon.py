@@ -8,6 +8,7 @@ from diloco.aggregator import instruments
 from diloco.aggregator.checkpoint_watch import watch_checkpoints
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context
+from diloco.aggregator.expiry import Expiry
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.liveness import LivenessWatch
 from diloco.aggregator.owner import FragmentOwner
@@ -154,10 +155,12 @@ async def aggregate(context: Context, leases: Leases | None = None) -> None:
     held: Leases | Everything = leases or Everything(context)
     owners = Owners(context, held.still_ours, held.done)
     owners.show()
+    liveness = LivenessWatch(context, owners.all())
     try:
         await first_of(
             all_of(held.hold(owners.take, owners.drop), Conductor(context).conduct()),
-            LivenessWatch(context, owners.all()).watch(),
+            liveness.watch(),
+            Expiry(context, liveness.hearing).watch(),
             watch_tape(context),
             owners.failure(),
         )
@@ -227,6 +230,7 @@ async def _begin(
         context = Context(
             name=config.aggregator.name,
             gc=config.gc,
+            share_expiry_s=config.aggregator.share_expiry_s,
             metrics=probes.metrics,
             health=probes.health,
             settings=config.settings(),

@@ -59,6 +59,8 @@ async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
     contents = Contents(
         inputs=(),
         factors=b"",
+        kept=b"",
+        radii=b"",
         learning_rate=context.settings.outer.learning_rate,
         momentum=context.settings.outer.momentum,
         delta=None,

@@ -15,12 +15,16 @@ from diloco.common.tape import decode_as
 
 
 class LivenessWatch:
-    """Reads heartbeats, and tells the owners' machines what follows (`core/hearing.py`)."""
+    """Reads heartbeats, and tells the owners' machines what follows (`core/hearing.py`).
+
+    Attributes:
+        hearing: what was heard.
+    """
 
     def __init__(self, context: Context, owners: Collection[FragmentOwner]) -> None:
         self._context = context
         self._owners = owners
-        self._hearing = Hearing(context.runtime.clock())
+        self.hearing = Hearing(context.runtime.clock())
 
     def _live_s(self) -> float:
         """The longest silence of a live learner; owners follow changed settings one by one."""
@@ -46,7 +50,7 @@ class LivenessWatch:
                 context.metrics.add(metrics.IGNORED, 1, error.reason)
                 continue
             now_s = context.runtime.clock()
-            self._hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
+            self.hearing.beat(beat.learner, beat.incarnation, now_s, self._live_s())
 
     async def _compare(self) -> None:
         while True:
@@ -60,6 +64,6 @@ class LivenessWatch:
         now_s = self._context.runtime.clock()
         timeout_s = tenure.rules.quorum.liveness_timeout_s
         for name, member in tenure.state.members.items():
-            live = self._hearing.is_live(tenure.fragment, name, member, now_s, timeout_s)
+            live = self.hearing.is_live(tenure.fragment, name, member, now_s, timeout_s)
             if live != member.live and not member.left:
                 tenure.tell(events.Liveness(now_s, name, member.incarnation, live))

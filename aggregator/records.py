@@ -24,6 +24,8 @@ class Contents(NamedTuple):
 
     inputs: tuple[wire.Input, ...]
     factors: bytes
+    kept: bytes
+    radii: bytes
     learning_rate: float
     momentum: float
     delta: wire.ObjectRef | None
@@ -43,6 +45,8 @@ def contents_of(record: wire.Record) -> Contents:
     return Contents(
         inputs=record.inputs,
         factors=record.factors,
+        kept=record.kept,
+        radii=record.radii,
         learning_rate=record.learning_rate,
         momentum=record.momentum,
         delta=record.delta,
@@ -61,7 +65,7 @@ def contents_of(record: wire.Record) -> Contents:
 def unchanged(previous: wire.Record, merged_at_s: float) -> Contents:
     """Contents of a verdict: the version before it stands, and nothing was merged."""
     return contents_of(previous)._replace(
-        inputs=(), factors=b"", delta=None, merged_at_s=merged_at_s
+        inputs=(), factors=b"", kept=b"", radii=b"", delta=None, merged_at_s=merged_at_s
     )
 
 
@@ -101,6 +105,8 @@ def compose(
         rejected=decided.rejected,
         reason=decided.reason,
         factors=contents.factors,
+        kept=contents.kept,
+        radii=contents.radii,
         learning_rate=contents.learning_rate,
         momentum=contents.momentum,
         delta=contents.delta,
@@ -210,6 +216,8 @@ async def store_version(
         contents = Contents(
             inputs=made.inputs,
             factors=made.factors,
+            kept=made.kept,
+            radii=made.radii,
             learning_rate=made.learning_rate,
             momentum=made.momentum,
             delta=delta,

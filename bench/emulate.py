@@ -403,10 +403,13 @@ class World:
             return
         self.stopped = True
         self.stopped_at_s = self.now_s
+        self.later(self._say_stop)
+        self.tell_all(sync.Stop())
+
+    def _say_stop(self) -> None:
         seq = self.next_seq()
         for owner in self.owners:
-            self.later(partial(owner.stop, seq))
-        self.tell_all(sync.Stop())
+            owner.stop(seq)
 
     def _owner(self, fragment: int) -> _Owner:
         settings, layout = self.settings, self.start.layout

@@ -1,7 +1,8 @@
 """Time and memory of what reads a whole tape, on runs of as many versions as are asked for.
 
     python -m bench.tapes make DIR --versions 1000        # a run's bundle, by the real writers
-    python -m bench.tapes measure DIR                     # verify, decide, score, blame
+    python -m bench.tapes make DIR --versions 16 --learners 1000
+    python -m bench.tapes measure DIR                     # what each command takes
 
 The run is made by the real aggregator, on a bus in memory and a store in a folder; its learners are
 hands that send noise, so that the time goes into rounds. Each command then runs in a process of its
@@ -12,8 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import resource
 import subprocess
 import sys
 import time
@@ -39,15 +38,33 @@ from diloco.learner.task import Task
 from diloco.operate.create import create_run
 
 RUN = "tape"
-LEARNERS = ("island-a", "island-b", "island-c")
 SHAPE, FRAGMENTS = (8, 16), 4
 STEPS = 8
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
+# Starts a command from a small process: what a process has in memory counts for those it starts.
+LAUNCH = """
+import json, resource, subprocess, sys, time
+began_s = time.monotonic()
+status = subprocess.call(sys.argv[1:], stderr=subprocess.STDOUT)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+told = {
+    "status": status, "seconds": round(time.monotonic() - began_s, 1),
+    "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+    "peak_mib": round(used.ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)),
+}
+json.dump(told, sys.stderr)
+"""
+# Of a command that writes, where to.
+OUT = "OUT"
 COMMANDS = {
-    "verify": [],
-    "decide": ["--decide"],
-    "score": ["--score"],
-    "blame": ["--blame", "--json"],
+    "verify": ["replay"],
+    "decide": ["replay", "--decide"],
+    "score": ["replay", "--score"],
+    "blame": ["replay", "--blame", "--json"],
+    "doctor": ["doctor"],
+    "learners": ["learners"],
+    "status": ["status", "--once"],
+    "report": ["report", "--out", OUT],
 }
 
 
@@ -77,7 +94,8 @@ def build(*, steps: int, seed: int) -> Task:  # noqa: ARG001 - as a task's
 class Maker:
     """A run under way in this process."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, learners: int) -> None:
+        self.learners = [f"island-{index:04d}" for index in range(learners)]
         settings = RunSettings.model_validate(
             {
                 "run": {"name": RUN, "steps": 1 << 30},
@@ -88,7 +106,7 @@ class Maker:
                 },
                 "outer": {"learning_rate": 0.1, "momentum": 0.5},
                 "quorum": {
-                    "pace": 0.0, "min_learners": len(LEARNERS), "deadline_s": 30.0,
+                    "pace": 0.0, "min_learners": learners, "deadline_s": PATIENCE_S,
                     "liveness_timeout_s": 3600.0,
                 },
             }
@@ -119,11 +137,17 @@ class Maker:
         )  # fmt: skip
         work = asyncio.ensure_future(aggregate(context))
         try:
-            for learner in LEARNERS:
+            for learner in self.learners:
                 join = wire.Join(run=RUN, learner=learner, layout=context.layout.digest, host="h")
                 self.lives[learner] = await self.bus.publish(
                     names.join(RUN, learner), wire.encode(join)
                 )
+                beat = wire.Heartbeat(
+                    learner=learner, incarnation=self.lives[learner], local_step=0, global_step=0,
+                    tokens=0, loss=1.0, tokens_per_s=0.0, step_time_s=0.001, stall_s=0.0,
+                    run_s=1.0, bytes_up=0, bytes_down=0, updates_sent=0, state="training",
+                )  # fmt: skip
+                await self.bus.publish(names.heartbeat(RUN, learner), wire.encode(beat))
             rounds = (self._rounds(f, versions // FRAGMENTS) for f in range(FRAGMENTS))
             await asyncio.gather(*rounds)
         finally:
@@ -132,15 +156,17 @@ class Maker:
                 work.result()
 
     async def _rounds(self, fragment: int, count: int) -> None:
-        base, _ = await last_record(self.context, fragment)
+        base, at = await last_record(self.context, fragment)
         for seq in range(1, count + 1):
-            for index, learner in enumerate(LEARNERS):
+            for index, learner in enumerate(self.learners):
                 await self._send(learner, index, fragment, base, seq)
             async with asyncio.timeout(PATIENCE_S):
-                version = base.version
-                while base.version == version:
+                subject, before = names.record(RUN, fragment), at
+                while at == before:
                     await asyncio.sleep(0.001)
-                    base, _ = await last_record(self.context, fragment)
+                    message = await self.bus.last(self.context.tape, subject)
+                    at = message.seq if message is not None else before
+                base, _ = await last_record(self.context, fragment)
 
     async def _send(
         self, learner: str, index: int, fragment: int, base: wire.Record, seq: int
@@ -162,12 +188,12 @@ class Maker:
         await self.bus.publish(names.update(RUN, learner, fragment), wire.encode(manifest))
 
 
-async def make(folder: Path, versions: int) -> None:
+async def make(folder: Path, versions: int, learners: int) -> None:
     """A run's bundle, in one process and without a server."""
     from diloco.common.kept import BundleWriter
 
     store, began_s = MemoryStore(), time.monotonic()
-    maker = Maker(store)
+    maker = Maker(store, learners)
     await maker.make(versions)
     context: RunContext = maker.context
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,6 +202,9 @@ async def make(folder: Path, versions: int) -> None:
         subjects = names.tape_subjects(RUN)
         async for message in messages_of(maker.bus, context.tape, subjects):
             writer.message(message)
+        beats = names.ops_subjects(RUN)
+        async for message in messages_of(maker.bus, names.ops_stream(RUN), beats):
+            writer.ops(message)
         for info in store.list(f"{RUN}/"):
             writer.object(info.name, store.get(info.name))
     size = (folder / "run.bundle").stat().st_size
@@ -186,24 +215,14 @@ async def make(folder: Path, versions: int) -> None:
 def measure(folder: Path, commands: list[str], more: list[str]) -> None:
     """Run each command on the bundle; a line of JSON for each."""
     for name in commands:
-        command = [sys.executable, "-m", "diloco", "replay", str(folder / "run.bundle")]
-        began_s = time.monotonic()
+        verb, *options = [str(folder / "report") if w == OUT else w for w in COMMANDS[name]]
+        command = [sys.executable, "-m", "diloco", verb, str(folder / "run.bundle"), *options]
         with (folder / f"{name}.out").open("wb") as out:
-            process = subprocess.Popen([*command, *COMMANDS[name], *more], stdout=out, stderr=out)
-            _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        told: dict[str, Any] = {
-            "command": name, "status": process.returncode,
-            "seconds": round(time.monotonic() - began_s, 1),
-            "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-            "peak_mib": round(_resident(usage) / 1024),
-        }  # fmt: skip
-        print(json.dumps(told), flush=True)
-
-
-def _resident(usage: resource.struct_rusage) -> float:
-    """Highest resident memory in KiB."""
-    return usage.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+            done = subprocess.run(
+                [sys.executable, "-c", LAUNCH, *command, *more], stdout=out, stderr=subprocess.PIPE,
+                check=True,
+            )  # fmt: skip
+        print(json.dumps({"command": name, **json.loads(done.stderr)}), flush=True)
 
 
 def main() -> None:
@@ -212,11 +231,12 @@ def main() -> None:
     parser.add_argument("what", choices=["make", "measure"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--versions", type=int, default=1000)
+    parser.add_argument("--learners", type=int, default=3)
     parser.add_argument("--commands", nargs="+", default=[*COMMANDS], choices=[*COMMANDS])
     given, more = parser.parse_known_args()
     log.configure("error")
     if given.what == "make":
-        asyncio.run(make(given.folder, given.versions))
+        asyncio.run(make(given.folder, given.versions, given.learners))
     else:
         measure(given.folder, given.commands, more)
 

@@ -114,6 +114,12 @@ class SupersededError(DilocoError):
     status = Exit.SUPERSEDED
 
 
+class ExpiredError(DilocoError):
+    """This learner was silent for too long, and an aggregator has ended its life."""
+
+    status = Exit.PASSING
+
+
 class HostLostError(DilocoError):
     """A host of this learner is gone; the others cannot train without it."""
 

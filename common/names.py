@@ -6,6 +6,7 @@ Tape subjects, one stream per run (`tape_stream`):
     diloco.{run}.spec                        the run's specification, first message
     diloco.{run}.join.{learner}              a learner's new incarnation
     diloco.{run}.leave.{learner}             its clean end
+    diloco.{run}.claim.{learner}             a learner's shares of the data
     diloco.{run}.update.{learner}.{fragment} manifests
     diloco.{run}.record.{fragment}           versions and verdicts: compare-and-swap
     diloco.{run}.settings                    settings changed while the run goes on
@@ -36,7 +37,7 @@ _SUBJECTS = tuple(
     for form in (
         rf"diloco\.{_RUN}\.(?P<kind>update)\.{_LEARNER}\.{_FRAGMENT}",
         rf"diloco\.{_RUN}\.(?P<kind>record|round)\.{_FRAGMENT}",
-        rf"diloco\.{_RUN}\.(?P<kind>join|leave|quarantine|heartbeat|rejected)\.{_LEARNER}",
+        rf"diloco\.{_RUN}\.(?P<kind>join|leave|claim|quarantine|heartbeat|rejected)\.{_LEARNER}",
         rf"diloco\.{_RUN}\.(?P<kind>spec|settings|checkpoint|stop|end)",
         rf"\$KV\.diloco-{_RUN}_leases\.fragment\.{_FRAGMENT}",
         rf"\$KV\.diloco-{_RUN}_leases\.aggregator\.(?P<life>[0-9a-f]{{32}})",
@@ -98,6 +99,7 @@ def tape_subjects(run: str) -> list[str]:
         spec(run),
         join(run, "*"),
         leave(run, "*"),
+        claim(run, "*"),
         update(run, "*", "*"),
         record(run, "*"),
         settings(run),
@@ -126,6 +128,11 @@ def join(run: str, learner: str) -> str:
 def leave(run: str, learner: str) -> str:
     """Subject of a learner's leaves."""
     return f"diloco.{run}.leave.{learner}"
+
+
+def claim(run: str, learner: str) -> str:
+    """Subject of a learner's claims to shares of the data."""
+    return f"diloco.{run}.claim.{learner}"
 
 
 def update(run: str, learner: str, fragment: int | str) -> str:
@@ -179,8 +186,8 @@ def round_open(run: str, fragment: int | str) -> str:
 
 
 Kind = Literal[
-    "spec", "join", "leave", "update", "record", "settings", "quarantine", "checkpoint", "stop",
-    "end", "heartbeat", "rejected", "round", "lease",
+    "spec", "join", "leave", "claim", "update", "record", "settings", "quarantine", "checkpoint",
+    "stop", "end", "heartbeat", "rejected", "round", "lease",
 ]  # fmt: skip
 
 

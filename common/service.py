@@ -12,6 +12,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -34,6 +35,19 @@ CANCEL_AGAIN_S = 10.0
 async def offload_to_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a blocking call on a thread of the loop's pool."""
     return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, for code that is not asynchronous.
+
+    Where an event loop runs on this thread already, as in a notebook, it has a thread of its own.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1, thread_name_prefix="beside") as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Text files of your own, read with grain. Its name is examples.own_files:build.
 
-An example is a window of bytes. Learners that are named in `shares` divide each epoch among them.
+An example is a window of bytes. Each epoch is divided into `shares`, which learners claim.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ class Windows:
         return np.array(self.files[file][first : first + CONTEXT + 1], np.int32)
 
 
-def build(*, steps: int, seed: int, folder: str, shares: tuple = (), workers: int = 0) -> Task:
+def build(*, steps: int, seed: int, folder: str, shares: int = 8, workers: int = 0) -> Task:
     windows = grain.MapDataset.source(Windows(folder))
     held = len(windows) // 10  # the first ones are held out, the others train
     data = GrainData(windows[held:], batch=BATCH, seed=seed, shares=shares, workers=workers)
@@ -50,6 +50,7 @@ def build(*, steps: int, seed: int, folder: str, shares: tuple = (), workers: in
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, CONTEXT])
         return losses.mean(), {"bits_per_byte": losses.mean() / jnp.log(2)}
 
-    return Task(init=init, loss=loss, batches=data.batches, rows=data.rows, tokens_per_batch=BATCH,
+    return Task(init=init, loss=loss, batches=data.batches, rows=data.rows, shared=data.shared,
+                tokens_per_batch=BATCH,
                 evaluate=lambda params: float(loss(params, held_out, None)[0]),
                 optimizer=optax.adam(optax.cosine_decay_schedule(0.01, steps)))  # fmt: skip

@@ -25,6 +25,7 @@ class Background:
         self.loop = loop
         self._arrived: queue.SimpleQueue[Arrived | BaseException] = queue.SimpleQueue()
         self._tasks: set[asyncio.Future[None]] = set()
+        self._failed: BaseException | None = None
 
     def call(self, coroutine: Coroutine[Any, Any, T], within_s: float | None = None) -> T:
         """Run a coroutine and wait for its result.
@@ -62,7 +63,17 @@ class Background:
 
     def fail(self, error: BaseException) -> None:
         """End this life, at the training loop's next look; from any thread."""
+        self._failed = error
         self._arrived.put(error)
+
+    def check(self) -> None:
+        """Look whether this life is to end, and at nothing else.
+
+        Raises:
+            BaseException: what ended a part of the background for good.
+        """
+        if self._failed is not None:
+            raise self._failed
 
     def close(self) -> None:
         """End everything that still runs here."""

@@ -11,6 +11,7 @@ import numpy as np
 from diloco.common.bus import MemoryBus
 from diloco.common.views import assemble_view
 from diloco.learner import tree
+from diloco.learner.claims import Shares
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher
 from diloco.learner.hosts import messages
@@ -25,6 +26,7 @@ from diloco.learner.life import (
     make_replica,
     make_saver,
     make_synchronizer,
+    never,
     own_folder,
     own_parts,
     read_held,
@@ -61,7 +63,10 @@ def _following_life(host: Host, context: Context, link: Link, constants_object: 
     go = link.receive(messages.Go)
     fetcher = Fetcher(context, replica)
     uploader = Uploader(context, replica, jax.process_index(), jax.process_count())
-    worker = Worker(context, link, fetcher, uploader, background.spawn, host.asked_to_leave, go)
+    shares = Shares(context, link.check, never)
+    worker = Worker(
+        context, link, fetcher, uploader, background.spawn, host.asked_to_leave, go, shares
+    )
     background.spawn(worker.serve())
 
     def find(like: Any, shardings: Any) -> Restored | None:
@@ -90,6 +95,7 @@ def _following_life(host: Host, context: Context, link: Link, constants_object: 
         leave_run=lambda: "host 0 said so",
         give_up=ended_early,
         find=find,
+        shares=shares,
     )
 
 

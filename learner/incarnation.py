@@ -12,11 +12,13 @@ from diloco.common import names, wire
 from diloco.common.bus import Message
 from diloco.common.errors import (
     BusUnavailableError,
+    ExpiredError,
     StaleReadError,
     SupersededError,
     SwapLostError,
     WireError,
 )
+from diloco.common.holdings import EXPIRY
 from diloco.common.tape import decode_as
 from diloco.learner.context import Context
 from diloco.learner.position import last_at_leader
@@ -56,6 +58,7 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
 
     Raises:
         SupersededError: it has.
+        ExpiredError: an aggregator has, in its place.
     """
     subject = names.join(context.run, context.learner)
     async for message in context.bus.read(context.tape, [subject], life.incarnation + 1):
@@ -65,6 +68,12 @@ async def end_when_superseded(context: Context, life: Joined) -> None:
             # To the aggregator it is no join either.
             context.logger.warning("unreadable", subject=subject, reason=error.reason)
             continue
+        if message.msg_id.startswith(EXPIRY):
+            raise ExpiredError(
+                f"{newer.host} has ended this life of {context.learner!r}, which was silent for"
+                " aggregator.share_expiry_s: its shares of the data went to others",
+                hint="start it again: it joins the run and takes shares that are free",
+            )
         if not _is_of(message, life.nonce):
             raise SupersededError(
                 f"another process, on {newer.host!r}, has joined run {context.run!r} as "

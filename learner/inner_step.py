@@ -26,13 +26,14 @@ class Outcome(NamedTuple):
     Attributes:
         loss: of its batch, before it.
         descent: minus the inner product of gradient and move, as far as the optimizer alone
-            decides it: negative for one that goes uphill, 0 where nothing moved.
+            decides it: negative for one that goes uphill, 0 where nothing moved. None from a step
+            that does not judge.
         metrics: what else the loss says, by name.
         still: of each trained leaf, whether its gradient is zero; bool [leaves].
     """
 
     loss: jax.Array
-    descent: jax.Array
+    descent: jax.Array | None
     metrics: dict[str, jax.Array]
     still: jax.Array
 
@@ -57,6 +58,7 @@ def make_inner_step(
     key: jax.Array | None = None,
     shardings: tuple[Params, Any] | None = None,
     compiler_options: dict[str, Any] | None = None,
+    judging: bool = True,
 ) -> InnerStep:
     """The jitted inner step, an `InnerStep`; parameters and optimizer state are donated.
 
@@ -68,6 +70,8 @@ def make_inner_step(
         key: of this learner (`key_of`).
         shardings: of the parameters and of the optimizer's state, which stay as they are.
         compiler_options: of XLA.
+        judging: whether it tells in which direction it moves, which takes one more look at
+            gradient and move.
     """
     division = division_of(task, params_shapes(task))
     first_key = jax.random.key(0) if key is None else key
@@ -86,15 +90,16 @@ def make_inner_step(
             clocked = by_clock(optimizer_state, global_step)
             moves, optimizer_state = task.optimizer.update(gradient, clocked, trained)
             moved = optax.apply_updates(trained, moves)
-            descent = -_product(gradient, moves)
+            down = jax.tree.map(jnp.negative, moves)
         else:
             direction, optimizer_state = task.optimizer.update(gradient, optimizer_state, trained)
             rate = task.schedule(global_step)
             moved = jax.tree.map(
                 lambda leaf, step: (leaf - rate * step).astype(leaf.dtype), trained, direction
             )
-            descent = _product(gradient, direction)
+            down = direction
         params = _with_state(division.with_trained(params, moved), said.state)
+        descent = _product(gradient, down) if judging else None
         outcome = Outcome(said.loss, descent, dict(said.metrics), _still(gradient))
         return params, optimizer_state, outcome
 

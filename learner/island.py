@@ -17,7 +17,7 @@ from diloco.learner.contract import run_task
 from diloco.learner.inner_step import InnerStep, key_of, make_inner_step
 from diloco.learner.mesh import BatchPlacer, make_mesh, param_shardings, state_shardings, within
 from diloco.learner.replica import Replica
-from diloco.learner.task import Batch, Params, Task, hint_of, params_shapes
+from diloco.learner.task import Batch, Holder, Params, Task, hint_of, params_shapes
 
 
 class Island:
@@ -82,13 +82,14 @@ class Island:
             anchor=self.anchor,
         )
 
-    def inner_step(self) -> InnerStep:
-        """The inner step."""
+    def inner_step(self, *, judging: bool = True) -> InnerStep:
+        """The inner step; `judging` as of `make_inner_step`."""
         return make_inner_step(
             self.task,
             key=key_of(self.settings.run.seed, self.learner),
             shardings=(self.shardings, self.state_shardings),
             compiler_options=self._compiler_options,
+            judging=judging,
         )
 
     def init_state(self, params: Params) -> Any:
@@ -104,11 +105,21 @@ class Island:
         """The shapes of the parameters, with how each leaf lies."""
         return jax.tree.map(_lying, self.shapes, self.shardings)
 
-    def feed(self, position: int) -> Iterator[Batch]:
-        """Batches on the mesh, from a position on; this host reads only its rows."""
+    def feed(self, position: int, holder: Holder | None = None) -> Iterator[Batch]:
+        """Batches on the mesh, from a position on; this host reads only its rows.
+
+        Args:
+            position: the first one's.
+            holder: of shares of the task's data, where they are claimed.
+        """
         start, stop = self._placer.rows
-        if self._placer.whole:
-            rows: Iterator[Batch] = self.task.batches(self.learner, position)
+        if self.task.shared is not None and holder is not None:
+            whole = self._placer.whole
+            rows: Iterator[Batch] = self.task.shared.claimed(
+                holder, position, 0 if whole else start, None if whole else stop
+            )
+        elif self._placer.whole:
+            rows = self.task.batches(self.learner, position)
         elif self.task.rows is not None:
             rows = self.task.rows(self.learner, position, start, stop)
         else:

@@ -14,10 +14,12 @@ from diloco.common import log, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import check_same_run, parse_settings
 from diloco.common.errors import DilocoError
+from diloco.common.holdings import Holding
 from diloco.common.tape import has_ended, load_specification
 from diloco.learner import instruments, sync, tree
 from diloco.learner.adopt import Adopter, load
 from diloco.learner.checkpoint import CheckpointFolder
+from diloco.learner.claims import Claims
 from diloco.learner.context import Context
 from diloco.learner.fetch import Fetcher, start_at, whole
 from diloco.learner.hosts import messages
@@ -42,7 +44,7 @@ from diloco.learner.life import (
 )
 from diloco.learner.peers import Alone
 from diloco.learner.planner import Planner
-from diloco.learner.position import position_after_join
+from diloco.learner.position import Place, place_after_join
 from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import (
     CheckpointId,
@@ -158,7 +160,11 @@ def _leading_life(
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still on its way is merged if it is
     # stored before it, and rejected behind it.
-    position = host.starting(position_after_join(context))
+    place = host.starting(place_after_join(context))
+    position = place.position
+    if place.lost:
+        context.logger.warning("work_lost", position=position, batches=list(place.lost))
+    shares = _shares(host, context, peers, life, place)
     saver = make_saver(host, context, folder, life.incarnation)
     planner = _planner(host, context, starts, peers, saver)
     if isinstance(peers, Coordinator):
@@ -181,10 +187,25 @@ def _leading_life(
         context=context,
         synchronizer=synchronizer,
         params=tree.join(replica.trained, held),
-        leave_run=lambda: _leave(host, context, publisher, planner, synchronizer),
+        leave_run=lambda: _leave(host, context, publisher, planner, synchronizer, shares),
         give_up=planner.give_up if isinstance(peers, Alone) else ended_early,
         find=lambda like, shardings: _find(host, context, folder, peers, like, shardings),
+        shares=shares,
     )
+
+
+def _shares(
+    host: Host, context: Context, peers: Alone | Coordinator, life: Joined, place: Place
+) -> Claims:
+    """This learner's shares of the data, which all its hosts are told of."""
+
+    def told(holding: Holding, end: int) -> None:
+        if isinstance(peers, Coordinator):
+            peers.write(messages.Granted(holding=holding, end=end))
+
+    # Hosts end together, at a boundary.
+    ends = host.asked_to_leave if isinstance(peers, Alone) else never
+    return Claims(context, ends, life, place, background=host.background, told=told)
 
 
 def _find(
@@ -302,6 +323,7 @@ def _leave(
     publisher: Publisher,
     planner: Planner,
     synchronizer: Synchronizer,
+    shares: Claims,
 ) -> str:
     """Announce the end of this life, within the drain timeout; why it ends."""
     lost = sync.unsent(planner.state)
@@ -310,7 +332,13 @@ def _leave(
     synchronizer.meter.state = "leaving"
     within_s = host.config.learner.drain_timeout_s
     try:
-        host.background.call(publisher.leave(synchronizer.position), within_s)
+        host.background.call(_say_end(publisher, shares, synchronizer.position), within_s)
     except TimeoutError:
         context.logger.warning("left_silently", waited_s=within_s)
     return "run ended" if planner.state.stopping else "asked to"
+
+
+async def _say_end(publisher: Publisher, shares: Claims, position: int) -> None:
+    # In this order: what comes behind the leave is of nobody's shares any more.
+    await publisher.leave(position)
+    await shares.end(position)

@@ -39,7 +39,7 @@ from diloco.learner.lead import lead
 from diloco.learner.life import Host, Life, never
 from diloco.learner.member import Member
 from diloco.learner.placement import put_like
-from diloco.learner.task import Batch, Params
+from diloco.learner.task import Batch, Holder, Params, Shared
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"
@@ -114,6 +114,22 @@ class Learner:
             self._synchronizer.meter.data_s += time.perf_counter() - asked_s
             yield batch
             asked_s = time.perf_counter()
+
+    def divide(self, data: Shared) -> Holder:
+        """Begin to hold shares of the data's epochs; for `data.claimed`.
+
+        Raises:
+            DilocoError: that has begun already.
+        """
+        self._life.shares.divide(data.sizes)
+        return self._life.shares
+
+    def claimed(self, data: Shared) -> Iterator[Batch]:
+        """Batches of the shares that this learner holds, from `position` on; as `reading`.
+
+        It ends when the loop is to end while it waits for a share.
+        """
+        return self.reading(data.claimed(self.divide(data), self.position))
 
     def step(
         self,

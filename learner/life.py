@@ -30,6 +30,7 @@ from diloco.learner import instruments, tree
 from diloco.learner.background import Background
 from diloco.learner.boundary import Outbox
 from diloco.learner.checkpoint import CheckpointFolder, copied
+from diloco.learner.claims import Shares
 from diloco.learner.context import Context
 from diloco.learner.member import Member
 from diloco.learner.placement import placed
@@ -159,6 +160,7 @@ class Life:
         leave_run: says to the run that this life ends; why it does, for the log.
         give_up: the loop has ended before the step that was planned.
         find: a checkpoint of a state like this, that lies like this.
+        shares: of the data, where its epochs are divided.
     """
 
     host: Host
@@ -168,6 +170,7 @@ class Life:
     leave_run: Callable[[], str]
     give_up: Callable[[], None]
     find: Callable[[Any, Any], Restored | None]
+    shares: Shares
 
     def begin(self) -> None:
         """Say that it trains from now on."""

@@ -6,21 +6,36 @@ the stream's leader says; where the two differ, the subject is read in order up 
 """
 
 import contextlib
+from typing import NamedTuple
 
 from diloco.common import wire
 from diloco.common.bus import Bus, Message
 from diloco.common.errors import StaleReadError, SwapLostError
-from diloco.common.tape import data_position
+from diloco.common.holdings import lost_batches
+from diloco.common.tape import data_reached
 from diloco.learner.context import Context
 
 
-async def position_after_join(context: Context) -> int:
-    """The data position, in batches, of a learner whose join is on the tape.
+class Place(NamedTuple):
+    """Where a learner's data goes on; of each fragment, the batches before that a crash has lost.
+
+    Those are in no update of the fragment, and not trained again: others have them.
+    """
+
+    position: int
+    lost: tuple[int, ...]
+
+
+async def place_after_join(context: Context) -> Place:
+    """Where the data of a learner goes on whose join is on the tape.
 
     Before the join an update of an earlier life could still come, and be merged; what is stored
     behind the join is rejected as superseded.
     """
-    return await data_position(context, context.learner, lambda subject: _last(context, subject))
+    reached = await data_reached(context, context.learner, lambda subject: _last(context, subject))
+    position = max(reached.values())
+    lost = lost_batches(position, reached, len(context.layout.fragments))
+    return Place(position, lost if any(lost) else ())
 
 
 async def _last(context: Context, subject: str) -> Message | None:

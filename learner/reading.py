@@ -7,7 +7,8 @@ resumes by position alone, each host reads only its rows.
 Rules:
   1. An epoch is one permutation of the dataset, the same for all learners of a run, divided into
      `shares` parts by the remainder of the index in it: parts do not overlap, whatever learners
-     join, leave or fall behind.
+     join, leave or fall behind. A share belongs to a learner by name, or to whoever claims it on
+     the run's tape (`common/holdings.py`).
   2. A batch lies in one epoch. What is left of a share behind its last whole batch is left out of
      that epoch; it is other examples in each.
   3. A learner resumes behind all that it has sent. So of one epoch, each example of its share is in
@@ -18,14 +19,15 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
 
 from diloco.common.config import keep_off_accelerators
 from diloco.common.errors import TaskError
-from diloco.learner.task import PROBE, Batch
+from diloco.common.holdings import Holding, Sizes
+from diloco.learner.task import PROBE, Batch, Holder
 
 if TYPE_CHECKING:
     import grain
@@ -43,7 +45,8 @@ class GrainData:
             is left out already: each index has an example.
         batch: examples in a batch.
         seed: of the order; the run's.
-        shares: the learners that divide each epoch among them, a share each. Without them every
+        shares: in how many shares an epoch is divided, which learners claim as they come and go; or
+            the names of the learners that divide each epoch, a share each for good. Without, every
             learner reads all of the dataset, in an order of its own.
         workers: processes that read; 0: threads of the learner do.
         ahead: batches that are read before they are asked for, by each process that reads.
@@ -58,7 +61,7 @@ class GrainData:
         *,
         batch: int,
         seed: int,
-        shares: Sequence[str] = (),
+        shares: int | Sequence[str] = (),
         workers: int = 0,
         ahead: int = 8,
     ) -> None:
@@ -66,12 +69,13 @@ class GrainData:
         self._dataset = dataset
         self._batch = batch
         self._seed = seed
-        self._shares = tuple(shares)
+        self._named = () if isinstance(shares, int) else tuple(shares)
+        self._claimed = shares if isinstance(shares, int) else 0
         self._workers = workers
         self._ahead = ahead
-        if len(set(shares)) < len(shares):
+        if len(set(self._named)) < len(self._named):
             raise TaskError(
-                f"shares must name each learner once, but they are {', '.join(shares)}",
+                f"shares must name each learner once, but they are {', '.join(self._named)}",
                 hint="a learner has one share of an epoch",
             )
         if len(dataset) // self.shares < batch:
@@ -84,12 +88,32 @@ class GrainData:
     @property
     def shares(self) -> int:
         """In how many parts an epoch is divided."""
-        return max(1, len(self._shares))
+        return self._claimed or max(1, len(self._named))
 
     @property
     def batches_per_epoch(self) -> int:
         """Whole batches in a share."""
         return len(self._dataset) // self.shares // self._batch
+
+    @property
+    def sizes(self) -> Sizes:
+        """How each epoch is divided."""
+        return Sizes(self.shares, self.batches_per_epoch)
+
+    @property
+    def shared(self) -> Self | None:
+        """For `Task.shared`: itself, where shares are claimed."""
+        return self if self._claimed else None
+
+    def claimed(
+        self, holder: Holder, position: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[Batch]:
+        """As `task.Shared.claimed`."""
+        rows = range(start, self._batch if stop is None else stop)
+        while (holding := holder.at(position)) is not None:
+            number = holding.first + position - holding.position
+            yield from self._read(self._part(holder.epoch, holding.share, number, rows))
+            position += self.batches_per_epoch - number
 
     def batches(self, learner: str, position: int) -> Iterator[Batch]:
         """As `Task.batches`."""
@@ -101,37 +125,52 @@ class GrainData:
         Raises:
             TaskError: the learner has no share.
         """
-        source = self._source(learner, position, range(start, stop))
-        return self._read(source)
+        if self._claimed:
+            return self.claimed(_Alone(self.batches_per_epoch), position, start, stop)
+        return self._read(self._source(learner, position, range(start, stop)))
 
     def indices(self, learner: str, position: int) -> list[int]:
         """Which places of the endless order of epochs batch number `position` holds."""
         return self._source(learner, position, range(self._batch)).places(0)
 
     def _source(self, learner: str, position: int, rows: range) -> "_Batches":
-        seed = f"{self._seed}/" if self._shares else f"{self._seed}/{learner}"
+        order = "" if self._named else learner
+        return self._batches(order, self._share(learner), position, ENDLESS, rows)
+
+    def _part(self, tape_epoch: int, share: int, number: int, rows: range) -> "_Batches":
+        """What is left of a share from a batch of it on. Another tape has other epochs."""
+        epoch, place = divmod(share, self.shares)
+        end = (epoch + 1) * self.batches_per_epoch
+        first = epoch * self.batches_per_epoch + number
+        return self._batches(f"tape {tape_epoch}", place, first, end, rows)
+
+    def _batches(self, order: str, share: int, first: int, end: int, rows: range) -> "_Batches":
+        seed = zlib.crc32(f"{self._seed}/{order}".encode())
         return _Batches(
-            examples=self._dataset.shuffle(seed=zlib.crc32(seed.encode())),
-            first=position,
+            examples=self._dataset.shuffle(seed=seed),
+            first=first,
+            end=end,
             rows=rows,
             batch=self._batch,
-            share=self._share(learner),
+            share=share,
             shares=self.shares,
         )
 
     def _share(self, learner: str) -> int:
-        if not self._shares or learner == PROBE:
+        if not self._named or learner == PROBE:
             return 0
-        if learner not in self._shares:
+        if learner not in self._named:
             raise TaskError(
-                f"{learner} has no share of the data: they belong to {', '.join(self._shares)}",
+                f"{learner} has no share of the data: they belong to {', '.join(self._named)}",
                 hint="name all learners of the run in the task's shares when it is created",
             )
-        return self._shares.index(learner)
+        return self._named.index(learner)
 
     def _read(self, source: "_Batches") -> Iterator[Batch]:
-        for index in range(DRAWN_HERE):
+        for index in range(min(DRAWN_HERE, len(source))):
             yield source[index]
+        if len(source) <= DRAWN_HERE:
+            return
         import grain
 
         rest = grain.MapDataset.source(replace(source, first=source.first + DRAWN_HERE))
@@ -168,9 +207,22 @@ def _begin_worker(_index: int, _count: int) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+@dataclass(frozen=True)
+class _Alone:
+    """One learner that holds all shares, one after the other."""
+
+    batches: int
+    epoch: int = 0
+
+    def at(self, position: int) -> Holding:
+        """As `Holder.at`."""
+        share, number = divmod(position, self.batches)
+        return Holding(share, 0, position - number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Batches:
-    """A source of grain: item i is batch number `first` + i of one share.
+    """A source of grain: item i is batch number `first` + i of one share, up to `end`.
 
     Attributes:
         examples: shuffled, epoch after epoch.
@@ -181,13 +233,14 @@ class _Batches:
 
     examples: "grain.MapDataset[Any]"
     first: int
+    end: int
     rows: range
     batch: int
     share: int
     shares: int
 
     def __len__(self) -> int:
-        return ENDLESS - self.first
+        return self.end - self.first
 
     def __getitem__(self, index: int) -> Batch:
         examples = [self.examples[place] for place in self.places(index)]

@@ -26,7 +26,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from diloco.common.errors import TaskError
+from diloco.common.holdings import Holding, Sizes
 from diloco.common.layout import FLOATING, Hint, Kind, TensorHint, default_hint
 
 Params = Any  # a pytree of arrays
@@ -50,6 +51,30 @@ _OPTIONAL = {
 }
 PROBE = "probe"  # the learner's name in checks
 COMPUTE_DTYPES = (None, "bfloat16")
+
+
+class Holder(Protocol):
+    """Who reads shares of the data: `Learner.divide` gives it."""
+
+    @property
+    def epoch(self) -> int:
+        """Of the run's tape: each begins with epochs of the data of its own."""
+
+    def at(self, position: int) -> Holding | None:
+        """What it holds at a data position; waits for it. None: no batch is wanted any more."""
+
+
+class Shared(Protocol):
+    """Data whose epochs are divided into shares that learners claim, as of `GrainData`."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """How each epoch is divided."""
+
+    def claimed(
+        self, holder: Holder, position: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[Batch]:
+        """Rows start:stop of the batches that `holder` holds, from a position on."""
 
 
 class Variables(NamedTuple):
@@ -110,6 +135,8 @@ class Task:
             step's, in the memory of one part.
         compute_dtype: "bfloat16": the loss is given trained leaves rounded to it; what is trained
             and synchronized stays as `init` gives it. None: as they are.
+        shared: data whose epochs learners divide by claims (`GrainData.shared`): learners then read
+            that, and `batches` is for those who look at the task.
 
     Raises:
         TaskError: a field is not of its kind.
@@ -129,6 +156,7 @@ class Task:
     load_frozen: Callable[[], Params] | None = None
     accumulate: int = 1
     compute_dtype: str | None = None
+    shared: Shared | None = None
 
     def __post_init__(self) -> None:
         for name in _CALLABLES:

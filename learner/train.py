@@ -12,13 +12,14 @@ import numpy as np
 from diloco.common import log
 from diloco.common.errors import TaskError
 from diloco.learner import tree
-from diloco.learner.inner_step import InnerStep
 from diloco.learner.island import Island
 from diloco.learner.library import Learner
 from diloco.learner.task import Params
 
 # After so many steps without a gradient a leaf is warned of.
 STILL_STEPS = 50
+# So many steps that move something are judged.
+JUDGED_STEPS = 3
 
 
 class Program:
@@ -30,15 +31,16 @@ class Program:
 
     def __init__(self, island: Island) -> None:
         self._island = island
-        self._compiled: list[InnerStep] = []
+        self._judging = island.inner_step()
+        self._step = island.inner_step(judging=False)
 
     def warm_up(self, params: Params) -> None:
-        """Compile the inner step, on parameters that it may donate."""
+        """Compile the inner steps, on parameters that they may donate."""
         island = self._island
-        inner_step = island.inner_step()
         state, batch = island.init_state(params), next(island.feed(0))
-        jax.block_until_ready(inner_step(params, state, batch, np.int32(0), np.uint32(0)))
-        self._compiled.append(inner_step)
+        for inner_step in (self._judging, self._step):
+            params, state, outcome = inner_step(params, state, batch, np.int32(0), np.uint32(0))
+        jax.block_until_ready(outcome)
 
     def train(self, learner: Learner, speed: float = 1.0) -> None:
         """Train until the run stops or somebody asks this learner to leave.
@@ -47,20 +49,25 @@ class Program:
             learner: its place in the run.
             speed: share of full speed.
         """
-        island, (inner_step,) = self._island, self._compiled
-        params, state, judged = _restored(island, learner)
-        batches = learner.reading(island.feed(learner.position))
+        island = self._island
+        params, state, restored = _restored(island, learner)
+        judge = Judge(done=restored)
+        shared = island.task.shared
+        holder = None if shared is None else learner.divide(shared)
+        batches = learner.reading(island.feed(learner.position, holder))
         watch = Watch(island)
-        while not learner.done:
+        while not learner.done and (batch := next(batches, None)) is not None:
             began_s = time.perf_counter()
+            inner_step = self._step if judge.done else self._judging
             params, state, outcome = inner_step(
                 params,
                 state,
-                next(batches),
+                batch,
                 np.int32(learner.global_step),
                 np.uint32(learner.position),
             )
-            judged = judged or _judge(float(outcome.descent))
+            if outcome.descent is not None:
+                judge.look(float(outcome.descent))
             watch.look(outcome.still)
             params = learner.step(
                 params,
@@ -70,6 +77,41 @@ class Program:
             )
             if speed < 1:
                 _slow_down(params, began_s, speed)
+
+
+class Judge:
+    """Finds an optimizer whose updates have the wrong sign, over the first steps that move.
+
+    A fresh optimizer's first move is made from one gradient alone, so it goes down: that one
+    decides, before anything is sent. Momentum and a batch's noise may take a later one up for once,
+    so those count in sum.
+
+    Args:
+        done: there is nothing to judge: the optimizer goes on from a checkpoint.
+    """
+
+    def __init__(self, *, done: bool = False) -> None:
+        self.done = done
+        self._steps = 0
+        self._sum = 0.0
+
+    def look(self, descent: float) -> None:
+        """A step's word; 0 where nothing moved.
+
+        Raises:
+            TaskError: it goes uphill.
+        """
+        self._steps += descent != 0
+        self._sum += descent
+        self.done = self._steps >= JUDGED_STEPS
+        if self._sum < 0:
+            raise TaskError(
+                "the inner optimizer's first steps go uphill, along the gradient: its updates have"
+                " the wrong sign",
+                hint="Task.optimizer gives a direction that the learner subtracts, times"
+                " schedule(step): optax.scale_by_adam(). To use an ordinary optimizer, such as"
+                " optax.adam(rate), leave Task.schedule out",
+            )
 
 
 class Watch:
@@ -120,23 +162,6 @@ def _saved(island: Island, params: Params, state: Any) -> Any:
     if not any(island.division.local):
         return state
     return state, tree.split(params, island.division.local)[0]
-
-
-def _judge(descent: float) -> bool:
-    """Whether a fresh optimizer's step moved anything; then it went downhill.
-
-    Raises:
-        TaskError: it went uphill.
-    """
-    if descent < 0:
-        raise TaskError(
-            "the inner optimizer's first step goes uphill, along the gradient: its updates have"
-            " the wrong sign",
-            hint="Task.optimizer gives a direction that the learner subtracts, times"
-            " schedule(step): optax.scale_by_adam(). To use an ordinary optimizer, such as"
-            " optax.adam(rate), leave Task.schedule out",
-        )
-    return descent != 0
 
 
 def _slow_down(params: Params, began_s: float, speed: float) -> None:

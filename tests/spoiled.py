@@ -5,6 +5,7 @@ take real gradients of a small task. The bad one does its harm from `SPOILED_FRO
   - "labels": it trains on the targets of other inputs;
   - "rate": its learning rate is fifty times the others';
   - "noise": it sends noise as long as its honest updates.
+Or nobody is bad, and the outer step is far too long: "step".
 """
 
 import asyncio
@@ -41,7 +42,9 @@ FRAGMENTS = 2
 LEARNERS = ("island-a", "island-b", "island-c", "island-d")
 CULPRIT = "island-c"
 # Noise does nothing to a model that is trained already.
-SPOILED_FROM = {"": 0, "labels": 5, "rate": 5, "noise": 1}
+SPOILED_FROM = {"": 0, "labels": 5, "rate": 5, "noise": 1, "step": 1 << 30}
+OUTER = {"learning_rate": 0.5, "momentum": 0.5}
+LONG = {"learning_rate": 6.0, "momentum": 0.9}
 VERSIONS = 10
 RATE = 0.3
 PATIENCE_S = 60.0
@@ -121,7 +124,7 @@ class _Fleet:
                     "fragments": FRAGMENTS, "interval_steps": STEPS, "block": 16,
                     "snapshot_interval_versions": 3,
                 },
-                "outer": {"learning_rate": 0.5, "momentum": 0.5},
+                "outer": LONG if spoiled == "step" else OUTER,
                 "bounds": {"norm_clip": norm_clip},
                 "quorum": {
                     "pace": 0.0, "min_learners": 4, "deadline_s": 30.0, "liveness_timeout_s": 60.0,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from diloco.aggregator.arrays import merge, outer
+from diloco.aggregator.arrays import centering, merge, outer
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Accumulator, Norms, Vector
 from diloco.common.codec import Encoded
@@ -18,6 +18,7 @@ class Arithmetic(NamedTuple):
 
     accumulator: Callable[[Grid], Accumulator] = merge.Accumulator
     segment_norms: Callable[..., Norms] = merge.segment_norms
+    distances: Callable[..., Norms] = centering.distances
     coefficients: Callable[..., Vector] = merge.coefficients
     factors: Callable[..., Vector] = merge.factors
     close_round: Callable[..., Encoded] = outer.close_round

@@ -8,11 +8,11 @@ import ml_dtypes
 import msgpack
 import numpy as np
 
+from diloco.aggregator.arrays import centering, merge, outer
 from diloco.aggregator.arrays import grid as grids
-from diloco.aggregator.arrays import merge, outer
 from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.grid import Grid
-from diloco.aggregator.arrays.merge import Contribution, Vector
+from diloco.aggregator.arrays.merge import Contribution, Norms, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
 from diloco.aggregator.core.state import Admitted
 from diloco.common import shards, wire
@@ -41,6 +41,8 @@ class Made(NamedTuple):
 
     inputs: tuple[wire.Input, ...]
     factors: bytes
+    kept: bytes
+    radii: bytes
     learning_rate: float
     momentum: float
     delta: bytes
@@ -52,6 +54,7 @@ class _Merged(NamedTuple):
     admitted: Admitted
     contribution: Contribution
     coefficients: bytes
+    distances: Norms | None = None
 
 
 @dataclass
@@ -97,7 +100,7 @@ class FragmentArrays:
     ) -> "FragmentArrays":
         """The arrays of version 0, with a fresh outer-optimizer state."""
         grid = make_grid(settings, layout, fragment)
-        state = _optimizer(settings_of(settings, layout, fragment)).init(grid.size)
+        state = _fresh_state(settings_of(settings, layout, fragment), grid)
         return cls(settings, grid, view.copy(), view.copy(), state, threads=threads)
 
     @classmethod
@@ -118,7 +121,7 @@ class FragmentArrays:
             IntegrityError: they are not arrays of this fragment.
         """
         grid = make_grid(settings, layout, fragment)
-        slots = _optimizer(settings_of(settings, layout, fragment)).init(0)
+        slots = _fresh_state(settings_of(settings, layout, fragment), grid)
         wanted = {"theta": np.zeros(0, np.float32), **slots}
         try:
             stored = msgpack.unpackb(outer_state, max_bin_len=len(outer_state))
@@ -167,9 +170,25 @@ class FragmentArrays:
         contribution = Contribution(
             payload.norms_S, admitted.weight, admitted.discount, admitted.clip, unit
         )
+        distances_S = None
+        if self.grid.centered:
+            distances_S = self._distances(payload, contribution)
+            radius_S, times = self.state["radius"], self.own_settings.outer.clip_radius
+            pull_S = centering.pulls(distances_S, radius_S, times)
+            contribution = contribution._replace(pull=pull_S)
         coefficients_S = self.arithmetic.coefficients(self.grid, contribution)
         self._sum.add(self.own_settings.sync.codec, payload.parts, coefficients_S, unit)
-        self._merged.append(_Merged(admitted, contribution, coefficients_S.tobytes()))
+        self._merged.append(_Merged(admitted, contribution, coefficients_S.tobytes(), distances_S))
+
+    def _distances(self, payload: Payload, contribution: Contribution) -> Norms:
+        return self.arithmetic.distances(
+            self.grid,
+            self.own_settings.sync.codec,
+            payload.parts,
+            contribution,
+            self.state["center"],
+            self.state["radius"],
+        )
 
     def close_round(self, admitted: Sequence[Admitted], share: float) -> Made:
         """Take the outer step over what was merged, and move the view.
@@ -180,11 +199,11 @@ class FragmentArrays:
         """
         assert self._sum is not None
         assert [merged.admitted for merged in self._merged] == list(admitted)
-        factors_S = self.arithmetic.factors(
-            self.grid, self._sum, [merged.contribution for merged in self._merged]
-        )
+        contributions = [merged.contribution for merged in self._merged]
+        factors_S = self.arithmetic.factors(self.grid, self._sum, contributions)
+        factors_S, kept_S, radius_S = self._about_the_center(factors_S, contributions)
         learning_rate, momentum = step_size(self.own_settings, share)
-        delta = self._step(factors_S, learning_rate, momentum)
+        delta = self._step(factors_S, kept_S, radius_S, learning_rate, momentum)
         merged, self._merged = self._merged, []
         return Made(
             inputs=tuple(
@@ -192,11 +211,32 @@ class FragmentArrays:
                 for each in merged
             ),
             factors=factors_S.tobytes(),
+            kept=b"" if kept_S is None else kept_S.tobytes(),
+            radii=b"" if radius_S is None else radius_S.tobytes(),
             learning_rate=learning_rate,
             momentum=momentum,
             delta=shards.pack_delta(self.own_settings.sync.delta_codec, delta, self.grid.block),
             view_digest=shards.digest(self.view),
             outer_digest=self.outer_digest(),
+        )
+
+    def _about_the_center(
+        self, factors_S: Vector, contributions: Sequence[Contribution]
+    ) -> tuple[Vector, Vector | None, Vector | None]:
+        """The factors, what stays of the merge before, the next round's radius; float32 [S]."""
+        if not self.grid.centered:
+            return factors_S, None, None
+        # One voice each: of a learner with two updates in the round the later counts.
+        found = {
+            one.admitted.manifest.learner: one.distances
+            for one in self._merged
+            if one.distances is not None
+        }
+        radius_S = self.state["radius"]
+        return (
+            centering.scaled(factors_S, radius_S, found),
+            centering.kept(contributions, radius_S),
+            centering.radius_after(radius_S, found),
         )
 
     def merge_again(
@@ -221,7 +261,9 @@ class FragmentArrays:
             coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
             self._sum.add(self.own_settings.sync.codec, parts, coefficients_S, taken.weight_unit)
         factors_S = np.frombuffer(record.factors, np.float32)
-        delta = self._step(factors_S, record.learning_rate, record.momentum)
+        kept_S = np.frombuffer(record.kept, np.float32) if record.kept else None
+        radius_S = np.frombuffer(record.radii, np.float32) if record.radii else None
+        delta = self._step(factors_S, kept_S, radius_S, record.learning_rate, record.momentum)
         found = (shards.digest(self.view), self.outer_digest())
         if found != (record.view_digest, record.outer_digest):
             raise _unmergeable(
@@ -237,12 +279,22 @@ class FragmentArrays:
             self._sum = self.arithmetic.accumulator(self.grid)
         self._sum.reset()
 
-    def _step(self, factors_S: Vector, learning_rate: float, momentum: float) -> Encoded:
+    def _step(
+        self,
+        factors_S: Vector,
+        kept_S: Vector | None,
+        radius_S: Vector | None,
+        learning_rate: float,
+        momentum: float,
+    ) -> Encoded:
         assert self._sum is not None
+        if radius_S is not None:
+            self.state["radius"] = radius_S
         return self.arithmetic.close_round(
             self.grid,
             self._sum,
             factors_S,
+            kept_S,
             theta_N=self.theta,
             view_N=self.view,
             state=self.state,
@@ -284,6 +336,15 @@ def _optimizer(settings: RunSettings) -> OuterOptimizer:
     return outer.make_outer(
         section.optimizer, delay=section.delay_rounds, delay_fraction=section.delay_fraction
     )
+
+
+def _fresh_state(settings: RunSettings, grid: Grid) -> State:
+    """Of the outer optimizer, and what centered clipping keeps beside it."""
+    state = _optimizer(settings).init(grid.size)
+    if grid.centered:
+        state["center"] = np.zeros(grid.size, np.float32)
+        state["radius"] = np.zeros(len(grid.lengths), np.float32)
+    return state
 
 
 def step_size(settings: RunSettings, share: float) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from diloco.common.layout import Fragment
 from diloco.common.shards import shard_ranges
 
-Merge = Literal["rda", "average"]
+Merge = Literal["rda", "average", "centered_clipping"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +23,7 @@ class Grid:
         lengths: blocks of each segment, int64 [S].
         radial: whether a segment is merged by RDA, bool [S].
         averaged: it is state, and no parameters.
+        centered: whether it is merged by centered clipping.
     """
 
     size: int
@@ -31,6 +32,7 @@ class Grid:
     lengths: npt.NDArray[np.int64]
     radial: npt.NDArray[np.bool_]
     averaged: bool = False
+    centered: bool = False
 
     def per_block(self, values_S: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Each segment's value for each of its blocks, float32 [B]."""
@@ -44,7 +46,7 @@ def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge 
         fragment: of the layout.
         block: the layout's.
         shard_elements: the run's `sync.shard_elements`.
-        merge: "average" averages every segment, whatever the layout says.
+        merge: "rda" as the layout says; the others hold for every segment, whatever it says.
     """
     rules = fragment.segment_rules()
     segment_of_block_B = fragment.segment_of_block(block)
@@ -55,4 +57,5 @@ def make_grid(fragment: Fragment, block: int, shard_elements: int, merge: Merge 
         lengths=np.bincount(segment_of_block_B, minlength=len(rules)).astype(np.int64),
         radial=np.asarray([merge == "rda" and rule == "rda" for rule in rules]),
         averaged=fragment.averaged,
+        centered=merge == "centered_clipping" and not fragment.averaged,
     )

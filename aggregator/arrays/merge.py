@@ -67,6 +67,7 @@ class Contribution(NamedTuple):
         discount: S in (0, 1], for staleness.
         clip: c in (0, 1], by which the update is shortened.
         unit: k: its coefficients hold w / 2^k.
+        pull: c of centered clipping, float64 [S] (`centering.py`).
     """
 
     norms: Norms
@@ -74,6 +75,12 @@ class Contribution(NamedTuple):
     discount: float = 1.0
     clip: float = 1.0
     unit: int = 0
+    pull: Norms | float = 1.0
+
+
+def share_of(weight: float, unit: int) -> float:
+    """A weight in units of 2^unit."""
+    return math.ldexp(weight, -unit)
 
 
 def unit_after(unit: int | None, weight: float) -> int:
@@ -104,13 +111,14 @@ def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
     """What each code x scale of an update is multiplied by; bfloat16 [S], to be recorded.
 
-    With u = w / 2^unit: u S c for a plain average and u S / |v| for RDA, which adds directions: a
-    clip changes none, and enters by the magnitudes in `factors`. A zero segment has no direction:
-    0. None is too large: u < 2^32 and |v| >= 2^-64. One that is too small for a bfloat16 is 0.
+    With u = w / 2^unit: u S c for an average, times its pull where that is centered, and u S / |v|
+    for RDA, which adds directions: a clip changes none, and enters by the magnitudes in `factors`.
+    A zero segment has no direction: 0. None is too large: u < 2^32 and |v| >= 2^-64. One that is
+    too small for a bfloat16 is 0.
     """
-    share = math.ldexp(update.weight, -update.unit) * update.discount
+    share = share_of(update.weight, update.unit) * update.discount
     nonzero_S = np.where(update.norms > 0, update.norms, np.inf)
-    wanted_S = np.where(grid.radial, share / nonzero_S, share * update.clip)
+    wanted_S = np.where(grid.radial, share / nonzero_S, share * update.clip * update.pull)
     return np.where(wanted_S >= LEAST_COEFFICIENT, wanted_S, 0.0).astype(ml_dtypes.bfloat16)
 
 
@@ -126,7 +134,7 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
     round is discounted all the same (docs/design/design.md, "A round and its merge").
     """
     unit = updates[-1].unit
-    weights = [math.ldexp(update.weight, -unit) for update in updates]
+    weights = [share_of(update.weight, unit) for update in updates]
     average = 1 / sum(float(ml_dtypes.bfloat16(weight)) for weight in weights)
     if not grid.radial.any():
         return np.full(len(grid.radial), average, np.float32)

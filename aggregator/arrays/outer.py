@@ -49,11 +49,15 @@ class Gradient(NamedTuple):
             lengths are multiples of `block`.
         factors: float32 [B], or None for ones.
         block: elements that share a factor.
+        center: the merged gradient before, float32 [N], of which `kept` (float32 [B]) is added;
+            this one takes its place.
     """
 
     spans: tuple[tuple[int, Vector], ...]
     factors: Vector | None = None
     block: int = 1
+    center: Vector | None = None
+    kept: Vector | None = None
 
 
 class Update(Protocol):
@@ -237,6 +241,7 @@ def _step(
         here = slice(start, start + values.size)
         g, spare = scratch[:, : values.size]
         _scaled(values, start, gradient, out=g)
+        _centered(g, here, gradient, spare)
         rule(constants, theta_N[here], g, {name: slot[here] for name, slot in slots.items()}, spare)
 
 
@@ -254,6 +259,18 @@ def _scaled(values: Vector, start: int, gradient: Gradient, *, out: Vector) -> N
         np.multiply(rows, factors_B[:, None], out=out.reshape(rows.shape))
 
 
+def _centered(g: Vector, here: slice, gradient: Gradient, spare: Vector) -> None:
+    """Add what stays of the merge before, and put the new one in its place."""
+    if gradient.center is None:
+        return
+    assert gradient.kept is not None
+    center, block = gradient.center[here], gradient.block
+    kept_B = gradient.kept[here.start // block : here.stop // block]
+    np.multiply(center.reshape(-1, block), kept_B[:, None], out=spare.reshape(-1, block))
+    g += spare
+    center[:] = g
+
+
 def participation(learning_rate: float, momentum: float, share: float) -> tuple[float, float]:
     """Learning rate and momentum of a round that holds `share` of the fleet's weight.
 
@@ -269,6 +286,7 @@ def close_round(
     grid: Grid,
     accumulator: Accumulator,
     factors_S: Vector,
+    kept_S: Vector | None = None,
     *,
     theta_N: Vector,
     view_N: Vector,
@@ -285,6 +303,7 @@ def close_round(
         grid: the fragment's.
         accumulator: of the round; left as it is.
         factors_S: of `factors` or of the record.
+        kept_S: what stays of the merge before, which is `state["center"]`; None: nothing is kept.
         theta_N: master parameters, float32; changed in place.
         view_N: parameters as learners see them, float32; changed in place.
         state: of `optimizer`; changed in place.
@@ -299,6 +318,8 @@ def close_round(
         its quantization lost is still in theta - view, and goes out with later versions.
     """
     gradient = Gradient(tuple(accumulator.spans()), grid.per_block(factors_S), grid.block)
+    if kept_S is not None:
+        gradient = gradient._replace(center=state["center"], kept=grid.per_block(kept_S))
     optimizer.update(
         theta_N, gradient, state, learning_rate=learning_rate, momentum=momentum, threads=threads
     )

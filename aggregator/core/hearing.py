@@ -33,6 +33,12 @@ class Hearing:
         self._newest_s = now_s
         self._hear(learner, incarnation, now_s)
 
+    def silent_s(self, learner: str, incarnation: int) -> float:
+        """For how long a life, and those after it, were silent while anybody was heard."""
+        lives = self._heard_at_s[learner]
+        heard = [at_s for life, at_s in lives.items() if life >= incarnation]
+        return self._newest_s - max([self._since_s, *heard])
+
     def is_live(
         self, fragment: int, learner: str, member: Member, now_s: float, timeout_s: float
     ) -> bool:

@@ -234,6 +234,11 @@ class AggregatorSection(Section):
         description="a checkpoint of the run is made once the newest is so old, as after `diloco"
         " checkpoint`; 0: only by that command. One that takes long is made more rarely",
     )
+    share_expiry_s: NonNegative = Field(
+        default=600.0,
+        description="silence after which the life of a learner that holds shares of the data is"
+        " ended, and others get them: what it has not announced by then is lost; 0: never",
+    )
 
 
 class GcSection(Section):

@@ -180,10 +180,17 @@ class OuterSection(Section):
         default=0.0,
         description="c of Delayed Nesterov: share of the momentum applied in the other rounds",
     )
-    merge: Literal["rda", "average"] = Field(
+    merge: Literal["rda", "average", "centered_clipping"] = Field(
         default="rda",
         description='`"rda"`: radial-directional averaging where the layout says so, weighted'
-        ' averaging elsewhere; `"average"`: weighted averaging everywhere',
+        ' averaging elsewhere; `"average"`: weighted averaging everywhere; `"centered_clipping"`:'
+        " weighted averaging of what lies within a radius of the merge before, for learners that"
+        " are half trusted (`docs/security.md`)",
+    )
+    clip_radius: Annotated[float, Field(gt=0)] = Field(
+        default=0.7,
+        description="of centered clipping: an update counts up to so many times the median"
+        " learner's distance from the merge before",
     )
     participation: bool = Field(
         default=False,

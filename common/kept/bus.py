@@ -150,6 +150,8 @@ class KeptBus:
 
 
 def _matching(log: Log, patterns: list[str]) -> set[int]:
+    if not any("*" in pattern or ">" in pattern for pattern in patterns):
+        return {index for pattern in patterns for index in log.ids(pattern)}
     return {
         index
         for index, subject in enumerate(log.subjects)

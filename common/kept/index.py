@@ -7,13 +7,13 @@ import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from diloco.common import names
 from diloco.common.bus import Message
 from diloco.common.errors import IntegrityError
+from diloco.common.kept.contents import Contents, Piece, Whole
 from diloco.common.tape.file import MAGIC, as_message, begins_with, run_in
 from diloco.common.tape.frames import (
     HEAD,
@@ -57,36 +57,19 @@ def read_header(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-class Piece(NamedTuple):
-    """A piece of an object or a file: where its frame stands, and its bytes within the whole."""
-
-    frame_at: int
-    start: int
-    stop: int
-
-
-@dataclass
-class Whole:
-    """An object or a file, in pieces."""
-
-    size_bytes: int
-    pieces: list[Piece] = field(default_factory=list)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all its pieces are there."""
-        return sum(piece.stop - piece.start for piece in self.pieces) == self.size_bytes
-
-
 class Log:
     """The messages of a stream: sequence, place in the file, subject."""
 
     def __init__(self) -> None:
         self.seqs = array("q")
         self.ats = array("q")
-        self.whose = array("l")
+        self.whose = array("i")
         self.subjects: list[str] = []
         self._ids: dict[str, int] = {}
+
+    def ids(self, subject: str) -> list[int]:
+        """The subject's index, if it has a message."""
+        return [self._ids[subject]] if subject in self._ids else []
 
     def add(self, at: int, message: Message) -> None:
         """The next message."""
@@ -100,10 +83,11 @@ class Log:
     def drop(self, below: dict[str, int]) -> None:
         """Forget messages of these subjects below sequences."""
         limits = {self._ids[subject]: seq for subject, seq in below.items() if subject in self._ids}
-        rows = zip(self.seqs, self.ats, self.whose, strict=True)
-        kept = [row for row in rows if row[0] >= limits.get(row[2], 0)]
-        self.seqs, self.ats = array("q", (r[0] for r in kept)), array("q", (r[1] for r in kept))
-        self.whose = array("l", (row[2] for row in kept))
+        rows = zip(self.seqs, self.whose, strict=True)
+        kept = array("q", (i for i, (seq, of) in enumerate(rows) if seq >= limits.get(of, 0)))
+        self.seqs = array("q", (self.seqs[index] for index in kept))
+        self.ats = array("q", (self.ats[index] for index in kept))
+        self.whose = array("i", (self.whose[index] for index in kept))
 
     def last(self, wanted: Iterable[int]) -> int | None:
         """Place in the file of the last message of these subjects."""
@@ -134,8 +118,7 @@ class Kept:
         self.path = path
         self.header: dict[str, Any] = {}
         self.tape, self.ops = Log(), Log()
-        self.objects: dict[str, Whole] = {}
-        self.files: dict[str, Whole] = {}
+        self.objects, self.files = Contents(), Contents()
         self.lost = ""
         self._file = path.open("rb")
 
@@ -166,6 +149,17 @@ class Kept:
         """The message at a place."""
         content = self.content(at)
         return as_message(self.path, content["ops"] if isinstance(content, dict) else content)
+
+    def file(self, name: str) -> bytes:
+        """A file that it holds.
+
+        Raises:
+            KeyError: it holds none of that name.
+        """
+        whole = self.files.get(name)
+        if whole is None:
+            raise KeyError(name)
+        return self.read(whole, 0, whole.size_bytes)
 
     def read(self, whole: Whole, start: int, stop: int) -> bytes:
         """Bytes of an object or a file."""
@@ -207,10 +201,12 @@ def _fill(kept: Kept, *, salvage: bool) -> None:
     except IntegrityError as error:
         if not salvage:
             raise
-        kept.header, kept.tape, kept.ops, kept.objects, kept.files = {}, Log(), Log(), {}, {}
+        kept.header, kept.tape, kept.ops = {}, Log(), Log()
+        kept.objects, kept.files = Contents(), Contents()
         kept.lost = error.message
         _take_all(kept, whole_frames(kept.path, magic), strict=False)
-        kept.objects = {name: one for name, one in kept.objects.items() if one.complete}
+        kept.objects.drop_damaged()
+        kept.files.drop_damaged()
         run_in(kept.path, kept.header)
 
 
@@ -246,9 +242,8 @@ def _take(kept: Kept, at: int, content: dict[str, Any]) -> None:
     if named is None:
         raise damaged(kept.path, f"has a frame with {sorted(content)}")
     of = kept.objects if named == "object" else kept.files
-    whole = of.setdefault(content[named], Whole(content["of"]))
     begin = content["at"]
-    whole.pieces.append(Piece(at, begin, begin + len(content["data"])))
+    of.add(content[named], content["of"], Piece(at, begin, begin + len(content["data"])))
 
 
 def _check_end(kept: Kept, content: dict[str, Any], *, strict: bool) -> None:
@@ -256,8 +251,7 @@ def _check_end(kept: Kept, content: dict[str, Any], *, strict: bool) -> None:
     if "objects" in content:
         counted["objects"] = len(kept.objects)
     said = {key: content[key] for key in counted}
-    whole = all(one.complete for of in (kept.objects, kept.files) for one in of.values())
-    if strict and (said != counted or not whole):
+    if strict and (said != counted or kept.objects.damaged() or kept.files.damaged()):
         raise damaged(kept.path, f"ends with {said} and holds {counted}")
     # What was collected from the tape while the objects were copied is not of this copy.
     oldest = content.get("oldest", {})

@@ -1,7 +1,10 @@
 """The objects of a bundle as a store that can be read."""
 
+from collections.abc import Iterator
+
 from diloco.common.errors import StoreError
-from diloco.common.kept.index import Kept, Whole
+from diloco.common.kept.contents import Whole
+from diloco.common.kept.index import Kept
 from diloco.common.store import (
     ObjectInfo,
     check_object_name,
@@ -54,11 +57,13 @@ class KeptStore:
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, in order of name."""
-        return [
-            ObjectInfo(name, whole.size_bytes)
-            for name, whole in sorted(self._kept.objects.items())
-            if name.startswith(prefix)
-        ]
+        return sorted(self.walk(prefix))
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, one after the other, in any order."""
+        for name, size_bytes in self._kept.objects.sizes():
+            if name.startswith(prefix):
+                yield ObjectInfo(name, size_bytes)
 
     def delete(self, name: str) -> None:
         """Refused.
@@ -70,6 +75,7 @@ class KeptStore:
 
     def _whole(self, name: str) -> Whole:
         check_object_name(name)
-        if name not in self._kept.objects:
+        whole = self._kept.objects.get(name)
+        if whole is None:
             raise object_missing(name)
-        return self._kept.objects[name]
+        return whole

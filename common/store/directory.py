@@ -133,12 +133,23 @@ class DirectoryStore:
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or no name can begin so.
         """
+        return sorted(self.walk(prefix))
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, one after the other, folder by folder.
+
+        Raises:
+            StoreUnavailableError: the disk failed.
+            StoreError: not permitted, or no name can begin so.
+        """
         folder = prefix.rpartition("/")[0]
         if folder:
             check_object_name(folder)
         with _os_errors("list", prefix):
             self._check_there()
-            return sorted(info for info in self._walk(folder) if info.name.startswith(prefix))
+            for info in self._walk(folder):
+                if info.name.startswith(prefix):
+                    yield info
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error.

@@ -1,6 +1,7 @@
 """An object store in this process's memory; for tests, the simulator and single-process runs."""
 
 import threading
+from collections.abc import Iterator
 
 from diloco.common.store.protocol import (
     ObjectInfo,
@@ -68,6 +69,10 @@ class MemoryStore:
                 ObjectInfo(n, len(d)) for n, d in self._objects.items() if n.startswith(prefix)
             ]
         return sorted(found)
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, one after the other."""
+        return iter(self.list(prefix))
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error.

@@ -8,6 +8,7 @@ Rules of every backend:
 """
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from diloco.common.errors import (
@@ -68,6 +69,9 @@ class ObjectStore(Protocol):
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects whose names begin with `prefix`, in order of name."""
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, in any order, one after the other: for who may meet very many."""
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error."""

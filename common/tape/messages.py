@@ -23,6 +23,7 @@ _BODIES: Mapping[names.Kind, type[wire.Body]] = {
     "spec": wire.Specification,
     "join": wire.Join,
     "leave": wire.Leave,
+    "claim": wire.Claim,
     "update": wire.Manifest,
     "settings": wire.Settings,
     "quarantine": wire.Quarantine,

@@ -138,6 +138,19 @@ async def data_position(
 ) -> int:
     """Where a learner's data goes on, in batches: behind all that its messages cover.
 
+    Arguments as of `data_reached`.
+    """
+    return max((await data_reached(context, learner, last, earlier)).values())
+
+
+async def data_reached(
+    context: RunContext,
+    learner: str,
+    last: Callable[[str], Awaitable[Message | None]] | None = None,
+    earlier: Mapping[str, int] | None = None,
+) -> dict[int | None, int]:
+    """How far a learner's updates of each fragment came, in batches; None: how far it said else.
+
     Args:
         context: of the run.
         learner: its name.
@@ -156,11 +169,14 @@ async def data_position(
     }
     newest = {subject: await last(subject) for subject in kinds}
     joins = await _sequences(context, await last(names.join(run, learner)))
-    positions = [earlier.get(learner, 0)]
+    found: dict[int | None, int] = {None: earlier.get(learner, 0)}
     for subject, message in newest.items():
         if message is not None:
-            positions.append(await _position_on(context, kinds[subject], message, joins))
-    return max(positions)
+            position = await _position_on(context, kinds[subject], message, joins)
+            parsed = names.parse_subject(subject)
+            fragment = parsed.fragment if parsed else None
+            found[fragment] = max(position, found.get(fragment, 0))
+    return found
 
 
 async def _earlier(context: RunContext, specification: wire.Specification) -> Mapping[str, int]:

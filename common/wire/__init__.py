@@ -65,6 +65,7 @@ from diloco.common.wire.records import (
 from diloco.common.wire.run import (
     Checkpoint,
     CheckpointFile,
+    Claim,
     DataPosition,
     End,
     Join,
@@ -99,6 +100,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointFile",
     "CheckpointName",
+    "Claim",
     "Count",
     "Credit",
     "DataPosition",

@@ -337,6 +337,16 @@ class Record(Body):
         description="xxh3-128 of the lines `name==version` of the packages that its maker had"
         " installed of those that it requires",
     )
+    kept: bytes = Field(
+        default=b"",
+        description="of a round that was merged by centered clipping: float32 per segment, little"
+        " endian: what of the merge before stays in this one",
+    )
+    radii: bytes = Field(
+        default=b"",
+        description="likewise: the radius of each segment for the next round, float32 per segment;"
+        " 0: none is known",
+    )
 
 
 class RecordPointer(Body):

@@ -1,6 +1,6 @@
 """A run's beginning, its parties, its settings and its end."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -92,6 +92,36 @@ class Leave(Body):
         description="data position, in batches, where its next incarnation resumes"
     )
     fragments: Several[Count] = Field(description="empty: the life ends")
+
+
+class Claim(Body):
+    """A learner's word on its shares of the data; of an earlier life than the newest it is void.
+
+    A share's number is epoch of the data × `shares` + its place in that epoch. A claim counts if
+    the share is free where the message stands on the tape.
+    """
+
+    kind: ClassVar[str] = "claim"
+    run: Name = Field(description="the run")
+    learner: Name = Field(description="the learner, as in the subject")
+    incarnation: Positive = Field(description="its life")
+    what: Literal["begin", "claim", "end"] = Field(
+        description="`begin`: the life has what earlier ones held; `claim`: it takes a share;"
+        " `end`: what lies behind `position` of all that it holds is free; said by the learner or,"
+        " once it is silent, by an aggregator"
+    )
+    shares: Positive = Field(description="of an epoch; as in the tape's first claim")
+    batches: Positive = Field(description="of a share; as in the tape's first claim")
+    share: Count = Field(description="of `claim`: the share's number; else 0")
+    first: Count = Field(description="of `claim`: its first batch that is free; else 0")
+    position: Count = Field(
+        description="data position of this learner, in batches: where it reads `first`, or where it"
+        " ends"
+    )
+    lost: Several[Count] = Field(
+        description="of `begin` and `end`: for each fragment the batches before `position` that are"
+        " in no update of it, since a life ended in a crash; else empty"
+    )
 
 
 class Settings(Body):

@@ -100,7 +100,12 @@ async def watch(
 ) -> None:
     """Call `revoke` once for each learner that publishes more than it may."""
     run, revoked = context.run, set[str]()
-    subjects = [names.join(run, "*"), names.leave(run, "*"), names.update(run, "*", "*")]
+    subjects = [
+        names.join(run, "*"),
+        names.leave(run, "*"),
+        names.claim(run, "*"),
+        names.update(run, "*", "*"),
+    ]
     start = await context.bus.last_sequence(context.tape) + 1
     async for message in context.bus.read(context.tape, subjects, start):
         learner = names.subject_learner(message.subject)

@@ -46,6 +46,7 @@ def _learner(run: str, learner: str) -> Grants:
     own = (
         names.join(run, learner),
         names.leave(run, learner),
+        names.claim(run, learner),
         names.update(run, learner, "*"),
     )
     readable = (
@@ -55,6 +56,8 @@ def _learner(run: str, learner: str) -> Grants:
         names.stop(run),
         names.end(run),
         *own,
+        # From them it knows which shares of the data are free.
+        names.claim(run, "*"),
     )
     return Grants(
         requests=(
@@ -78,6 +81,10 @@ def _aggregator(run: str) -> Grants:
             names.stop(run),
             names.end(run),
             names.checkpoint(run),
+            # To end, in its place, the life of a learner that is silent.
+            names.join(run, "*"),
+            names.leave(run, "*"),
+            names.claim(run, "*"),
             names.quarantine(run, "*"),
             names.rejected(run, "*"),
             names.round_open(run, "*"),

@@ -6,9 +6,10 @@ each fragment is judged from its oldest record on. `remake.py` goes on with the 
 """
 
 import itertools
+from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,15 +18,14 @@ from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import next_step
 from diloco.common.tape import read_positions
 from diloco.projections.history import (
-    Announced,
     Chain,
     History,
-    Sent,
+    Settled,
     answered,
     identity,
     resolves,
-    settled,
 )
+from diloco.projections.sent import Announced, Sent, Updates
 
 
 class Breach(NamedTuple):
@@ -218,79 +218,106 @@ def _check_totals(found: Audit, fragment: int, chain: Chain) -> None:
         found.hold(totals == capped, "totals", where, f"says {totals}, the sums are {capped}")
 
 
-def _check_resolved(found: Audit, fragment: int, chain: Chain, sent: dict[Sent, Announced]) -> None:
+def _check_resolved(found: Audit, fragment: int, chain: Chain, sent: Updates) -> None:
     """Each update in one record at most; a record's position leaves no unresolved one behind."""
-    first = chain[0][1]
-    old = {u for u, at in sent.items() if settled(first, u, at.stream_seq)}
-    due = sorted((at.stream_seq, u) for u, at in sent.items() if u not in old)
-    resolved: dict[Sent, int] = {}
-    ignored = _out_of_turn(chain, sent, old)
-    passed = 0
+    turns = _turns(chain, sent)
+    # By row the record that resolves an update, once that is passed; of others by identity.
+    resolved_by, others = array("q", bytes(8 * len(sent))), dict[Sent, int]()
+    due = [row for row in range(len(sent)) if not turns.old[row]]
+    passed, first_seq = 0, chain[0][0]
     for seq, record in chain[1:]:
         where = f"fragment {fragment}, record {seq}"
         for taken in resolves(record):
             update = answered(record, taken)
-            twice = resolved.get(update, chain[0][0] if update in old else None)
-            found.hold(twice is None, "resolved", where, f"{update} was resolved by {twice}")
-            from_tape = update in sent or taken.stream_seq < found.history.whole_from
+            row = sent.row(update)
+            old = first_seq if row is not None and turns.old[row] else 0
+            twice = (others.get(update, 0) if row is None else resolved_by[row]) or old
+            found.hold(not twice, "resolved", where, f"{update} was resolved by {twice}")
+            from_tape = row is not None or taken.stream_seq < found.history.whole_from
             found.hold(from_tape, "resolved", where, f"{update} was never announced")
-            resolved[update] = seq
-        while passed < len(due) and due[passed][0] < record.position:
-            update = due[passed][1]
-            met = update in resolved or update in ignored
-            found.hold(met, "position", where, f"{record.position} leaves {update} behind")
+            if row is None:
+                others[update] = seq
+            else:
+                resolved_by[row] = seq
+        while passed < len(due) and sent.stream_seq(due[passed]) < record.position:
+            row = due[passed]
+            met = bool(resolved_by[row]) or row in turns.ignored
+            found.hold(
+                met, "position", where, f"{record.position} leaves {sent.update(row)} behind"
+            )
             passed += 1
-    flying = {u: sent[u] for _, u in due if u not in resolved and u not in ignored}
+    flying = {row for row in due if not resolved_by[row] and row not in turns.ignored}
     end = found.history.end
     if end is not None:
-        flying = {u: at for u, at in flying.items() if at.stream_seq < end[0]}
-        for update in flying:
-            found.hold(False, "resolved", f"fragment {fragment}", f"{update} was never resolved")
-    found.in_flight.update(flying)
-    counted = {u: at for u, at in sent.items() if u in resolved or u in flying}
-    _balance(found, fragment, chain, counted, flying)
+        flying = {row for row in flying if sent.stream_seq(row) < end[0]}
+        for row in sorted(flying):
+            what = f"{sent.update(row)} was never resolved"
+            found.hold(False, "resolved", f"fragment {fragment}", what)
+    found.in_flight.update({sent.update(row): sent.at(row) for row in sorted(flying)})
+    counted = [row for row in range(len(sent)) if resolved_by[row] or row in flying]
+    _balance(found, fragment, chain, sent, counted, flying)
 
 
-def _out_of_turn(chain: Chain, sent: dict[Sent, Announced], old: set[Sent]) -> set[Sent]:
-    """Updates that are none: an earlier one of that life was unresolved, or a later one was sent.
+class _Turns(NamedTuple):
+    """Of each row of what was sent, whether an earlier record than the chain's resolved it.
 
-    An aggregator passes them over until they are announced in their turn.
+    `ignored`: updates that are none: an earlier one of that life was unresolved, or a later one
+    was sent. An aggregator passes them over until they are announced in their turn.
     """
-    resolved_at = {
-        answered(record, taken): seq for seq, record in chain for taken in resolves(record)
-    }
-    lives: dict[tuple[str, int], list[tuple[int, Sent]]] = defaultdict(list)
-    for update, at in sent.items():
-        lives[update.learner, update.incarnation].append((at.stream_seq, update))
-    found = set()
-    for life in lives.values():
-        life.sort()
-        for (_, before), (announced, update) in itertools.pairwise(life):
-            waits = before not in old and resolved_at.get(before, announced + 1) > announced
-            if update not in resolved_at and (waits or update.seq < before.seq):
-                found.add(update)
-    return found
+
+    old: bytearray
+    ignored: set[int]
+
+
+def _turns(chain: Chain, sent: Updates) -> _Turns:
+    settled = Settled(chain[0][1])
+    old = bytearray(settled(sent.update(row), sent.stream_seq(row)) for row in range(len(sent)))
+    resolved_at = array("q", bytes(8 * len(sent)))
+    for seq, record in chain:
+        for taken in resolves(record):
+            if (row := sent.row(answered(record, taken))) is not None:
+                resolved_at[row] = seq
+    ignored = set()
+    for _, rows in sent.lives():
+        for before, row in itertools.pairwise(rows):
+            announced = sent.stream_seq(row)
+            waits = not old[before] and (resolved_at[before] or announced + 1) > announced
+            out_of_turn = waits or sent.update(row).seq < sent.update(before).seq
+            if not resolved_at[row] and out_of_turn:
+                ignored.add(row)
+    return _Turns(old, ignored)
 
 
 def _balance(
     found: Audit,
     fragment: int,
     chain: Chain,
-    sent: dict[Sent, Announced],
-    flying: dict[Sent, Announced],
+    sent: Updates,
+    counted: Sequence[int],
+    flying: Collection[int],
 ) -> None:
-    """Tokens sent = merged + rejected + in flight, since the oldest record."""
+    """Tokens sent = merged + rejected + in flight, since the oldest record.
+
+    Args:
+        found: takes the account.
+        fragment: whose updates they are.
+        chain: its records.
+        sent: its updates, of which the rows that are `counted` were resolved or are `flying`.
+        counted: see there.
+        flying: see there.
+    """
     first, last = chain[0][1].totals, chain[-1][1].totals
     account = found.account
-    tokens_sent = sum(at.tokens for at in sent.values())
-    tokens_flying = sum(at.tokens for at in flying.values())
+    tokens_sent = sum(sent.at(row).tokens for row in counted)
+    tokens_flying = sum(sent.at(row).tokens for row in flying)
     merged = last.tokens_merged - first.tokens_merged
     rejected = last.tokens_rejected - first.tokens_rejected
+    chosen = {*counted} if len(counted) < len(sent) else range(len(sent))
     gone = [
         taken.tokens
         for _, record in chain[1:]
         for taken in resolves(record)
-        if answered(record, taken) not in sent
+        if sent.row(answered(record, taken)) not in chosen
     ]
     tokens_sent += sum(gone)
     capped = max(last.tokens_merged, last.tokens_rejected) == wire.GREATEST
@@ -303,7 +330,7 @@ def _balance(
     account.merged += last.updates_merged - first.updates_merged
     account.rejected += last.updates_rejected - first.updates_rejected
     account.in_flight += len(flying)
-    account.sent += len(sent) + len(gone)
+    account.sent += len(counted) + len(gone)
     account.tokens_sent += tokens_sent
     account.tokens_merged += merged
     account.tokens_rejected += rejected
@@ -357,20 +384,20 @@ def _check_lives(
     averaged = history.layout.fragments[fragment].averaged
     chain = history.records[fragment]
     restores = [record.version for _, record in chain if record.what == "restore"]
-    runs: dict[tuple[str, int], list[tuple[int, Announced]]] = defaultdict(list)
-    for update, at in history.sent(fragment).items():
-        if update.learner not in hostile:
-            runs[update.learner, update.incarnation].append((update.seq, at))
-    for (learner, incarnation), updates in runs.items():
+    sent = history.sent(fragment)
+    for (learner, incarnation, _), rows in sent.lives():
+        if learner in hostile:
+            continue
         where = f"{learner}, life {incarnation}, fragment {fragment}"
-        updates.sort()
-        first_seq, first = updates[0]
+        rows.sort(key=lambda row: sent.update(row).seq)
+        first_seq, first = sent.update(rows[0]).seq, sent.at(rows[0])
         if averaged:
             pass
         elif first_seq == 1:
             begins[learner, incarnation].add(first.position - first.steps)
         else:
             found.hold(history.trimmed, "data", where, f"begins with {first_seq}")
+        updates = ((sent.update(row).seq, sent.at(row)) for row in rows)
         for (before_seq, before), (seq, after) in itertools.pairwise(updates):
             found.hold(
                 seq == before_seq + 1
@@ -451,9 +478,11 @@ def _check_end(found: Audit, at: tuple[int, wire.End], hostile: Sequence[str]) -
         for fragment in leave.fragments:
             life = (leave.learner, leave.incarnation, fragment)
             covered[life] = max(covered[life], leave.position)
-    for learner in {join.learner for _, join in history.joins} - {*hostile}:
-        last = history.lives(learner)[-1]
-        leaves = [a for a in history.full_leaves(learner) if a[1].incarnation == last]
+    lives = {join.learner: seq for seq, join in history.joins}
+    left = history.full_leaves()
+    for learner in lives.keys() - {*hostile}:
+        last = lives[learner]
+        leaves = left.get((learner, last), ())
         stopped = history.stop[0] if history.stop else end_seq
         # Who came after the end, or was trimmed away, had nothing to send.
         if leaves and leaves[0][0] > stopped and history.whole_from <= last < end_seq:

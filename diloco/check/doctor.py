@@ -19,6 +19,7 @@ from rich.table import Table
 
 from diloco.check import directions, fleet, remake, service, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
+from diloco.check.listing import Listing, list_now, read_listing
 from diloco.check.rules import Judged, judge
 from diloco.check.symptoms import Finding
 from diloco.check.wholeness import wholeness
@@ -170,7 +171,7 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
     """A run that is not on the bus: not created yet, unless the store has something of it."""
     try:
         # What it holds stands behind a tape that was there, and is lost or on another server.
-        objects = len(store.list(f"{config.run.name}/")) if store is not None else 0
+        objects = len(list_now(store, config.run.name)) if store is not None else 0
     except StoreError as failed:
         yield _failed("run", failed, symptoms.STORE_AWAY)
         return
@@ -360,7 +361,7 @@ class _Look(NamedTuple):
 async def _look(context: RunContext, *, deep: bool, progress: remake.Progress | None) -> _Look:
     """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
     for look in range(1, LOOKS + 1):
-        before = await context.runtime.call(_listed, context)
+        before = await read_listing(context)
         history = await read_history(context)
         # The deep part may take hours: what waited then had not waited for them.
         read_at_s = context.runtime.clock()
@@ -377,11 +378,7 @@ async def _look(context: RunContext, *, deep: bool, progress: remake.Progress | 
     return _Look(history, read_at_s, found, objects, judged)
 
 
-def _listed(context: RunContext) -> list[str]:
-    return [info.name for info in context.store.list(f"{context.run}/")]
-
-
-def _check_objects(history: History, before: list[str]) -> Objects:
+def _check_objects(history: History, before: Listing) -> Objects:
     return remake.check_objects(history, before=before)
 
 
@@ -404,7 +401,11 @@ def show(report: Report, console: Console) -> None:
         severity: sum(finding.severity == severity for finding in report.findings)
         for severity in ORDER[:-1]
     }
-    listed = ", ".join(f"{count} {severity}s" for severity, count in counts.items() if count)
+    listed = ", ".join(
+        f"{count} {severity}{'s' * (count > 1)}" for severity, count in counts.items() if count
+    )
     state = "is healthy" if report.healthy else "is [bold red]not healthy[/]"
+    if report.healthy and counts["warning"]:
+        state = "has no errors, [yellow]but look at its warnings[/]"
     state = state if report.exists else "does not exist yet"
     console.print(f"run [bold]{report.run}[/] {state}{f' ({listed})' if listed else ''}")

@@ -46,15 +46,37 @@ def beside_others(records: Iterable[wire.Record]) -> dict[str, Beside]:
     for record in records:
         # Of two the shorter: a long one must not make strangers of those beside it.
         norm = median_low([one.norm for one in record.inputs] or [1.0])
+        beside = others_losses(record.inputs)
         for taken in record.inputs:
-            others = [one for one in record.inputs if one.learner != taken.learner]
-            if others:
-                loss = median(one.loss for one in others)
+            loss = beside[taken.learner]
+            if loss is not None:
                 ratio = taken.norm / norm if norm > 0 else 1.0
                 recent = found[taken.learner]
                 recent.append((taken.loss, loss, ratio))
                 del recent[:-RECENT]
     return {learner: _medians(recent) for learner, recent in found.items()}
+
+
+def others_losses(inputs: Sequence[wire.Input]) -> dict[str, float | None]:
+    """Of each learner the median of the others' losses in a round, if there are others."""
+    order = sorted(range(len(inputs)), key=lambda index: inputs[index].loss)
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, index in enumerate(order):
+        ranks[inputs[index].learner].append(rank)
+
+    def beside(own: Sequence[int]) -> float | None:
+        count = len(order) - len(own)
+        if not count:
+            return None
+        found = 0.0
+        for place in ((count - 1) // 2, count // 2):
+            at = place
+            for rank in own:
+                at += rank <= at
+            found += inputs[order[at]].loss / 2
+        return found
+
+    return {learner: beside(own) for learner, own in ranks.items()}
 
 
 def _medians(recent: list[tuple[float, float, float]]) -> Beside:

@@ -3,8 +3,8 @@
 Functions from what was read to findings; `look` does the reading.
 """
 
-import itertools
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,8 +43,7 @@ def lives(history: History, now_s: float) -> Iterator[Finding]:
     """Learners that are started again and again: counted from the joins on the tape."""
     if history.end is not None:
         return
-    for name in sorted({join.learner for _, join in history.joins}):
-        ends = sudden_ends(history, name, now_s - HOUR_S)
+    for name, ends in sorted(sudden_ends(history, now_s - HOUR_S).items()):
         if ends >= SUDDEN_ENDS:
             yield Finding(
                 severity="error",
@@ -56,14 +55,16 @@ def lives(history: History, now_s: float) -> Iterator[Finding]:
             )
 
 
-def sudden_ends(history: History, learner: str, since_s: float) -> int:
-    """Lives that another one followed, since that time, although they had not left."""
-    left = {leave.incarnation for _, leave in history.full_leaves(learner)}
-    all_lives = history.lives(learner)
-    followed = itertools.pairwise(all_lives)
-    return sum(
-        history.times_s[after] >= since_s and before not in left for before, after in followed
-    )
+def sudden_ends(history: History, since_s: float) -> Counter[str]:
+    """Of each learner, lives that another one followed since a time, although they had not left."""
+    left = history.full_leaves().keys()
+    found, before = Counter[str](), dict[str, int]()
+    for seq, join in history.joins:
+        name = join.learner
+        followed = name in before and (name, before[name]) not in left
+        found[name] += followed and history.times_s[seq] >= since_s
+        before[name] = seq
+    return found
 
 
 def troubles(views: dict[str, LastHeartbeat]) -> Iterator[Finding]:

@@ -6,8 +6,9 @@ something names its runbook.
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from diloco.aggregator.tape_watch import NEARLY_FULL, share
@@ -141,18 +142,21 @@ def learners(history: History, views: dict[str, LastHeartbeat], now_s: float) ->
     stop_seq = history.stop[0] if history.stop else 0
     words = {word.learner: word for _, word in history.quarantines}
     newest = [chain[-1][1].policy for _, chain in sorted(history.records.items())]
-    for name in sorted({join.learner for _, join in history.joins}):
-        life = history.lives(name)[-1]
-        leaves = [seq for seq, leave in history.full_leaves(name) if leave.incarnation == life]
-        view = views.get(name)
+    told = answers(history.all_records(), RECENT)
+    lives, members = dict[str, int](), members_of(newest)
+    for seq, join in history.joins:
+        lives[join.learner] = seq
+    leaves_of = history.full_leaves()
+    for name, life in sorted(lives.items()):
+        leaves, view = [seq for seq, _ in leaves_of.get((name, life), ())], views.get(name)
         found = [*shut_out(name, newest, words.get(name))]
         if not leaves and not stop_seq:
             liveness_timeout_s = history.settings.quorum.liveness_timeout_s
             found += superseded(name, life, view)
             found += silence(name, of_life(view, life), now_s, liveness_timeout_s)
-            found += _usefulness(history, name)
+            found += usefulness(name, told.get(name, ()))
         if not leaves and stop_seq and not found:
-            found = [*_missing_at_the_end(name, life, newest)]
+            found = [*_missing_at_the_end(name, members.get((name, life), ()))]
         if found:
             yield from found
             continue
@@ -204,16 +208,19 @@ def superseded(name: str, life: int, view: LastHeartbeat | None) -> Iterator[Fin
     )
 
 
-def _missing_at_the_end(
-    name: str, life: int, newest: Iterable[wire.PolicyState]
-) -> Iterator[Finding]:
+def members_of(
+    newest: Iterable[wire.PolicyState],
+) -> dict[tuple[str, int], list[wire.MemberState]]:
+    """What the fragments' machines remember of each life."""
+    found: dict[tuple[str, int], list[wire.MemberState]] = defaultdict(list)
+    for memory in newest:
+        for member in memory.members:
+            found[member.learner, member.incarnation].append(member)
+    return found
+
+
+def _missing_at_the_end(name: str, known: Collection[wire.MemberState]) -> Iterator[Finding]:
     """A learner that was silent when the run stopped: it did not take part to the end."""
-    known = [
-        member
-        for memory in newest
-        for member in memory.members
-        if (member.learner, member.incarnation) == (name, life)
-    ]
     if known and not any(member.live or member.final for member in known):
         yield Finding(
             severity="note", about=f"learner {name}", sentence="was silent when the run stopped"
@@ -243,22 +250,18 @@ def silence(
     )
 
 
-def _usefulness(history: History, name: str) -> Iterator[Finding]:
-    yield from usefulness(name, answers(history.all_records(), name))
-
-
-def answers(records: Iterable[wire.Record], learner: str) -> list[Answer]:
-    """What became of a learner's updates."""
-    found = []
+def answers(records: Iterable[wire.Record], last: int = 0) -> dict[str, list[Answer]]:
+    """What became of each learner's updates; with `last`, at least of so many that came last."""
+    found: dict[str, list[Answer]] = defaultdict(list)
     for record in records:
-        found += [
-            Answer(t.stream_seq, t.staleness, "", t.less_for)
-            for t in record.inputs
-            if t.learner == learner
-        ]
-        found += [
-            Answer(t.stream_seq, None, t.reason) for t in record.rejected if t.learner == learner
-        ]
+        told = [(t.learner, Answer(t.stream_seq, t.staleness, "", t.less_for))
+                for t in record.inputs]  # fmt: skip
+        told += [(t.learner, Answer(t.stream_seq, None, t.reason)) for t in record.rejected]
+        for learner, answer in told:
+            own = found[learner]
+            own.append(answer)
+            if last and len(own) > 4 * last:
+                found[learner] = sorted(own, key=itemgetter(0))[-last:]
     return found
 
 

@@ -3,11 +3,11 @@
 `diloco doctor` looks deeper, at everything that is stored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from diloco.check import fleet, symptoms
-from diloco.check.symptoms import Finding
+from diloco.check.symptoms import Answer, Finding
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
@@ -138,10 +138,14 @@ class Watch:
     def _status(self, more: tuple[Finding, ...]) -> Status:
         context, observed = self._context, self._follower.state
         now_s = context.runtime.clock()
+        lives, answers = _Lives(observed), symptoms.answers(observed.recent)
         learners = tuple(
-            _learner(observed, name, now_s, context.settings.quorum.liveness_timeout_s)
+            _learner(
+                observed, name, lives, answers.get(name, ()), now_s,
+                context.settings.quorum.liveness_timeout_s,
+            )
             for name in sorted(_known(observed))
-        )
+        )  # fmt: skip
         return Status(
             run=context.run,
             state=_state(observed, paused=self._settings.run.paused),
@@ -184,15 +188,16 @@ class Watch:
         yield from (found for found in symptoms.room(self._filled) if found.severity != "ok")
         if observed.stopped or observed.ended:
             return
+        lives, answers = _Lives(observed), symptoms.answers(observed.recent)
+        memories = [item.record.policy for item in observed.records.values()]
         for name in sorted(_known(observed)):
-            memories = [item.record.policy for item in observed.records.values()]
             yield from symptoms.shut_out(name, memories)
-            if not _has_left(observed, name):
-                view, life = observed.learners.get(name), _newest_life(observed, name)
+            if not lives.has_left(name):
+                view, life = observed.learners.get(name), lives.newest(name)
                 yield from symptoms.superseded(name, life, view)
                 view = symptoms.of_life(view, life)
                 yield from symptoms.silence(name, view, now_s, settings.quorum.liveness_timeout_s)
-                yield from symptoms.usefulness(name, symptoms.answers(observed.recent, name))
+                yield from symptoms.usefulness(name, answers.get(name, ()))
         yield from fleet.strangers(observed.recent)
         longest_s = symptoms.patience_s(settings)
         for fragment, waiting in sorted(observed.waiting.items()):
@@ -226,44 +231,45 @@ def _known(observed: LiveState) -> set[str]:
     return members | observed.joined | observed.learners.keys()
 
 
-def _newest_life(observed: LiveState, name: str) -> int:
-    """The newest incarnation of a learner that the records know; 0 for none."""
-    return max(
-        (
-            member.incarnation
-            for item in observed.records.values()
-            for member in item.record.policy.members
-            if member.learner == name
-        ),
-        default=0,
-    )
+class _Lives:
+    """What the records know of each learner's newest life."""
 
+    def __init__(self, observed: LiveState) -> None:
+        self._observed = observed
+        self._newest: dict[str, int] = {}
+        self._left: set[tuple[str, int]] = set()
+        for item in observed.records.values():
+            for member in item.record.policy.members:
+                name, life = member.learner, member.incarnation
+                self._newest[name] = max(self._newest.get(name, 0), life)
+                if member.left:
+                    self._left.add((name, life))
 
-def _has_left(observed: LiveState, name: str) -> bool:
-    members = [
-        member
-        for item in observed.records.values()
-        for member in item.record.policy.members
-        if member.learner == name
-    ]
-    newest = max((member.incarnation for member in members), default=0)
-    view = observed.learners.get(name)
-    if view is not None:
-        newest = max(newest, view.heartbeat.incarnation)
-    return observed.left.get(name, 0) >= max(newest, 1) or any(
-        member.left for member in members if member.incarnation == newest
-    )
+    def newest(self, name: str) -> int:
+        """The newest incarnation that the records know; 0 for none."""
+        return self._newest.get(name, 0)
+
+    def has_left(self, name: str) -> bool:
+        """Whether a learner has left with its newest life."""
+        view, newest = self._observed.learners.get(name), self.newest(name)
+        if view is not None:
+            newest = max(newest, view.heartbeat.incarnation)
+        return self._observed.left.get(name, 0) >= max(newest, 1) or (name, newest) in self._left
 
 
 def _learner(
-    observed: LiveState, name: str, now_s: float, liveness_timeout_s: float
+    observed: LiveState,
+    name: str,
+    lives: _Lives,
+    answers: Sequence[Answer],
+    now_s: float,
+    liveness_timeout_s: float,
 ) -> LearnerStatus:
-    view = symptoms.of_life(observed.learners.get(name), _newest_life(observed, name))
+    view = symptoms.of_life(observed.learners.get(name), lives.newest(name))
     beat = view.heartbeat if view is not None else None
     heard_s = None if view is None else max(0.0, now_s - view.heard_at_s)
     silent = heard_s is None or heard_s > liveness_timeout_s
-    left = _has_left(observed, name)
-    answers = symptoms.answers(observed.recent, name)
+    left = lives.has_left(name)
     stale = [answer.staleness for answer in answers if answer.staleness is not None]
     there = beat is not None and not silent and not left
     memories = [item.record.policy for item in observed.records.values()]

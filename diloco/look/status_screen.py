@@ -23,6 +23,8 @@ from diloco.look.status import FragmentStatus, LearnerStatus, Status, Watch
 REFRESH_S = 1.0
 # So many fragments have a line each; of more, those that were longest without a version.
 LINES = 16
+# Learners that are shown, of a larger fleet, and alerts.
+MOST = 50
 
 
 def show_status(target: str, *, once: bool, json: bool) -> None:
@@ -63,10 +65,12 @@ async def _follow(watch: Watch, status: Status, console: Console) -> None:
 def picture(status: Status) -> RenderableType:
     """The run on a terminal."""
     parts = [_summary(status), Text()]
-    if status.learners:
-        parts += [_learners(status.learners), *_metrics(status.learners), Text()]
+    learners = _worth_a_look(status.learners)
+    if learners:
+        parts += [_learners(learners, len(status.learners)), *_metrics(learners), Text()]
     if status.trends:
-        parts += [trends.table(status.trends, title="lately"), Text()]
+        shown = {one.name: status.trends[one.name] for one in learners if one.name in status.trends}
+        parts += [trends.table(shown, title="lately"), Text()]
     parts.append(_fragments(status.fragments))
     if status.alerts:
         parts += [Text(), _alerts(status.alerts)]
@@ -102,7 +106,19 @@ def _table(*titles: str) -> Table:
     return table
 
 
-def _learners(learners: tuple[LearnerStatus, ...]) -> Table:
+def _worth_a_look(learners: tuple[LearnerStatus, ...]) -> tuple[LearnerStatus, ...]:
+    """All learners, or of a large fleet those that something may be amiss with."""
+    if len(learners) <= MOST:
+        return learners
+
+    def well(one: LearnerStatus) -> tuple[bool, int, float, float]:
+        far = (one.staleness or 0.0, one.loss or 0.0)
+        return one.state == "training", -one.rejected, -far[0], -far[1]
+
+    return tuple(sorted(sorted(learners, key=well)[:MOST], key=lambda one: one.name))
+
+
+def _learners(learners: tuple[LearnerStatus, ...], of: int) -> Table:
     table = _table(
         "learner", "state", "heard", "step", "loss", "tokens/s", "data", "stall", "stale", "rej.",
         "up",
@@ -122,6 +138,8 @@ def _learners(learners: tuple[LearnerStatus, ...]) -> Table:
             str(one.rejected),
             human_bytes(one.bytes_up),
         )
+    if len(learners) < of:
+        table.caption = f"{len(learners)} of {of:,} learners: silent, rejected, stale or far off"
     return table
 
 
@@ -161,7 +179,7 @@ def _fragments(fragments: tuple[FragmentStatus, ...]) -> Table:
 
 def _alerts(alerts: tuple[Finding, ...]) -> Table:
     grid = Table.grid(padding=(0, 2))
-    for found in alerts:
+    for found in alerts[:MOST]:
         colour = SEVERITY_STYLES.get(found.severity, "")
         where = f" [dim]{found.runbook}[/]" if found.runbook else ""
         grid.add_row(
@@ -169,4 +187,6 @@ def _alerts(alerts: tuple[Finding, ...]) -> Table:
             escape(found.about),
             f"{escape(found.sentence)}{where}",
         )
+    if len(alerts) > MOST:
+        grid.add_row("", "", f"... and {len(alerts) - MOST:,} more: --json has all")
     return grid

@@ -1,6 +1,5 @@
 """`diloco.load`: a run's global parameters in Python, without its task or an accelerator."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from diloco.common import wire
 from diloco.common.errors import RunMismatchError
 from diloco.common.held import Held
 from diloco.common.layout import Layout, Piece
+from diloco.common.service import run_to_end
 from diloco.common.tape import RunContext
 from diloco.common.views import load_view
 
@@ -28,7 +28,7 @@ def load(run: str | Path, *, like: Any = None) -> Any:
         RunMismatchError: `like` is another model's.
         DilocoError: no such run; bus or store are away; what is stored is damaged.
     """
-    arrays, unstored = asyncio.run(_load(run))
+    arrays, unstored = run_to_end(_load(run))
     return arrays if like is None else _fill(like, arrays, unstored)
 
 

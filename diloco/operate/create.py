@@ -1,6 +1,5 @@
 """`diloco run create`: streams, specification, layout and version 0 of a new run."""
 
-import asyncio
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from diloco.common.config import (
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
 from diloco.common.held import store_held
 from diloco.common.layout import Hint, Layout, default_hint, layout_bytes, make_layout
-from diloco.common.service import Runtime
+from diloco.common.service import Runtime, run_to_end
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
 from diloco.learner import tree
@@ -56,7 +55,7 @@ def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layou
         params = load_safetensors(source, params)
     loaded = loaded_frozen(task)
     params = tree.from_names(params, tree.by_name(params) | loaded)
-    asyncio.run(_create(config, layout, params, loaded))
+    run_to_end(_create(config, layout, params, loaded))
     return layout
 
 
@@ -74,7 +73,7 @@ def begin(config: Config, params: Params, hint: Hint) -> Layout:
     """Create the run of `config`, which begins with these parameters; its layout."""
     sync, tensors = config.sync, tree.tensors_of(params)
     layout = make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=hint)
-    asyncio.run(_create(config, layout, params))
+    run_to_end(_create(config, layout, params))
     return layout
 
 

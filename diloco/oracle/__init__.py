@@ -13,6 +13,7 @@ here as well. Pure: messages come in, findings come out.
     records.py   a record, field by field
     memory.py    what is remembered of learners
     data.py      data positions, and one answer for every update
+    shares.py    which shares of the data are merged
     arrays.py    the merge, the outer step and the delta, from objects
     claims.py    what a manifest may claim
     numbers.py   weights, discounts, pace, grace, clocks

@@ -8,6 +8,7 @@ each recorded number must be what the rules give, as far as its own rounding all
 - unit: 2^k, the first weight's power of two, and that of a weight 2^32 units and more;
 - coefficient: u S c for an average, u S / |v| for RDA, with u = w / 2^k, rounded to bfloat16;
 - factor: 2^k / sum w for an average; (sum w S c |v| / sum w) / |sum| for RDA; k is the last;
+- centered clipping: c of `centering.py` times an average's coefficient; the merge before is added;
 - the sum: code x (scale x coefficient), exact in float32, added in the order of the record; what
   is below 2^-100 counts as 0, and the sum so far is divided where the unit rises;
 - the outer step in float32, one rounding an operation;
@@ -17,6 +18,7 @@ each recorded number must be what the rules give, as far as its own rounding all
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -30,6 +32,7 @@ from diloco.common.codec import GREATEST_CODE, LEAST_SCALE, Codec, Encoded, deco
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Layout
+from diloco.oracle.centering import Centered
 from diloco.oracle.finding import Finding
 
 Vector = npt.NDArray[np.float32]
@@ -51,6 +54,7 @@ class Grid(NamedTuple):
     block: int
     segment_B: npt.NDArray[np.int64]  # noqa: N815 - shapes live in names of arrays
     radial_S: npt.NDArray[np.bool_]  # noqa: N815 - likewise
+    centered: bool = False
 
     def blocks(self, values_S: npt.NDArray[Any]) -> Vector:
         """Each block's value of its segment."""
@@ -179,19 +183,28 @@ class Remaker:
         norms = []
         yield from _units(record)
         unit = record.inputs[0].weight_unit
+        centered = _centered(grid, settings, arrays)
         for taken in record.inputs:
             codec: Codec = settings.sync.codec
             update = read_update(self._get, grid, codec, taken.shards)
             norms.append(numbers.norms(grid, codec, update))
             coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
             yield from _norm(taken, norms[-1])
-            yield from _coefficients(grid, taken, norms[-1], coefficients_S)
+            pull_S = np.ones(len(grid.radial_S))
+            if centered is not None:
+                pull_S = centered.pull(taken, decode_numpy(codec, update, grid.block))
+            yield from _coefficients(grid, taken, norms[-1], pull_S, coefficients_S)
             rise, unit = taken.weight_unit - unit, taken.weight_unit
             total = numbers.add(grid, codec, total, update, coefficients_S, unit, rise)
         factors_S = np.frombuffer(record.factors, np.float32)
         lengths_S = numbers.lengths(grid, total)
         counted = [numbers.counted(math.ldexp(each.weight, -unit)) for each in record.inputs]
-        yield from _factors(grid, record, norms, lengths_S, 1 / sum(counted), factors_S)
+        average = np.full(len(grid.radial_S), 1 / sum(counted))
+        if centered is not None:
+            average = centered.factors(1 / sum(counted))
+        yield from _factors(grid, record, norms, lengths_S, average, factors_S)
+        if centered is not None:
+            yield from centered.judge(record)
         numbers.step(grid, settings, arrays, total, factors_S, record)
         yield from self._move_view(settings, arrays, record)
 
@@ -218,7 +231,8 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
     """How a fragment's vector divides under a run's settings."""
     part, block = layout.fragments[fragment], layout.block
     radial = [settings.outer.merge == "rda" and rule == "rda" for rule in part.segment_rules()]
-    return Grid(part.size, block, part.segment_of_block(block), np.asarray(radial))
+    centered = settings.outer.merge == "centered_clipping"
+    return Grid(part.size, block, part.segment_of_block(block), np.asarray(radial), centered)
 
 
 def read_update(
@@ -268,15 +282,29 @@ def _units(record: wire.Record) -> Iterator[tuple[str, str, Any, Any]]:
         yield "coefficients", "units of weight", wanted, found
 
 
+def _centered(grid: Grid, settings: RunSettings, arrays: Arrays) -> Centered | None:
+    if not grid.centered:
+        return None
+    state = arrays.state
+    return Centered(
+        state["center"], state["radius"], settings.outer.clip_radius, partial(_lengths_of, grid)
+    )
+
+
 def _coefficients(
-    grid: Grid, taken: wire.Input, norms_S: Doubles, found_S: npt.NDArray[Any]
+    grid: Grid,
+    taken: wire.Input,
+    norms_S: Doubles,
+    pull_S: Doubles,
+    found_S: npt.NDArray[Any],
 ) -> Iterator[tuple[str, str, Any, Any]]:
     share = math.ldexp(taken.weight, -taken.weight_unit) * taken.discount
     there_S = np.where(norms_S > 0, norms_S, np.inf)
-    wanted_S = np.where(grid.radial_S, share / there_S, share * taken.clip)
+    wanted_S = np.where(grid.radial_S, share / there_S, share * taken.clip * pull_S)
     wanted_S = np.where(wanted_S >= LEAST, wanted_S, 0.0)
     # A norm in float32 may fall on the other side of what is rounded to bfloat16.
-    error_S = np.where(grid.radial_S, NORM_ERROR, 1e-12) * wanted_S
+    rough_S = grid.radial_S | (pull_S != 1)
+    error_S = np.where(rough_S, NORM_ERROR, 1e-12) * wanted_S
     low_S, high_S = ((wanted_S + s * error_S).astype(ml_dtypes.bfloat16) for s in (-1, 1))
     found = found_S.astype(np.float64)
     wrong_S = (found < low_S.astype(np.float64)) | (found > high_S.astype(np.float64))
@@ -289,14 +317,14 @@ def _factors(
     record: wire.Record,
     norms: Sequence[Doubles],
     lengths_S: Doubles | None,
-    average: float,
+    average_S: Doubles,
     found_S: Vector,
 ) -> Iterator[tuple[str, str, Any, Any]]:
     unit = record.inputs[-1].weight_unit
     weights = [math.ldexp(taken.weight, -unit) for taken in record.inputs]
-    wanted_S = np.full(len(grid.radial_S), average)
+    wanted_S = average_S
     if lengths_S is not None:
-        magnitude_S, reach_S = np.zeros_like(wanted_S), np.zeros_like(wanted_S)
+        magnitude_S, reach_S = np.zeros_like(average_S), np.zeros_like(average_S)
         for taken, weight, norms_S in zip(record.inputs, weights, norms, strict=True):
             share = weight * taken.discount
             magnitude_S += share * taken.clip * norms_S / sum(weights)
@@ -379,6 +407,8 @@ def _step(
 ) -> None:
     """Descent against the merged outer gradient, by the run's outer optimizer."""
     g = (total.reshape(-1, grid.block) * grid.blocks(factors_S)[:, None]).reshape(-1)
+    if grid.centered:
+        g = _about_the_center(grid, arrays, g, record)
     rate, mu = np.float32(record.learning_rate), np.float32(record.momentum)
     outer, state = settings.outer, arrays.state
     if outer.optimizer in ("momentum", "nesterov"):
@@ -388,6 +418,16 @@ def _step(
     elif outer.optimizer == "delayed_nesterov":
         g = _delayed(settings, state, g, record.momentum)
     arrays.theta -= g * rate
+
+
+def _about_the_center(grid: Grid, arrays: Arrays, g: Vector, record: wire.Record) -> Vector:
+    """With what stays of the merge before; this one is the next round's."""
+    kept_S = np.frombuffer(record.kept, np.float32)
+    center = arrays.state["center"].reshape(-1, grid.block)
+    g = g + (center * grid.blocks(kept_S)[:, None]).reshape(-1)
+    arrays.state["center"] = g
+    arrays.state["radius"] = np.frombuffer(record.radii, np.float32)
+    return g
 
 
 def _delayed(

@@ -6,7 +6,7 @@ begins so many before it. A new life goes on behind all that earlier lives have 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,9 +41,21 @@ class _Learner:
 
 
 class Data:
-    """Data positions and answers of all learners; `earlier`: those that a tape begins with."""
+    """Data positions and answers of all learners.
 
-    def __init__(self, specification: wire.Specification, earlier: Mapping[str, int]) -> None:
+    Args:
+        specification: the tape's first message.
+        earlier: positions that the tape begins with.
+        overwritten: fragments whose versions take the place of what a learner has not sent.
+    """
+
+    def __init__(
+        self,
+        specification: wire.Specification,
+        earlier: Mapping[str, int],
+        overwritten: Collection[int] = (),
+    ) -> None:
+        self._overwritten = overwritten
         self._learners: dict[str, _Learner] = defaultdict(_Learner)
         for name, position in earlier.items():
             self._learners[name].said = position
@@ -98,13 +110,16 @@ class Data:
     def _bounds(self, manifest: wire.Manifest, sent: _Sent, learner: _Learner) -> tuple[int, float]:
         """Where the data of an update begins: where the one before it ended, if there is one.
 
-        Who adopts a rollback lets go of what was not sent, and goes on behind it.
+        Who adopts a rollback, or a version that overwrites, lets go of what was not sent.
         """
         floors = self._floors[manifest.fragment]
         if not sent.seq:
             # It may have begun from a version before the rollback: a replica gave it an old record.
-            return learner.least, math.inf if floors else learner.most
+            may = floors or manifest.fragment in self._overwritten
+            return learner.least, math.inf if may else learner.most
         let_go = any(sent.base_version < floor <= manifest.base_version for floor in floors)
+        if manifest.fragment in self._overwritten:
+            let_go = manifest.base_version > sent.base_version
         return sent.position, math.inf if let_go else sent.position
 
     def resolve(self, record: wire.Record, seq: int) -> Iterator[Finding]:

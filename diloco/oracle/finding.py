@@ -53,6 +53,7 @@ RULES = {
     "restore": "a rollback repeats an earlier version, and takes nothing of what came since",
     "once": "every update ends in exactly one record",
     "data": "a learner's updates follow each other without gap or repeat, over all its lives",
+    "shares": "an update is of shares that its learner holds, and each batch is merged once",
     "stop": "the stop comes once every fragment has all its versions, or enough tokens",
     "end": "the end comes once every fragment has its last version",
     "quarantine": "an aggregator quarantines after `bounds.quarantine_offences` offences",

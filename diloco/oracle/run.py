@@ -12,6 +12,7 @@ from diloco.oracle.arrays import Remaker
 from diloco.oracle.chain import Chain
 from diloco.oracle.data import Data
 from diloco.oracle.finding import Finding
+from diloco.oracle.shares import Shares
 
 
 class Oracle:
@@ -26,6 +27,7 @@ class Oracle:
     Attributes:
         findings: all so far.
         chains: of each fragment.
+        shares: of the data.
     """
 
     def __init__(
@@ -44,7 +46,13 @@ class Oracle:
             Chain(layout, created, self._changed, index) for index in range(len(layout.fragments))
         ]
         earlier = specification.positions if positions is None else positions
-        self._data = Data(specification, earlier)
+        overwritten = [
+            fragment.index
+            for fragment in layout.fragments
+            if fragment.averaged or created.sync.adopt == "overwrite"
+        ]
+        self._data = Data(specification, earlier, overwritten)
+        self.shares = Shares()
         self._remaker = remaker
         self._last_seq = 0
         self._stopped = False
@@ -78,6 +86,9 @@ class Oracle:
         match body:
             case wire.Join() | wire.Leave() | wire.Manifest():
                 yield from self._data.take(body, seq)
+                yield from self.shares.take(body, seq)
+            case wire.Claim():
+                yield from self.shares.take(body, seq)
             case wire.Record():
                 yield from self._record(body, seq)
             case wire.Stop():
@@ -96,6 +107,7 @@ class Oracle:
         base = chain.base
         yield from chain.judge(record, seq)
         yield from self._data.resolve(record, seq)
+        yield from self.shares.resolve(record, seq)
         if self._remaker is not None:
             settings = self._changed.get(record.policy.settings_seq, self._created)
             yield from self._remaker.judge(settings, base, record, seq)

@@ -7,7 +7,7 @@ are in a file and decoded when they are asked for (`spool.py`): go over them, an
 Garbage collection trims the tape, so a history begins where the tape does: from sequence
 `whole_from` on nothing is missing; what stands before it are the last messages of their subjects
 and the tails of the chains of records. Each fragment is accounted for from its oldest record on:
-that one says what was resolved before (`settled`).
+that one says what was resolved before (`Settled`).
 """
 
 import heapq
@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from diloco.common import names, wire
 from diloco.common.config import RunSettings, parse_settings
@@ -34,31 +34,12 @@ from diloco.common.tape import (
     load_specification,
     read_tape,
 )
+from diloco.projections.sent import Announced, Sent, Updates
 from diloco.projections.spool import Part, Spool, Spooled, Times
 
 Body = TypeVar("Body", bound=wire.Body)
 # A fragment's records, in order, with their sequences.
 Chain = Sequence[tuple[int, wire.Record]]
-
-
-class Sent(NamedTuple):
-    """An update by its identity, whatever how often it was announced."""
-
-    learner: str
-    incarnation: int
-    fragment: int
-    seq: int
-
-
-class Announced(NamedTuple):
-    """An update's first announcement that the tape still holds, in short."""
-
-    stream_seq: int
-    time_s: float
-    tokens: int
-    steps: int
-    position: int
-    base_version: int
 
 
 def _spooled(spool: Spool, kind: type[Body]) -> Spooled[tuple[int, Body]]:
@@ -87,8 +68,8 @@ class Entries(Spooled[Entry]):
         self._subjects: dict[str, type[wire.Body]] = {}
         self._names: list[str] = []
         self._ids: dict[str, int] = {}
-        self._whose = array("l")
-        self._sizes = array("q")
+        self._whose = array("i")
+        self._sizes = array("i")
 
     def take(self, entry: Entry, place: int) -> None:
         """The next one, whose bytes begin at a place."""
@@ -262,15 +243,14 @@ class History:
             return None
         return self.manifests[index][1]
 
-    def sent(self, fragment: int | None = None) -> dict[Sent, Announced]:
+    def sent(self, fragment: int | None = None) -> Updates:
         """Every distinct update, of a fragment or all, by its first announcement."""
-        found: dict[Sent, Announced] = {}
+        found = Updates()
         for seq, sent in self.manifests if fragment is None else self.announced(fragment):
-            if (update := identity(sent)) not in found:
-                found[update] = Announced(
-                    seq, self.times_s[seq], sent.tokens, sent.steps, sent.position,
-                    sent.base_version,
-                )  # fmt: skip
+            at = Announced(
+                seq, self.times_s[seq], sent.tokens, sent.steps, sent.position, sent.base_version
+            )
+            found.add(identity(sent), at)
         return found
 
     def merged(self) -> dict[Sent, wire.Input]:
@@ -297,9 +277,13 @@ class History:
         """Incarnations of a learner, in order."""
         return [seq for seq, join in self.joins if join.learner == learner]
 
-    def full_leaves(self, learner: str) -> list[tuple[int, wire.Leave]]:
+    def full_leaves(self) -> dict[tuple[str, int], list[tuple[int, wire.Leave]]]:
         """Ends of lives, without the words that only some fragments are finished."""
-        return [at for at in self.leaves if at[1].learner == learner and not at[1].fragments]
+        found: dict[tuple[str, int], list[tuple[int, wire.Leave]]] = {}
+        for seq, leave in self.leaves:
+            if not leave.fragments:
+                found.setdefault((leave.learner, leave.incarnation), []).append((seq, leave))
+        return found
 
     def settings_of(self, record: wire.Record) -> RunSettings | None:
         """The settings a record was made under; None if they are trimmed from the tape."""
@@ -333,15 +317,17 @@ def answered(record: wire.Record, taken: wire.Input | wire.Rejected) -> Sent:
     return Sent(taken.learner, taken.incarnation, record.fragment, taken.seq)
 
 
-def settled(first: wire.Record, update: Sent, announced_seq: int) -> bool:
-    """Whether an update was resolved when a fragment's oldest record was made, by its word."""
-    if announced_seq < first.position:
-        return True
-    return any(
-        mark.seq >= update.seq
-        for mark in first.policy.marks
-        if (mark.learner, mark.incarnation) == (update.learner, update.incarnation)
-    )
+class Settled:
+    """Which updates were resolved when a fragment's oldest record was made, by its word."""
+
+    def __init__(self, first: wire.Record) -> None:
+        self._position = first.position
+        self._marks = {(mark.learner, mark.incarnation): mark.seq for mark in first.policy.marks}
+
+    def __call__(self, update: Sent, announced_seq: int) -> bool:
+        """Whether an update, announced at a sequence of the tape, was."""
+        mark = self._marks.get((update.learner, update.incarnation), 0)
+        return announced_seq < self._position or mark >= update.seq
 
 
 async def read_history(context: RunContext) -> History:

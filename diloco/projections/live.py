@@ -60,6 +60,7 @@ class LiveState:
     bytes_up: int = 0
     stopped: bool = False
     ended: bool = False
+    marks: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
     rejections: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     trends: dict[str, Trend] = field(default_factory=lambda: defaultdict(Trend))
 
@@ -173,6 +174,7 @@ class Follower:
             return
         state.records[record.fragment] = recorded
         marks = {(mark.learner, mark.incarnation): mark.seq for mark in record.policy.marks}
+        state.marks[record.fragment] = marks
         state.waiting[record.fragment] = {
             update: at_s
             for update, at_s in state.waiting[record.fragment].items()
@@ -193,15 +195,11 @@ class Follower:
         if manifest.attempt == 0:
             state.updates_sent += 1
             state.bytes_up += sum(shard.size_bytes for shard in manifest.shards)
-        known = state.records.get(manifest.fragment)
-        marks = known.record.policy.marks if known is not None else ()
-        answered = any(
-            mark.learner == manifest.learner
-            and mark.incarnation == manifest.incarnation
-            and mark.seq >= manifest.seq
-            for mark in marks
+        marks = state.marks.get(manifest.fragment)
+        answered = marks is None or manifest.seq <= marks.get(
+            (manifest.learner, manifest.incarnation), 0
         )
-        if known is not None and not answered:
+        if not answered:
             update = (manifest.learner, manifest.incarnation, manifest.seq)
             state.waiting[manifest.fragment].setdefault(update, at_s)
 

@@ -1,6 +1,6 @@
 """Messages of a tape kept in a file, and decoded whenever they are asked for.
 
-Memory is for an index, some 20 bytes a message. The file has no name, goes with the process, and
+Memory is for indexes, some 70 bytes a message. The file has no name, goes with the process, and
 is as large as the tape; it is made where TMPDIR says.
 """
 
@@ -11,7 +11,7 @@ import weakref
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 _SIZE = struct.Struct("<I")
@@ -19,6 +19,7 @@ _SIZE = struct.Struct("<I")
 READ_BYTES = 1 << 14
 # Decoded messages that are kept, for who asks for the same ones again and again.
 RECENT = 32
+RECENT_BYTES = 8 << 20
 
 
 class Spool:
@@ -49,7 +50,25 @@ class Spool:
         return data[_SIZE.size : end]
 
 
-class Spooled(Sequence[T], Generic[T]):
+class _Lazy(Sequence[T]):
+    """A list of which items are made when they are asked for; parts of it are no copies."""
+
+    def _item(self, index: int) -> T:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        chosen = range(len(self))[index]
+        return Part(self, chosen) if isinstance(chosen, range) else self._item(chosen)
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._item(index) for index in range(len(self)))
+
+
+class Spooled(_Lazy[T]):
     """A list of which the items are in a spool.
 
     Args:
@@ -67,6 +86,7 @@ class Spooled(Sequence[T], Generic[T]):
         self._unpack = unpack
         self._held: dict[int, T] = {}
         self._recent: dict[int, T] = {}
+        self._recent_bytes = 0
 
     def add(self, seq: int, place: int, item: T | None = None) -> None:
         """Append what begins at a place; or an item itself, which stays in memory."""
@@ -84,21 +104,16 @@ class Spooled(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return len(self.seqs)
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        if isinstance(index, slice):
-            return Part(self, range(len(self.seqs))[index])
-        index = range(len(self.seqs))[index]
+    def _item(self, index: int) -> T:
         if index in self._held:
             return self._held[index]
         if (known := self._recent.get(index)) is not None:
             return known
-        found = self._unpack(index, self._spool.get(self._places[index]))
-        if len(self._recent) >= RECENT:
-            self._recent.clear()
+        raw = self._spool.get(self._places[index])
+        found = self._unpack(index, raw)
+        self._recent_bytes += len(raw)
+        if len(self._recent) >= RECENT or self._recent_bytes > RECENT_BYTES:
+            self._recent, self._recent_bytes = {}, len(raw)
         self._recent[index] = found
         return found
 
@@ -107,11 +122,8 @@ class Spooled(Sequence[T], Generic[T]):
         self._held[index] = item
         self._recent.pop(index, None)
 
-    def __iter__(self) -> Iterator[T]:
-        return (self[index] for index in range(len(self.seqs)))
 
-
-class Part(Sequence[T], Generic[T]):
+class Part(_Lazy[T]):
     """Some items of a list, in order, of which no copy is made."""
 
     def __init__(self, whole: Sequence[T], indices: Sequence[int]) -> None:
@@ -121,17 +133,8 @@ class Part(Sequence[T], Generic[T]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        if isinstance(index, slice):
-            return Part(self._whole, self._indices[index])
+    def _item(self, index: int) -> T:
         return self._whole[self._indices[index]]
-
-    def __iter__(self) -> Iterator[T]:
-        return (self._whole[index] for index in self._indices)
 
 
 class Times(Mapping[int, float]):

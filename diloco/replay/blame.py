@@ -17,7 +17,7 @@ from heapq import nlargest
 from math import comb, inf
 from operator import attrgetter
 from statistics import fmean, median, pstdev
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.merge import Vector
@@ -46,7 +46,9 @@ MUCH = 0.03
 Evaluate = Callable[[Sequence[Vector]], float]
 
 
-Word = Literal["harmful", "useless", "helpful"]
+# "unclear": in sum it made the loss worse, by no more than the others' updates may by chance.
+Word = Literal["harmful", "useless", "unclear", "helpful"]
+AGAINST: tuple[Word, ...] = ("harmful", "useless")
 
 
 class Judged(NamedTuple):
@@ -107,7 +109,7 @@ class Sentence(NamedTuple):
         total: sum of what its updates did; `worse` of its `updates` made the loss worse.
         alone: what its updates do alone on average, from `since` on or all of them; `others`: what
             those of the others in the same rounds do.
-        since: the first update that the word is about; None for "helpful".
+        since: the first update that a word against a learner is about, or None.
     """
 
     learner: str
@@ -292,7 +294,7 @@ def judge(effects: Sequence[Effect]) -> list[Sentence]:
             others = [o.alone for o in inputs if o.update.learner != one.update.learner]
             own[one.update.learner].append(_Own(one, others, seq in telling))
     found = [_judge(learner, mine) for learner, mine in own.items()]
-    order = ("harmful", "useless", "helpful")
+    order = get_args(Word)
     return sorted(found, key=lambda one: (order.index(one.word), -one.total))
 
 
@@ -314,10 +316,13 @@ def _judge(learner: str, own: Sequence[_Own]) -> Sentence:
     told = late if _is_sure(late, CHANCE) else [one for one in late if one.telling]
     sure = told is late or _is_worst(told, CHANCE_TELLING)
     alone, usual = _means(told if sure else late)
+    total = sum(one.effect.did for one in own)
     word = _word(alone, usual) if sure else "helpful"
+    if word == "helpful" and total > 0:
+        word = "unclear"
     return Sentence(
-        learner, word, sum(one.effect.did for one in own), sum(one.effect.did > 0 for one in own),
-        len(own), alone, usual, late[0].effect if word != "helpful" else None,
+        learner, word, total, sum(one.effect.did > 0 for one in own), len(own), alone, usual,
+        late[0].effect if word in AGAINST else None,
     )  # fmt: skip
 
 

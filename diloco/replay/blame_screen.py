@@ -3,6 +3,7 @@
 import json as json_module
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from diloco.common.errors import ConfigError
-from diloco.replay.blame import Blame, Effect, Sentence, judge
+from diloco.replay.blame import AGAINST, Blame, Effect, Sentence, judge
 
 WORST = 10
-_COLOURS = {"harmful": "bold red", "useless": "yellow", "helpful": "green"}
+_COLOURS = {"harmful": "bold red", "useless": "yellow", "unclear": "dim", "helpful": "green"}
 
 
 def tell(found: Blame, console: Console) -> None:
@@ -26,10 +27,27 @@ def tell(found: Blame, console: Console) -> None:
     if found.tensors:
         console.print(_tensors(found))
     for one in sentences:
-        if one.word != "helpful":
+        if one.word in AGAINST:
             console.print(f"[{_COLOURS[one.word]}]{escape(in_words(one))}[/]", soft_wrap=True)
+    if not any(one.word in AGAINST for one in sentences):
+        console.print(_nobody(found.effects, sentences), soft_wrap=True)
+
+
+def _nobody(effects: Sequence[Effect], sentences: Sequence[Sentence]) -> str:
+    """Nothing is held against anybody: what that means."""
+    if (
+        effects
+        and effects[-1].loss > effects[0].loss_before
+        and fmean(e.alone for e in effects) > 0
+    ):
+        return (
+            f"no learner stands out, but the held-out loss went from {effects[0].loss_before:.4f} "
+            f"to {effects[-1].loss:.4f}, and a round of one update alone makes it worse, whoever "
+            "sent it: the outer step may be too long (--set outer.learning_rate=...)"
+        )
     if all(one.word == "helpful" for one in sentences):
-        console.print("no learner did harm: each made the held-out loss better, on the whole")
+        return "no learner did harm: each made the held-out loss better, on the whole"
+    return "no learner did more harm than may be chance"
 
 
 def in_words(one: Sentence) -> str:

@@ -86,11 +86,11 @@ def run_unpack(path: Path, folder: Path) -> None:
         raise ConfigError(f"{str(folder)!r} exists already", hint="give another name")
     kept = open_kept(path)
     with contextlib.closing(kept):
-        for name, whole in kept.files.items():
+        for name in kept.files:
             if ".." in Path(name).parts or Path(name).is_absolute():
                 raise ConfigError(f"{str(path)!r} has a file {name!r}: nothing of it is written")
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(kept.read(whole, 0, whole.size_bytes))
+            (folder / name).write_bytes(kept.file(name))
     Console().print(f"{len(kept.files)} files are in {folder}", soft_wrap=True)
 
 
@@ -369,8 +369,4 @@ def _earlier(opened: OpenRun, new: Iterable[str]) -> list[tuple[str, bytes]]:
     kept, known = opened.kept, {*new}
     if kept is None:
         return []
-    return [
-        (name, kept.read(whole, 0, whole.size_bytes))
-        for name, whole in kept.files.items()
-        if name not in known and whole.complete
-    ]
+    return [(name, kept.file(name)) for name in kept.files if name not in known]

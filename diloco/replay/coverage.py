@@ -12,14 +12,15 @@ from typing import Any, Literal
 from diloco.check import evidence
 from diloco.check.audit import Breach, audit
 from diloco.check.evidence import Hole
+from diloco.check.listing import Listing
 from diloco.common.errors import IntegrityError
 from diloco.common.release import release
 from diloco.projections.history import Chain, History
-from diloco.replay.listing import Listing
 
 Verdict = Literal["verified", "incomplete", "wrong"]
 STATUSES: dict[Verdict, int] = {"verified": 0, "wrong": 1, "incomplete": 2}
 # What an audit of the tape alone must find in order, for a verdict on what it says.
+WITH_IT = "they may have stood in the part of the file that is lost"
 RULES = frozenset({"chain", "totals", "inputs", "position", "resolved", "end"})
 
 
@@ -54,8 +55,9 @@ class Tape:
 
     @property
     def wrong(self) -> bool:
-        """Whether it is not as its makers left it."""
-        return bool(self.unreadable or self.holes or self.breaches or self.missing)
+        """Whether it is not as its makers left it, so far as a damaged copy of it can tell."""
+        gone = self.unreadable or self.holes or self.breaches or self.missing
+        return bool(gone) and not self.lost
 
 
 @dataclass(kw_only=True)
@@ -142,7 +144,7 @@ def tape_of(
             [found for found in breaches if found.where not in unreadable]
             + [*evidence.broken_chains(history)]
         ),
-        newer=tuple(evidence.newer_objects(history, listing.newer)),
+        newer=tuple(evidence.newer_objects(history, listing.picked)),
         missing=missing,
         lost=lost,
     )
@@ -160,7 +162,7 @@ def before_the_tape(history: History, chosen: Mapping[int, Chain]) -> int:
 
 def verdict(tape: Tape, versions: Versions) -> Verdict:
     """What can be said of all of it."""
-    if tape.wrong or versions.wrong or versions.missing:
+    if tape.wrong or versions.wrong or (versions.missing and not tape.lost):
         return "wrong"
     if tape.newer or tape.lost or versions.trimmed or versions.unreached:
         return "incomplete"
@@ -192,7 +194,7 @@ def sentences(tape: Tape, versions: Versions) -> list[str]:
         "begun with as stored": versions.stored,
         "verified by an earlier call": versions.earlier,
         "before what garbage collection has left": versions.trimmed,
-        "MISSING": versions.missing,
+        "gone with a part of the file" if tape.lost else "MISSING": versions.missing,
         "WRONG": versions.wrong,
         "behind one of those, up to the next stored state": versions.unreached,
     }
@@ -205,19 +207,17 @@ def _damage(tape: Tape) -> Iterable[str]:
     if tape.lost:
         yield f"this is what was left of a damaged file: {tape.lost}"
     for hole in tape.holes:
-        yield (
-            f"{hole.messages:,} messages are gone, {hole.first_seq} to {hole.last_seq}: garbage "
-            "collection takes none from there"
-        )
+        why = WITH_IT if tape.lost else "garbage collection takes none from there"
+        yield f"{hole.messages:,} messages are gone, {hole.first_seq} to {hole.last_seq}: {why}"
     for breach in tape.breaches[:5]:
         yield f"{breach.where}: {breach.what}"
     if len(tape.breaches) > 5:
         yield f"... and {len(tape.breaches) - 5:,} more records that do not fit"
     if tape.missing:
-        name, seq = tape.missing[0]
+        (name, seq), why = tape.missing[0], "no collection takes them while their records stand"
         yield (
-            f"{len(tape.missing):,} objects are missing, and no collection takes them while their "
-            f"records stand; the first: {name} of record {seq}"
+            f"{len(tape.missing):,} objects are missing, and {WITH_IT if tape.lost else why}; the "
+            f"first: {name} of record {seq}"
         )
     if tape.newer:
         yield (

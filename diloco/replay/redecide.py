@@ -187,7 +187,12 @@ class _Rerun:
         return max(known for stood_s, known in self._stood if stood_s <= at_s)
 
     def _step(self, event: events.Event) -> None:
-        self.state, effects = machine.step_at(self._rules, self.state, event, self._now_s)
+        before, seen_seq = self.state, self.state.seen_seq
+        if isinstance(event, events.FromTape):
+            # What was held comes after messages that the tape has behind it, for the first time.
+            before = before._replace(seen_seq=min(seen_seq, event.stream_seq - 1))
+        after, effects = machine.step_at(self._rules, before, event, self._now_s)
+        self.state = after._replace(seen_seq=max(seen_seq, after.seen_seq))
         self._perform(effects)
 
     def _perform(self, effects: tuple[Effect, ...]) -> None:

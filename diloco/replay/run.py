@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from diloco.aggregator.arrays.merge import Vector
+from diloco.check.listing import fragment_of, list_now, read_listing
 from diloco.cli.opening import open_run
 from diloco.cli.settings import parse_fragments
 from diloco.cli.versions import find_targets
@@ -22,7 +23,16 @@ from diloco.learner.task import held_out_loss
 from diloco.model import files as model_file
 from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History, read_history
-from diloco.replay import blame, blame_screen, decide_screen, score, verify, verify_screen, whatif
+from diloco.replay import (
+    blame,
+    blame_screen,
+    decide_screen,
+    score,
+    verify,
+    verify_screen,
+    whatif,
+    whatif_screen,
+)
 from diloco.replay.bar import progress_bar
 from diloco.replay.coverage import (
     STATUSES,
@@ -32,7 +42,6 @@ from diloco.replay.coverage import (
     tape_of,
     verdict,
 )
-from diloco.replay.listing import Listing, fragment_of, read_listing
 from diloco.replay.options import Options
 from diloco.replay.verify import Lost
 
@@ -87,7 +96,7 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         if options.score or options.bisect:
             return await score.run_score(context, history, chosen, options, console)
         if options.blame:
-            return await _blame(context, history, chosen, listing, options, console)
+            return await _blame(context, history, chosen, options, console)
         if options.settings or options.without:
             return await _what_if(context, history, chosen, options, console)
         window_s = opened.config.gc.replay_window_s if opened.copy else math.inf
@@ -153,8 +162,7 @@ async def _still_missing(
         async for recorded in records_of(context, fragment):
             oldest[fragment] = recorded.record_seq
             break
-    there = await context.runtime.call(context.store.list, f"{context.run}/")
-    found = Listing(info.name for info in there)
+    found = await context.runtime.call(list_now, context.store, context.run)
     return tuple(
         (name, seq)
         for name, seq in missing
@@ -201,11 +209,12 @@ async def _blame(
     context: RunContext,
     history: History,
     chosen: dict[int, Chain],
-    listing: Listing,
     options: Options,
     console: Console,
 ) -> int:
-    chains = {fragment: whatif.mergeable(chain, listing) for fragment, chain in chosen.items()}
+    # After the tape: a run that goes on has stored what its newest records name by now.
+    there = await context.runtime.call(list_now, context.store, context.run)
+    chains = {fragment: whatif.mergeable(chain, there) for fragment, chain in chosen.items()}
     late = [f"{f} at {c[0][1].version}" for f, c in chains.items() if c[0][1].version > 0]
     if late and not options.json:
         console.print(f"[yellow]note:[/] fragments begin at later versions: {', '.join(late)}")
@@ -243,9 +252,9 @@ async def _what_if(
         console.print(f"[yellow]note:[/] {sentence}", soft_wrap=True)
     with progress_bar(console, "merging with other settings") as hear:
         result = await whatif.play(context, history, plan, options.points, hear)
-    console.print(whatif.table(plan, result))
+    console.print(whatif_screen.table(plan, result))
     path = options.plot or Path(f"what-if-{history.run}.png")
-    await asyncio.to_thread(whatif.draw, plan, result, path)
+    await asyncio.to_thread(whatif_screen.draw, plan, result, path)
     console.print(f"the figure is {path}", soft_wrap=True)
     if options.export is not None:
         records = {fragment: chain[-1][1] for fragment, chain in chosen.items()}

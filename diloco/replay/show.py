@@ -18,7 +18,8 @@ from diloco.common.averaged import sync_of
 from diloco.common.codec import decode_numpy
 from diloco.common.errors import ConfigError, ObjectMissingError, WireError
 from diloco.common.tape import Garbage, Unreadable
-from diloco.projections.history import History, Sent, answered, identity, resolves
+from diloco.projections.history import History, answered, identity, resolves
+from diloco.projections.sent import Sent
 from diloco.replay.blame import tensor_ranges
 from diloco.replay.rounds import settings_at
 

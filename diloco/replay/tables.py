@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -26,7 +25,8 @@ from diloco.common.views import load_version
 from diloco.learner.background import running_loop
 from diloco.model.load import piece_values
 from diloco.model.scores import Scorer, all_kept
-from diloco.projections.history import History, Sent, answered, identity, read_history, resolves
+from diloco.projections.history import History, answered, identity, read_history, resolves
+from diloco.projections.sent import Sent
 from diloco.replay import score, show, verify
 from diloco.replay.rounds import load_arrays, settings_at
 
@@ -94,12 +94,7 @@ class Past:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -258,8 +258,8 @@ class _ReadAhead:
         self._store = store
         self._pool = pool
         self._coming: dict[str, Future[bytes]] = {}
-        self.put, self.list, self.delete = store.put, store.list, store.delete
-        self.get_range = store.get_range
+        self.put, self.list, self.walk = store.put, store.list, store.walk
+        self.get_range, self.delete = store.get_range, store.delete
 
     def expect(self, names: Iterable[str]) -> None:
         """Begin to read what will be asked for."""

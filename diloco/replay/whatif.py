@@ -11,12 +11,8 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from rich.table import Table
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.arrays.merge import Vector
@@ -26,6 +22,7 @@ from diloco.aggregator.core.decisions import decide_again
 from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.shard_reader import read_input, read_payload
+from diloco.check.listing import list_now
 from diloco.check.remake import Progress
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common import wire
@@ -48,7 +45,6 @@ WITHOUT = (
     "without some updates the others still are what they were on the views that were: leaving out "
     "good ones can make the model explode; --blame says exactly what each update did"
 )
-BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
 class Round(NamedTuple):
@@ -148,7 +144,7 @@ def make_plan(
 
     changed = changes(history.settings, change(history.settings))
     _check_sections(changed)
-    there = {info.name for info in history.store.list(f"{history.run}/")}
+    there = list_now(history.store, history.run)
     chains = {fragment: mergeable(chain, there) for fragment, chain in chosen.items()}
     deciding = any(sentence.startswith(DECIDING) for sentence in changed)
     _check_without(chains, without, deciding=deciding)
@@ -462,60 +458,3 @@ def _marks(times_s: Sequence[float], points: int) -> set[int]:
     ends = [i for i in range(len(times_s)) if i == last or times_s[i] < times_s[i + 1]]
     wanted = [last * (number + 1) // points for number in range(points)]
     return {ends[bisect_left(ends, index)] for index in wanted}
-
-
-# Telling
-
-
-def table(plan: MergePlan, result: Result) -> Table:
-    """Both models side by side."""
-    title = "; ".join(plan.changed) or UNCHANGED
-    rows = Table("time (UTC)", "step", "as it was", "what if", "difference", title=title)
-    for column in rows.columns[1:]:
-        column.justify = "right"
-    for point in result.points:
-        at = datetime.fromtimestamp(point.at_s, UTC)
-        rows.add_row(
-            f"{at:%Y-%m-%d %H:%M:%S}",
-            str(point.global_step),
-            f"{point.loss:.4f}",
-            f"{point.loss_if:.4f}",
-            f"{point.loss_if - point.loss:+.4f}",
-        )
-    was = [r for chain in plan.chains.values() for _, r in chain[1:] if r.what == "version"]
-    would = [made for made in plan.rounds if made.admitted]
-    rows.caption = (
-        f"held-out loss; versions {len(was)} and {len(would)}, updates merged "
-        f"{sum(len(r.inputs) for r in was)} and {sum(len(made.admitted) for made in would)}, "
-        f"staleness {_staleness([i.staleness for r in was for i in r.inputs]):.2f} and "
-        f"{_staleness([a.staleness for made in would for a in made.admitted]):.2f}"
-    )
-    return rows
-
-
-def _staleness(found: Sequence[int]) -> float:
-    return sum(found) / len(found) if found else 0.0
-
-
-def draw(plan: MergePlan, result: Result, path: Path) -> None:
-    """Both models' held-out loss over the run's clock, as a picture.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    steps = [point.global_step for point in result.points]
-    axes.plot(steps, [p.loss for p in result.points], "o-", color=BLUE, label="as it was")
-    axes.plot(steps, [p.loss_if for p in result.points], "s--", color=ORANGE, label="what if")
-    axes.set_xlabel("global step")
-    axes.set_ylabel("held-out loss")
-    axes.set_title("\n".join(plan.changed) or UNCHANGED, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error

@@ -23,7 +23,7 @@ def check(
     learner: Annotated[
         str, typer.Option("--learner", help="with the options of this learner", metavar="NAME")
     ] = "a",
-    steps: Annotated[int, typer.Option("--steps", help="steps to take", min=2)] = 4,
+    steps: Annotated[int, typer.Option("--steps", help="steps to take", min=2)] = 8,
 ) -> int:
     """Take a few steps of a run's task on the CPU; tell all that is wrong with it at once.
 

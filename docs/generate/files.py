@@ -21,6 +21,7 @@ def blocks() -> dict[str, str]:
         "example torch": "own_loop_torch.py",
         "example lora": "lora.py",
         "example batch norm": "batch_norm.py",
+        "example own files": "own_files.py",
     }
     return {"decisions": "\n".join(lines)} | {
         block: fence("python", (ROOT / "examples" / name).read_text())

@@ -6,6 +6,7 @@
                        Resume    the checkpoint to go on from
                        Turn      what to do at the next boundary
                        Prepare   bring a version onto the devices: an attempt, with a number
+                       Granted   a share of the data, and where it ends
                        Drop      the attempt came to nothing: free what there is of it
                        Ending    host 0 ends here, and why: so do the others
     workers -> host 0  Hello     who I am
@@ -28,6 +29,7 @@ from pydantic import BaseModel, ValidationError
 from diloco.common import wire
 from diloco.common.errors import DilocoError, WireError
 from diloco.common.exits import find
+from diloco.common.holdings import Holding
 from diloco.common.reasons import Reason
 from diloco.common.wire import Part
 from diloco.learner import sync
@@ -35,7 +37,7 @@ from diloco.learner.boundary import Boundary, Then
 from diloco.learner.fetch import Change
 from diloco.learner.recovery import CheckpointId
 
-VERSION: Final = 3
+VERSION: Final = 4
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 
@@ -96,6 +98,13 @@ class Prepare(HostMessage):
     change: Change
 
 
+class Granted(HostMessage):
+    """Part of the learner's data, which ends before position `end`."""
+
+    holding: Holding
+    end: int
+
+
 class Drop(HostMessage):
     """Nobody will adopt what an attempt brought."""
 
@@ -152,7 +161,7 @@ class LeaveAsked(HostMessage):
 _KINDS: Final[dict[str, type[HostMessage]]] = {
     kind.__name__: kind
     for kind in (
-        *(Begin, Load, Go, Resume, Turn, Prepare, Drop, Ending),
+        *(Begin, Load, Go, Resume, Turn, Prepare, Granted, Drop, Ending),
         *(Hello, Have, Prepared, Stored, LeaveAsked),
     )
 }

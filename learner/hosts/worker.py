@@ -10,6 +10,7 @@ from diloco.common.reasons import Reason
 from diloco.common.service import cancel
 from diloco.learner import sync
 from diloco.learner.boundary import Boundary, Done, Outgoing
+from diloco.learner.claims import Shares
 from diloco.learner.context import Context
 from diloco.learner.fetch import Change, Fetcher
 from diloco.learner.hosts.channel import MEET_S, host_gone, read_message
@@ -18,6 +19,7 @@ from diloco.learner.hosts.messages import (
     Ending,
     Failure,
     Go,
+    Granted,
     Hello,
     HostMessage,
     LeaveAsked,
@@ -43,7 +45,7 @@ class Link:
         lost: told, on the loop, why host 0 is gone, which may hold this process in a collective.
 
     Attributes:
-        requests: `Prepare` and `Drop`, in order, for the event loop.
+        requests: `Prepare`, `Granted` and `Drop`, in order, for the event loop.
     """
 
     def __init__(
@@ -53,12 +55,13 @@ class Link:
         writer: asyncio.StreamWriter,
         lost: Callable[[BaseException], None],
     ) -> None:
-        self.requests: asyncio.Queue[Prepare | Drop] = asyncio.Queue()
+        self.requests: asyncio.Queue[Prepare | Granted | Drop] = asyncio.Queue()
         self._loop = loop
         self._writer = writer
         self._lost = lost
         self._inbox: queue.SimpleQueue[HostMessage | BaseException] = queue.SimpleQueue()
         self._ended = False
+        self._failed: BaseException | None = None
         self._task = loop.create_task(self._listen(reader))
 
     def tell(self, message: HostMessage) -> None:
@@ -82,7 +85,17 @@ class Link:
 
     def fail(self, error: BaseException) -> None:
         """End this life, at the training loop's next look."""
+        self._failed = error
         self._inbox.put(error)
+
+    def check(self) -> None:
+        """Look whether this life is to end, and at nothing else.
+
+        Raises:
+            BaseException: what ends it.
+        """
+        if self._failed is not None:
+            raise self._failed
 
     async def close(self) -> None:
         """End the connection."""
@@ -97,7 +110,7 @@ class Link:
                 if isinstance(message, Ending):
                     self._end(error_of(message))
                     return
-                if isinstance(message, Prepare | Drop):
+                if isinstance(message, Prepare | Granted | Drop):
                     self.requests.put_nowait(message)
                 else:
                     self._inbox.put(message)
@@ -141,6 +154,7 @@ class Worker:
         spawn: runs a coroutine on the event loop, beside training.
         asked_to_leave: whether somebody wants this host to end.
         go: the life that begins.
+        shares: take what host 0 is granted.
     """
 
     def __init__(
@@ -152,6 +166,7 @@ class Worker:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         asked_to_leave: Callable[[], bool],
         go: Go,
+        shares: Shares,
     ) -> None:
         self._context = context
         self._link = link
@@ -160,6 +175,7 @@ class Worker:
         self._spawn = spawn
         self._asked = asked_to_leave
         self._go = go
+        self._shares = shares
         self._told = False
         self._held: dict[tuple[int, int], _Held] = {}
         self._fetching: dict[int, asyncio.Task[None]] = {}
@@ -202,7 +218,10 @@ class Worker:
         finally:
             await cancel(*self._fetching.values())
 
-    def _take(self, request: Prepare | Drop) -> None:
+    def _take(self, request: Prepare | Granted | Drop) -> None:
+        if isinstance(request, Granted):
+            self._shares.grant(request.holding, request.end)
+            return
         attempt = request.attempt
         if isinstance(request, Prepare):
             task = asyncio.ensure_future(self._prepare(attempt, request.change))

@@ -125,6 +125,13 @@ def test_putting_other_bytes_is_refused_and_changes_nothing(
     assert store.get("o") == b"abc"
 
 
+def test_walking_meets_what_is_listed(store: ObjectStore) -> None:
+    for name in ("a/b", "a/c/d", "ab", "b"):
+        store.put(name, b"123")
+    for prefix in ("", "a", "a/", "a/c/", "x"):
+        assert sorted(store.walk(prefix)) == store.list(prefix)
+
+
 def test_what_is_not_there(store: ObjectStore) -> None:
     store.put("a/b", b"1")
     for name in ("x", "a", "a/b/c", "x/y"):

@@ -87,6 +87,7 @@ def message_decoders() -> dict[str, Decoder]:
 EVENTS: dict[str, type[wire.Body]] = {
     "join.x": wire.Join,
     "leave.x": wire.Leave,
+    "claim.x": wire.Claim,
     "update.x.0": wire.Manifest,
     "quarantine.x": wire.Quarantine,
 }

@@ -1,5 +1,6 @@
 """The learner as a library: loops of a user's own in a run, in this process."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -85,8 +86,11 @@ def own_run(new_world, request):
         del world.document["task"]
         world.document["sync"] = SYNC
         world.variant("run", {})
-        diloco.create(world.config_path, initial())
+        asyncio.run(in_a_notebook(world))
         return world
+
+    async def in_a_notebook(world):
+        diloco.create(world.config_path, initial())
 
     return make
 
@@ -318,5 +322,5 @@ def test_a_task_whose_optimizer_goes_uphill_ends_before_anything_is_sent(new_wor
     world = new_world(task={"build": "tiny_task:build", "options": {"uphill": True}})
     learner = world.learner("a")
     assert learner.wait() == Exit.TASK
-    assert "goes uphill" in learner.log()
+    assert "go uphill" in learner.log()
     assert said(world, "a") == ["join"]

@@ -310,7 +310,6 @@ def test_an_aggregator_may_not_speak_for_learners_or_the_operator(
 ) -> None:
     forbidden = [
         names.update(RUN, "a", 0),
-        names.join(RUN, "a"),
         names.heartbeat(RUN, "a"),
         names.settings(RUN),
         names.spec(RUN),

@@ -12,7 +12,7 @@ from mallory import Mallory
 from diloco.common import names
 from diloco.common.bus import Bus
 from diloco.common.exits import Exit
-from diloco.projections.history import Sent
+from diloco.projections.sent import Sent
 
 RATE = 5.0
 OFFENCES = 3

@@ -161,7 +161,9 @@ def settings(plan: Trial) -> dict[str, Any]:
         "outer": {
             "optimizer": codecs.choice(OPTIMIZERS) if plan.numbers else "sgd",
             "learning_rate": 0.7 if plan.numbers else 1.0,
-            "merge": codecs.choice(["rda", "average"]) if plan.numbers else "average",
+            "merge": codecs.choice(["rda", "average", "centered_clipping"])
+            if plan.numbers
+            else "average",
             "participation": rng.random() < 0.3,
         },
         "staleness": {"max_versions": rng.choice([0, 0, 3])},

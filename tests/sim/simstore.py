@@ -1,7 +1,7 @@
 """The simulation's object store, and each actor's faulty client of it."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from diloco.common.errors import ObjectExistsError, ObjectMissingError, StoreUnavailableError
@@ -143,6 +143,9 @@ class ActorStore:
     def list(self, prefix: str) -> list[ObjectInfo]:
         self._reach()
         return [info for info in self._inner.list(prefix) if not self._is_hidden(info.name)]
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter(self.list(prefix))
 
     def delete(self, name: str) -> None:
         self._reach()

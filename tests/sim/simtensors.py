@@ -160,6 +160,7 @@ def _light_close_round(
     grid: Grid,
     total: _LightSum,
     factors_S: np.ndarray,
+    _kept_S: np.ndarray | None,
     *,
     theta_N: np.ndarray,
     view_N: np.ndarray,
@@ -176,7 +177,13 @@ def _light_close_round(
     return Encoded(NO_SCALES, delta_N)
 
 
-LIGHT = Arithmetic(_LightSum, _light_norms, _light_coefficients, _light_factors, _light_close_round)
+LIGHT = Arithmetic(
+    _LightSum,
+    _light_norms,
+    coefficients=_light_coefficients,
+    factors=_light_factors,
+    close_round=_light_close_round,
+)
 
 
 class Light:

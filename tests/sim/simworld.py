@@ -52,7 +52,7 @@ from diloco.learner.fetch import Fetcher, start_at
 from diloco.learner.incarnation import Joined, end_when_superseded, join
 from diloco.learner.peers import Alone
 from diloco.learner.planner import HOLD_S, Planner
-from diloco.learner.position import position_after_join
+from diloco.learner.position import place_after_join
 from diloco.learner.publish import Publisher, Uploader
 from diloco.learner.recovery import NoCheckpoints
 from diloco.learner.synchronizer import Meter, Synchronizer
@@ -468,7 +468,7 @@ class SimLearner:
         background.spawn(
             publisher.beat(lambda: meter.heartbeat(life.incarnation), self.heartbeat_interval_s)
         )
-        position = await position_after_join(context)
+        position = (await place_after_join(context)).position
         tensors.begin(replica, position)
         rules = sync.sync_rules(world.settings.sync)
         planner = Planner(

@@ -17,6 +17,7 @@ from diloco.common.errors import StoreUnavailableError
 from diloco.common.service import Runtime
 from diloco.common.tape import data_position
 from diloco.learner.checkpoint import PartFolder
+from diloco.learner.position import Place
 
 SEEDS = 500
 
@@ -30,7 +31,7 @@ def no_fence():
     """Records are published whatever the subject's last message is."""
 
     async def publish(
-        context: Context, subject: str, payload: bytes, attempt_id: str, _expected: int
+        context: Context, subject: str, payload: bytes, attempt_id: str, *_: object
     ) -> int:
         return await context.runtime.retry(
             "publishing",
@@ -84,7 +85,11 @@ def blocks_where_they_come():
 
 def position_from_any_replica():
     """A learner that comes back believes whatever replica answers where its data goes on."""
-    return mock.patch("simworld.position_after_join", lambda c: data_position(c, c.learner))
+
+    async def place(context):
+        return Place(await data_position(context, context.learner), ())
+
+    return mock.patch("simworld.place_after_join", place)
 
 
 def deaf_to_newer_joins():
@@ -100,7 +105,7 @@ def acknowledgement_believed():
     """Whoever publishes a record takes an acknowledgement for its commit, and looks no further."""
 
     async def swap(
-        context: Context, subject: str, payload: bytes, attempt_id: str, expected: int
+        context: Context, subject: str, payload: bytes, attempt_id: str, expected: int, *_: object
     ) -> int:
         return await context.runtime.retry(
             "publishing",

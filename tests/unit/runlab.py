@@ -78,6 +78,7 @@ class Lab:
         self.rng = np.random.default_rng(0)
         self.lives: dict[str, int] = {}
         self.scattered: set[str] = set()
+        self.loudness: dict[str, float] = {}
         self.sent: dict[tuple[str, int, int], int] = {}
 
     async def create(self) -> None:
@@ -112,7 +113,9 @@ class Lab:
         life = (learner, self.lives[learner], fragment)
         seq = self.sent[life] = self.sent.get(life, 0) + 1
         vector = self.rng.normal(size=self.context.layout.fragments[fragment].size)
-        rows = (vector / 100).astype(np.float32).reshape(-1, BLOCK)
+        rows = (
+            (vector / 100 * self.loudness.get(learner, 1.0)).astype(np.float32).reshape(-1, BLOCK)
+        )
         entries = tuple(
             self._shard(names.shard(RUN, learner, fragment, 0, life[1], seq, index), rows, blocks)
             for index, blocks in enumerate(self._blocks(learner, len(rows)))

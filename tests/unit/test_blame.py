@@ -1,5 +1,6 @@
 """Who did harm, when and where: found by the commands on runs that were spoiled in known ways."""
 
+import asyncio
 import io
 import json
 
@@ -7,6 +8,7 @@ import pytest
 import spoiled
 from rich.console import Console
 
+from diloco.check.doctor import examine, show
 from diloco.cli.opening import Place, use_place
 from diloco.common.errors import ConfigError
 from diloco.replay import looking
@@ -68,10 +70,37 @@ def test_the_bad_learner_is_named_with_its_first_bad_update(asked, kind):
 
 def test_nobody_is_blamed_for_an_honest_run(asked, tmp_path):
     text = asked("", blame=True, plot=tmp_path / "blame.png")
-    assert "no learner did harm" in text
+    assert "no learner did" in text
+    assert "harmful" not in text
+    assert "useless" not in text
     assert "harmful" not in text
     assert "useless" not in text
     assert (tmp_path / "blame.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("kind", "told"), [("step", True), ("", False)])
+def test_an_outer_step_that_ruins_the_model_is_told_by_the_doctor(runs, kind, told, capsys):
+    use_place(Place(None, str(runs[kind].store)))
+    try:
+        report = asyncio.run(examine(str(runs[kind].tape), deep=True))
+    finally:
+        use_place(Place())
+    found = [one for one in report.findings if one.about == "held-out loss"]
+    assert bool(found) == told
+    assert not told or "outer.learning_rate" in found[0].advice
+    assert not [one for one in report.findings if "points elsewhere" in one.sentence]
+    capsys.readouterr()
+    show(report, Console(width=200))
+    text = capsys.readouterr().out
+    assert "has no errors, but look at its warnings" in text
+    assert "is healthy" not in text
+
+
+def test_nobody_is_blamed_for_an_outer_step_that_is_too_long(asked, tmp_path):
+    text = asked("step", blame=True, plot=tmp_path / "blame.png")
+    assert "the outer step may be too long" in text
+    assert "harmful" not in text
+    assert "did harm" not in text
 
 
 def test_effects_are_what_merging_without_an_update_gives(asked, tmp_path):

@@ -1,7 +1,10 @@
 """Learners that are far from the fleet are told of, and nobody else is."""
 
 import io
+from statistics import median
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import spoiled
 from records import make_input, make_record
@@ -119,3 +122,15 @@ def test_a_curve_is_a_line_of_bars():
     console.print(trends.table(told, {"a": [0.5, 0.7]}))
     assert "+0.60" in console.file.getvalue()
     assert "█▁" in console.file.getvalue()
+
+
+def test_theothers_losses_are_a_median_without_ones_own():
+    rng = np.random.default_rng(3)
+    for count in range(1, 12):
+        inputs = [
+            SimpleNamespace(learner=f"l{rng.integers(4)}", loss=float(rng.integers(6)))
+            for _ in range(count)
+        ]
+        for learner, loss in fleet.others_losses(inputs).items():
+            others = [one.loss for one in inputs if one.learner != learner]
+            assert loss == (median(others) if others else None)

@@ -28,11 +28,13 @@ from diloco.common.store import MemoryStore
 from diloco.learner import sync
 from diloco.learner.adopt import Adopter
 from diloco.learner.boundary import Boundary
+from diloco.learner.claims import Shares
 from diloco.learner.context import Context
 from diloco.learner.fetch import Change
 from diloco.learner.hosts import messages
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.worker import Link, Worker, connect
+from diloco.learner.life import never
 
 REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
 CHANGE = Change(0, 44, "4" * 32, None, (REF,))
@@ -152,7 +154,9 @@ async def pair(hands: Hands) -> AsyncIterator[Pair]:
     link = await connect(1, listener.address, "secret", lambda _: None)
     coordinator = Coordinator(loop, await listener.meet(2, "secret"), lambda error: None)
     go = messages.Go(incarnation=1, position=0, global_step=0)
-    worker = Worker(make_context(), link, hands, None, spawn, lambda: False, go)
+    context = make_context()
+    shares = Shares(context, link.check, never)
+    worker = Worker(context, link, hands, None, spawn, never, go, shares)
     spawn(worker.serve())
     try:
         yield Pair(coordinator, link, worker)

@@ -7,10 +7,11 @@ from test_publish import make_context
 
 from diloco.common import names, wire
 from diloco.common.bus import MemoryBus, StreamLimits
-from diloco.common.errors import BusUnavailableError, SupersededError, SwapLostError
+from diloco.common.errors import BusUnavailableError, ExpiredError, SupersededError, SwapLostError
 from diloco.common.exits import Exit
+from diloco.common.holdings import EXPIRY
 from diloco.learner.incarnation import end_when_superseded, join
-from diloco.learner.position import position_after_join
+from diloco.learner.position import place_after_join
 
 SUBJECT = names.join("r", "learner-0")
 
@@ -126,6 +127,22 @@ def test_another_process_under_this_name_ends_a_life_and_the_error_says_where_it
     run_async(scenario())
 
 
+def test_a_life_that_an_aggregator_has_ended_may_begin_again(run_async):
+    async def scenario():
+        context = await made(Flaky())
+        life = await join(context, "here")
+        word = wire.Join(
+            run="r", learner="learner-0", layout=context.layout.digest, host="aggregator one"
+        )
+        await context.bus.publish(SUBJECT, wire.encode(word), msg_id=f"{EXPIRY}0")
+        error = await ends(context, life)
+        assert isinstance(error, ExpiredError)
+        assert error.status.restart
+        assert "aggregator one has ended this life of 'learner-0'" in error.message
+
+    run_async(scenario())
+
+
 SHARD = wire.Shard(
     name="shard", size_bytes=8, crc32c=1, slices=(wire.Slice(start=0, shape=(2,), strides=(1,)),)
 )
@@ -156,11 +173,11 @@ def test_what_a_superseded_life_sends_late_takes_no_data_position_back(run_async
         first = await join(context, "here")
         await bus.publish(subject, wire.encode(manifest(first, position=8)))
         second = await join(context, "there")
-        assert await position_after_join(context) == 8
+        assert (await place_after_join(context)).position == 8
         await bus.publish(subject, wire.encode(manifest(second, position=24)))
         await bus.publish(subject, wire.encode(manifest(first, position=16)))
         await join(context, "there")
-        return await position_after_join(context)
+        return (await place_after_join(context)).position
 
     assert run_async(scenario()) == 24
 
@@ -190,6 +207,6 @@ def test_a_replica_that_is_behind_takes_no_data_position_back(run_async):
             announced = wire.encode(manifest(life, position=position))
             sent.append(await bus.publish(names.update("r", "learner-0", 0), announced))
         await join(context, "here")
-        return await position_after_join(context)
+        return (await place_after_join(context)).position
 
     assert run_async(scenario()) == 16

@@ -9,7 +9,7 @@ import pytest
 from diloco.common.errors import TaskError
 from diloco.learner.inner_step import by_clock, make_inner_step
 from diloco.learner.task import Task
-from diloco.learner.train import _judge
+from diloco.learner.train import Judge
 
 RATE = optax.linear_schedule(0.0, 1.0, 100)
 AFTER = 40
@@ -68,14 +68,43 @@ def test_an_ordinary_optimizer_moves_as_its_direction_and_schedule_do():
 
 def test_an_ordinary_optimizer_beside_a_schedule_goes_uphill_and_is_found():
     _, _, outcome = steps(task_of(optax.adam(1e-3), RATE), [AFTER])
-    with pytest.raises(TaskError, match="goes uphill"):
-        _judge(float(outcome.descent))
+    with pytest.raises(TaskError, match="go uphill"):
+        Judge().look(float(outcome.descent))
 
 
 @pytest.mark.parametrize("schedule", [None, RATE], ids=["ordinary", "apart"])
-def test_what_goes_downhill_is_found_once_it_moves(schedule):
+def test_what_goes_downhill_is_judged_over_three_steps_that_move(schedule):
     optimizer = optax.adam(RATE) if schedule is None else optax.scale_by_adam()
     _, _, outcome = steps(task_of(optimizer, schedule), [AFTER])
-    assert _judge(float(outcome.descent))
-    _, _, outcome = steps(task_of(optax.adam(RATE)), [0])
-    assert not _judge(float(outcome.descent))
+    _, _, still = steps(task_of(optax.adam(RATE)), [0])
+    assert float(still.descent) == 0
+    judge = Judge()
+    for down in (still, outcome, still, outcome, still):
+        judge.look(float(down.descent))
+        assert not judge.done
+    judge.look(float(outcome.descent))
+    assert judge.done
+
+
+def test_a_later_step_may_go_up_for_once_but_not_the_first_three_together():
+    judge = Judge()
+    for descent in (2.0, -1.0, 0.5):
+        judge.look(descent)
+    assert judge.done
+    judge = Judge()
+    judge.look(2.0)
+    with pytest.raises(TaskError, match="wrong sign"):
+        judge.look(-3.0)
+    assert Judge(done=True).done
+
+
+def test_a_step_that_does_not_judge_moves_as_one_that_does():
+    task = task_of(optax.adam(RATE))
+    moved = []
+    for judging in (True, False):
+        params = task.init(jax.random.key(0))
+        state, inner_step = task.optimizer.init(params), make_inner_step(task, judging=judging)
+        params, _, outcome = inner_step(params, state, np.ones(4, np.float32), np.int32(AFTER))
+        assert (outcome.descent is not None) is judging
+        moved.append(np.asarray(params["w"]))
+    np.testing.assert_array_equal(*moved)

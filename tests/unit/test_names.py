@@ -89,6 +89,7 @@ SUBJECTS = {
     "end": (names.end, st.tuples()),
     "join": (names.join, st.tuples(valid)),
     "leave": (names.leave, st.tuples(valid)),
+    "claim": (names.claim, st.tuples(valid)),
     "quarantine": (names.quarantine, st.tuples(valid)),
     "heartbeat": (names.heartbeat, st.tuples(valid)),
     "rejected": (names.rejected, st.tuples(valid)),

@@ -32,6 +32,10 @@ ARITHMETIC = {
             "delay_fraction": 0.1,
         },
     },
+    "centered clipping, int4, nesterov": {
+        "sync": {"codec": "int4", "delta_codec": "int4"},
+        "outer": {"optimizer": "nesterov", "merge": "centered_clipping", "clip_radius": 0.7},
+    },
 }  # fmt: skip
 
 
@@ -71,6 +75,53 @@ async def eventful(lab: Lab) -> None:
         await lab.send_many("b", 3)
         await roll_back(lab.context, await find_versions(lab.context, {0: 5}))
         await lab.send_many("a", 3)
+
+
+async def crowded(lab: Lab) -> None:
+    """Four learners in each round, one of them too loud; a new owner in between."""
+    lab.loudness["d"] = 6.0
+    for learner in "abcd":
+        await lab.join(learner)
+    for rounds in (3, 2):
+        async with lab.aggregating():
+            for _ in range(rounds):
+                sent = [lab.upload(learner) for learner in "abcd"]
+                for manifest in sent:
+                    await lab.announce(manifest)
+                for manifest in sent:
+                    await lab.answered(manifest)
+
+
+CENTERED = ARITHMETIC["centered clipping, int4, nesterov"]
+
+
+@pytest.fixture(scope="module")
+def crowded_tape():
+    return play(crowded, {**CENTERED, "quorum": {"min_learners": 4, "deadline_s": 20.0}})
+
+
+def test_centered_clipping_is_followed_and_clips(crowded_tape):
+    lab, tape = crowded_tape
+    oracle = ask(lab, tape)
+    assert [finding.sentence for finding in oracle.findings] == []
+    made = [item.body for item in tape if getattr(item.body, "inputs", ())]
+    assert [len(record.inputs) for record in made] == [4] * 5
+    kept = [float(np.frombuffer(record.kept, np.float32)[0]) for record in made]
+    # In the first round nobody knows how far is far.
+    assert kept[0] == 0.0
+    assert min(kept[1:]) > 0.1
+
+
+@pytest.mark.parametrize("field", ["kept", "radii"])
+def test_what_is_said_wrongly_of_a_center_is_named(crowded_tape, field):
+    lab, tape = crowded_tape
+    at = [i for i, item in enumerate(tape) if getattr(item.body, "inputs", ())][2]
+    wrong = changed(
+        tape[at].body, field, lambda now: (np.frombuffer(now, np.float32) * 1.1).tobytes()
+    )
+    found = ask(lab, [*tape[:at], tape[at]._replace(body=wrong)]).findings
+    assert "factors" in {finding.rule for finding in found}
+    assert field in {finding.field for finding in found}
 
 
 def ask(lab: Lab, tape: list) -> Oracle:

@@ -14,6 +14,7 @@ grain = pytest.importorskip("grain")
 
 from diloco import load_task  # noqa: E402
 from diloco.common.errors import TaskError  # noqa: E402
+from diloco.common.holdings import Holding, Sizes  # noqa: E402
 from diloco.learner.reading import DRAWN_HERE, GrainData  # noqa: E402
 
 
@@ -105,6 +106,40 @@ def test_workers_read_the_same() -> None:
     source = reading(60, batch=4, shares=["a"])
     workers = reading(60, batch=4, shares=["a"], workers=2, ahead=2)
     assert drawn(workers, "a", 3, 9) == drawn(source, "a", 3, 9)
+
+
+class Held:
+    """Holds what it is told, and then ends."""
+
+    epoch = 0
+
+    def __init__(self, *holdings: Holding) -> None:
+        self.holdings = holdings
+
+    def at(self, position: int) -> Holding | None:
+        return next((one for one in self.holdings if one.position >= position), None)
+
+
+def test_shares_that_are_claimed_divide_an_epoch_whoever_reads_them() -> None:
+    source = reading(52, batch=4, shares=3)
+    assert source.shared is source
+    assert source.sizes == Sizes(3, 4)
+
+    def read(*holdings: Holding, **rows: int) -> list[list[int]]:
+        got = source.claimed(Held(*holdings), holdings[0].position, **rows)
+        return [batch["index"].tolist() for batch in got]
+
+    # One reads a share and begins another, which somebody else ends.
+    mine = read(Holding(1, 0, 10), Holding(0, 2, 14))
+    others = read(Holding(2, 0, 0), Holding(0, 0, 4))[:6]
+    assert len(mine) == 6
+    seen = [index for batch in mine + others for index in batch]
+    assert len(set(seen)) == len(seen) == 48
+    lone = drawn(source, "anybody", 0, 12)
+    assert sorted(index for batch in lone for index in batch) == sorted(seen)
+    assert drawn(source, "anybody", 5, 3) == lone[5:8]
+    assert [batch[1:3] for batch in lone[4:8]] == read(Holding(1, 0, 0), start=1, stop=3)
+    assert read(Holding(3, 0, 0)) != read(Holding(0, 0, 0))  # the next epoch is another order
 
 
 def test_who_has_no_share_is_told() -> None:

@@ -81,7 +81,11 @@ def test_the_notebook_finds_the_culprit(bundle, monkeypatch):
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     monkeypatch.setattr(sys, "argv", ["notebook", str(bundle)])
     names: dict = {}
-    exec(compile(code, str(NOTEBOOK), "exec"), names)
+
+    async def as_a_kernel_does():
+        exec(compile(code, str(NOTEBOOK), "exec"), names)
+
+    asyncio.run(as_a_kernel_does())
     with contextlib.suppress(AttributeError):
         names["run"].close()  # Again is harmless.
     assert names["suspect"] == spoiled.CULPRIT

@@ -42,6 +42,7 @@ SUBJECTS: dict[type[wire.Body], str] = {
     wire.Specification: names.spec("r"),
     wire.Join: names.join("r", "a"),
     wire.Leave: names.leave("r", "a"),
+    wire.Claim: names.claim("r", "a"),
     wire.Manifest: names.update("r", "a", 3),
     wire.Record: names.record("r", 3),
     wire.RecordPointer: names.record("r", 3),
@@ -73,7 +74,7 @@ def checked(body: type[wire.Body]) -> list[str]:
 def test_every_message_of_a_stream_has_a_subject_here():
     objects = {wire.CheckpointFile, wire.Positions, wire.Score}
     assert SUBJECTS.keys() == EXAMPLES.keys() - objects
-    assert sum(len(checked(body)) for body in SUBJECTS) == 21
+    assert sum(len(checked(body)) for body in SUBJECTS) == 23
 
 
 @pytest.mark.parametrize("body", SUBJECTS, ids=lambda body: body.kind)
@@ -280,14 +281,14 @@ def test_an_aggregator_does_not_take_anothers_heartbeat_for_a_sign_of_life(lab):
     async def speak() -> None:
         listening = asyncio.ensure_future(watch.watch())
         beat = EXAMPLES[wire.Heartbeat].model_copy(update={"learner": "a"})
-        while not watch._hearing._heard_at_s:
+        while not watch.hearing._heard_at_s:
             await lab.bus.publish(names.heartbeat(RUN, "b"), wire.encode(beat))
             await lab.bus.publish(names.heartbeat(RUN, "a"), wire.encode(beat))
             await asyncio.sleep(0.001)
         await cancel(listening)
 
     run(speak)
-    assert watch._hearing._heard_at_s.keys() == {"a"}
+    assert watch.hearing._heard_at_s.keys() == {"a"}
     assert b'diloco_aggregator_ignored_total{reason="sender"}' in lab.context.metrics.exposition()
 
 

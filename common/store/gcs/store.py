@@ -1,6 +1,7 @@
 """The store: what the protocol asks for, of one bucket."""
 
 import contextlib
+from collections.abc import Iterator
 
 import google.auth
 from google.api_core import exceptions as api
@@ -144,6 +145,15 @@ class GcsStore:
             StoreUnavailableError: a transient fault.
             StoreError: not permitted, or no such bucket.
         """
+        return sorted(self.walk(prefix))
+
+    def walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, one after the other, page by page.
+
+        Raises:
+            StoreUnavailableError: a transient fault.
+            StoreError: not permitted, or no such bucket.
+        """
         bucket = self._bucket
         with bucket.errors("list", prefix, "storage.objects.list"):
             blobs = bucket.client.list_blobs(
@@ -153,7 +163,8 @@ class GcsStore:
                 timeout=bucket.timeout_s,
             )
             cut = len(bucket.prefix)
-            return sorted(ObjectInfo(blob.name[cut:], int(blob.size)) for blob in blobs)
+            for blob in blobs:
+                yield ObjectInfo(blob.name[cut:], int(blob.size))
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error.

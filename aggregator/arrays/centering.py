@@ -1,0 +1,121 @@
+"""Centered clipping: no update moves a merge further than its radius from the merge before.
+
+    merged = v + sum of w c (e - v) / sum of w,   c = min(1, kappa r / |e - v|)
+
+in each segment, with v the round's merged gradient before this one, e an update times its discount
+and clip, and r the lower median of the learners' |e - v| of the last round that had three. What
+lies within the radius counts in full; what lies beyond, wherever it points, counts as a step of the
+radius towards it. All of this is known before an update is added, so that the sum is streamed as
+any other: v and r are kept beside the outer optimizer's state.
+
+Until a round had three learners no radius is known. Then directions are merged, each as long as the
+median of the round that is being merged, which is known at its end and can be multiplied then:
+
+    merged = r sum of w e / |e| / sum of w
+
+Shapes: N elements of a fragment's vector, S segments.
+
+Source: Karimireddy, He and Jaggi 2021 (arXiv 2012.10333), Algorithm 2, one iteration about the last
+aggregate; the radius follows the learners where they keep it constant.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.arrays.merge import CHUNK, Contribution, Norms, Vector, share_of
+from diloco.common.codec import (
+    Codec,
+    Encoded,
+    code_count,
+    decode_numpy,
+    scale_count,
+)
+
+# So many learners have a median that no one of them moves to where no other is.
+LEAST_LEARNERS = 3
+
+
+def distances(
+    grid: Grid,
+    codec: Codec,
+    shards: Sequence[Encoded],
+    update: Contribution,
+    center_N: Vector,
+    radius_S: Vector,
+) -> Norms:
+    """How far each segment of an update, as it counts, is from the center; float64 [S].
+
+    Where no radius is known, from zero.
+    """
+    known_S = (radius_S > 0).astype(np.float32)
+    known_B = grid.per_block(known_S)
+    ends_S = np.cumsum(grid.lengths) * grid.block
+    squares_S = np.zeros(len(ends_S))
+    counts = np.float32(update.discount * update.clip)
+    for start, values in _decoded(grid, codec, shards):
+        here = slice(start // grid.block, (start + values.size) // grid.block)
+        center = center_N[start : start + values.size].reshape(-1, grid.block)
+        away = values * counts - (center * known_B[here, None]).reshape(-1)
+        done = 0
+        while done < away.size:
+            segment = int(np.searchsorted(ends_S, start + done, side="right"))
+            stop = min(away.size, int(ends_S[segment]) - start)
+            exact = away[done:stop].astype(np.float64)
+            squares_S[segment] += float(np.dot(exact, exact))
+            done = stop
+    return np.sqrt(squares_S)
+
+
+def _decoded(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Iterator[tuple[int, Vector]]:
+    """An update's values in parts that stay in cache: first element and float32 values of each."""
+    step = max(grid.block, CHUNK // grid.block * grid.block)
+    for (first, last), (scales, codes) in zip(grid.ranges, shards, strict=True):
+        for start in range(0, last - first, step):
+            stop = min(start + step, last - first)
+            low, high = (scale_count(codec, at, grid.block) for at in (start, stop))
+            some = slice(code_count(codec, start), code_count(codec, stop))
+            part = Encoded(np.asarray(scales)[low:high], np.asarray(codes)[some])
+            yield first + start, decode_numpy(codec, part, grid.block)
+
+
+def pulls(distances_S: Norms, radius_S: Vector, times: float) -> Norms:
+    """C of each segment, float64 [S]; where no radius is known, 1 / |e|, or 0 for |e| = 0."""
+    most_S = times * radius_S.astype(np.float64)
+    within_S = (radius_S > 0) & (distances_S <= most_S)
+    away_S = np.where(distances_S > 0, distances_S, np.inf)
+    return np.where(within_S, 1.0, np.where(radius_S > 0, most_S, 1.0) / away_S)
+
+
+def middle(found: Mapping[str, Norms]) -> Norms:
+    """The lower median of the learners' distances, float64 [S]."""
+    ordered = np.sort(np.stack(list(found.values())), axis=0)
+    lower_S: Norms = ordered[(len(ordered) - 1) // 2]
+    return lower_S
+
+
+def scaled(factors_S: Vector, radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
+    """What the sum is multiplied by, float32 [S]: directions get the round's median length."""
+    return np.where(radius_S > 0, factors_S, factors_S * middle(found)).astype(np.float32)
+
+
+def kept(updates: Sequence[Contribution], radius_S: Vector) -> Vector:
+    """The share of the merge that is the center, float32 [S]; exactly 0 where all count in full."""
+    unit = updates[-1].unit
+    weights = [share_of(update.weight, unit) for update in updates]
+    counted_S = np.zeros(radius_S.shape)
+    for update, weight in zip(updates, weights, strict=True):
+        counted = np.asarray(weight * update.pull)
+        counted_S += counted.astype(ml_dtypes.bfloat16).astype(np.float64)
+    whole = sum(float(ml_dtypes.bfloat16(weight)) for weight in weights)
+    share_S = np.maximum(0.0, (whole - counted_S) / whole)
+    return np.where(radius_S > 0, share_S, 0.0).astype(np.float32)
+
+
+def radius_after(radius_S: Vector, found: Mapping[str, Norms]) -> Vector:
+    """R for the round after one in which learners had these distances, float32 [S]."""
+    if len(found) < LEAST_LEARNERS:
+        return radius_S.copy()
+    return middle(found).astype(np.float32)

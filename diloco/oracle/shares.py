@@ -1,0 +1,106 @@
+"""Which share of the data each merged update was trained on: no batch of one is merged twice.
+
+A claim counts if, where it stands, its life has begun, nobody has the share, and all of the epochs
+before are given out. An end gives back what lies behind its position.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from diloco.common import wire
+from diloco.oracle.finding import Finding
+
+
+class _Held(NamedTuple):
+    """Of a learner: share, its batch that is read at a position, up to another."""
+
+    share: int
+    first: int
+    start: int
+    stop: int
+
+
+class Shares:
+    """Everybody's shares, and the batches of each that are merged."""
+
+    def __init__(self) -> None:
+        self._shares = self._batches = 0
+        self._lives: dict[str, int] = {}
+        self._held: dict[str, list[_Held]] = defaultdict(list)
+        self._reached: dict[str, int] = defaultdict(int)
+        # Batches that were given out of each share; all of them while somebody has it.
+        self._given: dict[int, int] = defaultdict(int)
+        self._covers: dict[tuple[str, int, int, int], list[tuple[int, int]]] = {}
+        self._merged: dict[int, set[tuple[int, int]]] = defaultdict(set)
+
+    def take(self, body: wire.Body, seq: int) -> Iterator[Finding]:
+        """A claim or a manifest."""
+        match body:
+            case wire.Claim():
+                self._claim(body)
+            case wire.Manifest() if self._held[body.learner]:
+                yield from self._manifest(body, seq)
+
+    def _claim(self, claim: wire.Claim) -> None:
+        if not self._shares:
+            self._shares, self._batches = claim.shares, claim.batches
+        name, life = claim.learner, self._lives.get(claim.learner, 0)
+        alike = (claim.shares, claim.batches) == (self._shares, self._batches)
+        if claim.incarnation < life or not alike:
+            return
+        if claim.what != "claim":
+            self._lives[name] = claim.incarnation
+            if claim.what == "end":
+                self._end(name, claim.position)
+        elif claim.incarnation == life and self._may_have(claim):
+            stop = claim.position + self._batches - claim.first
+            self._held[name].append(_Held(claim.share, claim.first, claim.position, stop))
+            self._given[claim.share] = self._batches
+            self._reached[name] = stop
+
+    def _may_have(self, claim: wire.Claim) -> bool:
+        before = range(claim.share - claim.share % self._shares)
+        return (
+            claim.position >= self._reached[claim.learner]
+            and self._given[claim.share] == claim.first < self._batches
+            and all(self._given[share] == self._batches for share in before)
+        )
+
+    def _end(self, name: str, position: int) -> None:
+        ended = False
+        for held in self._held[name]:
+            done = min(max(position, held.start), held.stop) - held.start
+            self._given[held.share] = held.first + done
+            ended = True
+        self._held[name] = []
+        self._reached[name] = position if ended else max(position, self._reached[name])
+
+    def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Finding]:
+        start = manifest.position - manifest.steps
+        covered = [
+            (held.share, held.first + at - held.start)
+            for held in self._held[manifest.learner]
+            for at in range(max(start, held.start), min(manifest.position, held.stop))
+        ]
+        update = (manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
+        self._covers[update] = covered
+        # What another life has made superseded is rejected, whatever it covers.
+        if len(covered) < manifest.steps and manifest.incarnation >= self._lives[manifest.learner]:
+            about = f"learner {manifest.learner} fragment {manifest.fragment}"
+            yield Finding("shares", seq, about, "steps", len(covered), manifest.steps)
+
+    def resolve(self, record: wire.Record, seq: int) -> Iterator[Finding]:
+        """A record merges updates, of batches that the fragment has not yet."""
+        merged = self._merged[record.fragment]
+        for one in record.inputs:
+            update = (one.learner, one.incarnation, record.fragment, one.seq)
+            for batch in self._covers.pop(update, ()):
+                if batch in merged:
+                    about = f"update {one.incarnation}-{one.seq} of {one.learner}"
+                    yield Finding("shares", seq, about, "", "each batch once", batch)
+                merged.add(batch)
+
+    def merged(self, fragment: int) -> frozenset[tuple[int, int]]:
+        """The shares and batches whose work a fragment has."""
+        return frozenset(self._merged[fragment])

@@ -1,0 +1,70 @@
+"""An aggregator ends the life of a learner that holds shares of the data and is silent."""
+
+import asyncio
+
+from runlab import RUN, Lab
+
+from diloco.aggregator.core.hearing import Hearing
+from diloco.aggregator.expiry import Expiry
+from diloco.common import names, wire
+from diloco.common.reasons import Reason
+from diloco.common.service import cancel
+
+
+async def claim(lab: Lab, learner: str, what: str, share: int = 0) -> None:
+    word = wire.Claim(
+        run=RUN, learner=learner, incarnation=lab.lives[learner], what=what, shares=3, batches=40,
+        share=share, first=0, position=0, lost=(),
+    )  # fmt: skip
+    await lab.bus.publish(names.claim(RUN, learner), wire.encode(word))
+
+
+async def claims(lab: Lab, learner: str) -> list[wire.Claim]:
+    found = []
+    last = await lab.bus.last_sequence(lab.context.tape)
+    subjects = [names.claim(RUN, learner)]
+    for seq in await lab.on_tape(names.claim(RUN, learner)):
+        assert seq <= last
+        async for message in lab.bus.read(lab.context.tape, subjects, seq):
+            found.append(wire.decode(wire.Claim, message.payload))
+            break
+    return found
+
+
+def test_what_the_silent_still_send_is_rejected_and_their_shares_are_free(run_async):
+    async def scenario() -> None:
+        lab = Lab(fragments=2)
+        await lab.create()
+        hearing = Hearing(0.0)
+        async with lab.aggregating():
+            for learner in ("a", "b"):
+                await lab.join(learner)
+                await claim(lab, learner, "begin")
+            await claim(lab, "a", "claim", 1)
+            await claim(lab, "b", "claim", 2)
+            await lab.send("a", 0)
+            late = lab.upload("a", 1)
+            hearing.beat("a", lab.lives["a"], 1.0, 2.0)
+            watching = asyncio.ensure_future(Expiry(lab.context, hearing).watch())
+            # Nobody is heard: it is the bus that is silent, and nobody's life is ended.
+            await asyncio.sleep(0.2)
+            assert len(await claims(lab, "a")) == 2
+            for now_s in range(2, 700):
+                hearing.beat("b", lab.lives["b"], float(now_s), 2.0)
+
+            async def ended() -> bool:
+                return len(await claims(lab, "a")) == 3
+
+            await lab.until(ended, "its life is ended")
+            *_, end = await claims(lab, "a")
+            assert (end.what, end.position, end.lost) == ("end", 8, (0, 8))
+            assert end.incarnation > lab.lives["a"]
+            # Its process lives on, and announces what it had.
+            await lab.announce(late)
+            record = await lab.answered(late)
+            (refused,) = record.rejected
+            assert refused.reason == Reason.SUPERSEDED
+            assert len(await claims(lab, "b")) == 2
+            await cancel(watching)
+
+    run_async(scenario())

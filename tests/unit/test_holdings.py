@@ -1,0 +1,177 @@
+"""Shares of the data: whoever comes and goes, no batch is merged twice, and each is reached."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.common import wire
+from diloco.common.holdings import Holding, Holdings, Sizes, end_of
+
+SIZES = Sizes(3, 4)
+
+
+def word(learner: str, life: int, what: str, position: int = 0, share: int = 0, first: int = 0):
+    return wire.Claim(
+        run="r", learner=learner, incarnation=life, what=what, shares=SIZES.shares,
+        batches=SIZES.batches, share=share, first=first, position=position, lost=(),
+    )  # fmt: skip
+
+
+def test_a_share_belongs_to_the_first_who_claims_it():
+    held = Holdings()
+    assert held.take(word("a", 1, "begin"))
+    assert held.take(word("b", 2, "begin"))
+    assert held.take(word("a", 1, "claim", share=1))
+    assert not held.take(word("b", 2, "claim", share=1))
+    assert held.take(word("b", 2, "claim", share=0))
+    # None of the next epoch before all of this one are given out.
+    assert not held.take(word("a", 1, "claim", position=4, share=3))
+    assert held.take(word("a", 1, "claim", position=4, share=2))
+    assert held.take(word("a", 1, "claim", position=8, share=3))
+    assert held.of("a") == (Holding(1, 0, 0), Holding(2, 0, 4), Holding(3, 0, 8))
+    assert held.holders() == ("a", "b")
+
+
+def test_an_end_frees_what_lies_behind_its_position():
+    held = Holdings()
+    for learner, life in (("a", 1), ("b", 2)):
+        held.take(word(learner, life, "begin"))
+    held.take(word("a", 1, "claim", share=0))
+    held.take(word("a", 1, "claim", position=4, share=1))
+    assert held.take(word("a", 1, "end", position=6))
+    assert held.of("a") == ()
+    assert held.partial == {1: 2}
+    assert not held.take(word("b", 2, "claim", share=1))  # from its third batch only
+    assert held.take(word("b", 2, "claim", share=1, first=2))
+    assert end_of(SIZES, held.of("b")[-1]) == 2
+    # The share before it is at its end, and nobody's any more.
+    assert not held.take(word("b", 2, "claim", position=2, share=0))
+    assert not held.take(word("a", 1, "claim", position=5, share=2))
+    assert held.take(word("a", 1, "claim", position=6, share=2))
+
+
+def test_words_of_an_earlier_life_are_void():
+    held = Holdings()
+    held.take(word("a", 1, "begin"))
+    held.take(word("a", 1, "claim", share=0))
+    assert not held.take(word("a", 7, "claim", position=4, share=1))  # it has not begun
+    assert held.take(word("a", 7, "begin"))
+    assert not held.take(word("a", 1, "end", position=1))
+    assert not held.take(word("a", 1, "claim", position=4, share=1))
+    assert held.of("a") == (Holding(0, 0, 0),)
+    assert held.take(word("a", 7, "claim", position=4, share=1))
+
+
+def test_who_divides_an_epoch_otherwise_is_given_nothing():
+    held = Holdings()
+    held.take(word("a", 1, "begin"))
+    other = word("b", 2, "begin").model_copy(update={"batches": 5})
+    assert not held.take(other)
+    assert held.sizes == SIZES
+
+
+class Fleet:
+    """Learners that claim, train, announce, crash, are expired and come back, on one tape."""
+
+    def __init__(self) -> None:
+        self.held = Holdings()
+        self.seq = 0
+        # Of the newest life of each: its number, where it trains, what it has announced.
+        self.lives: dict[str, tuple[int, int]] = {}
+        self.announced: dict[str, int] = Counter()
+        self.merged: Counter[tuple[int, int]] = Counter()
+
+    def put(self, learner: str, what: str, life: int, position: int, choice=(0, 0)) -> bool:
+        self.seq += 1
+        return self.held.take(word(learner, life, what, position, *choice))
+
+    def join(self, learner: str) -> None:
+        """Also of one that has crashed, or that another process supersedes."""
+        self.seq += 1
+        self.lives[learner] = (self.seq, self.announced[learner])
+        self.put(learner, "begin", self.seq, 0)
+
+    def train(self, learner: str, batches: int, *, announce: bool) -> None:
+        if learner not in self.lives:
+            return
+        life, position = self.lives[learner]
+        for _ in range(batches):
+            if position >= self.held.next_position(learner) or not self.held.of(learner):
+                at = max(position, self.held.next_position(learner))
+                assert self.put(learner, "claim", life, at, self.held.choose(learner, SIZES))
+            position += 1
+        self.lives[learner] = (life, position)
+        if announce:
+            self._announce(learner, position)
+
+    def _announce(self, learner: str, position: int) -> None:
+        """An update with all since the last one; it is merged."""
+        for at in range(self.announced[learner], position):
+            for share, first, begin in self.held.of(learner):
+                if begin <= at < end_of(SIZES, Holding(share, first, begin)):
+                    self.merged[share, first + at - begin] += 1
+        self.announced[learner] = position
+
+    def claim(self, learner: str) -> None:
+        """One more, ahead of what it reads."""
+        if learner in self.lives:
+            life, position = self.lives[learner]
+            at = max(position, self.held.next_position(learner))
+            assert self.put(learner, "claim", life, at, self.held.choose(learner, SIZES))
+
+    def grab(self, learner: str, share: int) -> None:
+        """Whatever it is: it has not read what others claimed before."""
+        if learner in self.lives:
+            life, position = self.lives[learner]
+            at = max(position, self.held.next_position(learner))
+            self.put(learner, "claim", life, at, (share, 0))
+
+    def leave(self, learner: str) -> None:
+        if learner in self.lives:
+            life, position = self.lives.pop(learner)
+            self._announce(learner, position)
+            self.put(learner, "end", life, position)
+
+    def crash(self, learner: str) -> None:
+        self.lives.pop(learner, None)
+
+    def expire(self, learner: str) -> None:
+        """An aggregator ends its life, though the process may live and train on."""
+        self.lives.pop(learner, None)
+        self.seq += 1
+        self.put(learner, "end", self.seq, self.announced[learner])
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["join", "claim", "grab", "train", "send", "leave", "crash", "expire"]),
+        st.sampled_from("abcd"),
+        st.integers(1, 9),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(STEPS)
+def test_no_batch_is_merged_twice_and_each_is_reached_while_somebody_lives(steps):
+    fleet = Fleet()
+    for what, learner, batches in steps:
+        if what in ("train", "send"):
+            fleet.train(learner, batches, announce=what == "send")
+        elif what == "grab":
+            fleet.grab(learner, batches)
+        else:
+            getattr(fleet, what)(learner)
+    assert set(fleet.merged.values()) <= {1}
+    # All end; one comes, and takes on whatever is left of every epoch that was begun.
+    for learner in "abcd":
+        fleet.expire(learner)
+    last = max((share for share, _ in fleet.merged), default=0)
+    fleet.join("e")
+    every = (last // SIZES.shares + 1) * SIZES.shares * SIZES.batches
+    fleet.train("e", every + SIZES.batches, announce=True)
+    assert set(fleet.merged.values()) == {1}
+    expected = {(n // SIZES.batches, n % SIZES.batches) for n in range(every)}
+    assert expected <= set(fleet.merged)

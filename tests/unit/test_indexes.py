@@ -1,0 +1,72 @@
+"""Indexes of what there may be very many of: objects of a file or a store, updates of a tape."""
+
+import numpy as np
+
+from diloco.check.listing import Listing
+from diloco.common.kept.contents import BLOCK, Contents, Piece
+from diloco.projections.sent import Announced, Sent, Updates
+
+MANY = 3 * BLOCK + 7
+
+
+def test_contents_are_found_by_name_and_listed_in_their_order() -> None:
+    contents = Contents()
+    named = [(f"run/{index * 7919 % MANY:05d}", index) for index in range(MANY)]
+    for name, index in named:
+        contents.add(name, 10 + index, Piece(index, 0, 10 + index))
+    assert len(contents) == MANY
+    assert [*contents.sizes()] == [(name, 10 + index) for name, index in named]
+    for name, index in named:
+        whole = contents.get(name)
+        assert whole is not None
+        assert (whole.size_bytes, whole.pieces) == (10 + index, (Piece(index, 0, 10 + index),))
+    assert contents.get("run/other") is None
+    assert not contents.damaged()
+
+
+def test_what_lacks_a_piece_or_is_there_twice_is_damaged() -> None:
+    contents = Contents()
+    contents.add("whole", 10, Piece(1, 0, 6))
+    contents.add("whole", 10, Piece(2, 6, 10))
+    contents.add("cut", 10, Piece(3, 0, 6))
+    contents.add("twice", 4, Piece(4, 0, 4))
+    contents.add("twice", 4, Piece(5, 0, 4))
+    contents.add("headless", 10, Piece(6, 6, 10))
+    assert contents.damaged() == 2
+    contents.drop_damaged()
+    assert "cut" not in contents
+    whole, once = contents.get("whole"), contents.get("twice")
+    assert whole is not None
+    assert whole.pieces == (Piece(1, 0, 6), Piece(2, 6, 10))
+    assert once is not None
+    assert once.pieces == (Piece(4, 0, 4),)
+
+
+def test_a_listing_knows_sizes_and_what_another_one_lacks() -> None:
+    tape = Listing((f"o{index}", index) for index in range(MANY))
+    there = Listing(
+        ((f"o{index}", index + (index == 5)) for index in range(9, -1, -1)), "o3".__eq__
+    )
+    assert (len(tape), tape.size("o700"), tape.size("o")) == (MANY, 700, None)
+    amiss = tape.beside(there)
+    assert len(amiss) == MANY - 9
+    assert "o5" in amiss
+    assert "o6" not in amiss
+    assert "o10" in amiss
+    assert there.picked == ["o3"]
+    assert len(tape.beside(Listing())) == MANY
+    assert not Listing().beside(tape)
+
+
+def test_updates_are_as_a_dictionary_of_them() -> None:
+    rng = np.random.default_rng(0)
+    updates, expected = Updates(), dict[Sent, Announced]()
+    for seq in range(500):
+        update = Sent(f"l{rng.integers(3)}", int(rng.integers(2)), 0, int(rng.integers(60)))
+        at = Announced(seq, seq / 2, *(int(value) for value in rng.integers(1 << 62, size=4)))
+        updates.add(update, at)
+        expected.setdefault(update, at)
+    assert [*updates.items()] == [*expected.items()]
+    assert Sent("other", 0, 0, 1) not in updates
+    rows = [row for _, rows in updates.lives() for row in rows]
+    assert sorted(rows) == [*range(len(expected))]
