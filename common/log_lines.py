@@ -1,4 +1,4 @@
-"""Events of the log as lines that a person reads, for a terminal. Pure."""
+"""Events of the log as lines that a person reads, for a terminal."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime, tzinfo
