@@ -18,7 +18,6 @@ from diloco.aggregator.quarantine import quarantined_learners
 from diloco.aggregator.records import compose, contents_of
 from diloco.aggregator.recovery import rebuild
 from diloco.aggregator.rollback import whole
-from diloco.aggregator.settings import effective_settings
 from diloco.aggregator.swap import commit_record, swap
 from diloco.common import names, wire
 from diloco.common.bus import Bus
@@ -34,6 +33,7 @@ from diloco.common.tape import (
     Recorded,
     data_position,
     decode_as,
+    effective_settings,
     entries,
     last_record,
     load_specification,
@@ -70,12 +70,14 @@ async def mark(context: Context) -> Marked:
         versions=tuple(at.record.version for at in newest),
         record_seqs=tuple(at.record_seq for at in newest),
         created_at_s=context.runtime.clock(),
+        by=context.name,
     )
     await context.bus.publish(
         names.checkpoint(context.run), wire.encode(message), msg_id=identity(context)
     )
     quarantined = tuple(sorted(await quarantined_learners(context)))
-    records = await asyncio.gather(*(_beginning(context, at, quarantined) for at in newest))
+    # One after the other: a fragment's arrays are let go before the next one's are read.
+    records = [await _beginning(context, at, quarantined) for at in newest]
     settings, _ = await effective_settings(context)
     specification = await load_specification(context.bus, context.run)
     positions = await _data_positions(context, specification, newest)
@@ -234,7 +236,9 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
                 "diloco rollback",
             ) from None
     if file.settings != specification.settings:
-        message = wire.Settings(run=context.run, settings=file.settings, changed=())
+        message = wire.Settings(
+            run=context.run, settings=file.settings, changed=(), by=context.name
+        )
         subject = names.settings(context.run)
         with contextlib.suppress(SwapLostError):  # The `resume` that died has said it.
             await swap(context, subject, wire.encode(message), identity(context), 0)

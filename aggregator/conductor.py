@@ -82,6 +82,8 @@ class Conductor:
                 continue
             if message.subject == names.settings(context.run):
                 self._change(message)
+                # A run that is shorter now may have come to its end already.
+                await self._decide()
                 continue
             try:
                 record = await context.runtime.retry(
@@ -118,7 +120,9 @@ class Conductor:
             reason = stop_reason(self._settings, self._newest)
             if reason is not None:
                 step = max(newest.global_step for newest in self._newest.values())
-                stop = wire.Stop(run=self.context.run, global_step=step, reason=reason)
+                stop = wire.Stop(
+                    run=self.context.run, global_step=step, reason=reason, by=self.context.name
+                )
                 await self._say(names.stop(self.context.run), stop)
 
     async def _say(self, subject: str, body: wire.Body) -> None:

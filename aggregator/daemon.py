@@ -205,7 +205,8 @@ async def _serve(
         context = await unless_asked(begin, asked.is_set)
         try:
             leases = Leases(context, config.aggregator.lease_ttl_s, pinned)
-            await _work(context, leases, probes, asked)
+            checkpoint_s = config.aggregator.checkpoint_interval_s
+            await _work(context, leases, probes, asked, checkpoint_s)
         finally:
             await context.bus.close()
     logger.info("stopped")
@@ -249,13 +250,15 @@ async def _begin(
     return context
 
 
-async def _work(context: Context, leases: Leases, probes: Probes, asked: asyncio.Event) -> None:
+async def _work(
+    context: Context, leases: Leases, probes: Probes, asked: asyncio.Event, checkpoint_s: float
+) -> None:
     """Aggregate, and tell systemd, until the run ends or somebody asks for the end."""
     work = asyncio.ensure_future(aggregate(context, leases))
     stop = asyncio.ensure_future(asked.wait())
     probes.start.over()
     reports = asyncio.ensure_future(report(probes.health, probes.manager))
-    checkpoints = asyncio.ensure_future(watch_checkpoints(context))
+    checkpoints = asyncio.ensure_future(watch_checkpoints(context, checkpoint_s))
     tell(probes.manager, READY="1")
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     tell_stopping(probes.manager)

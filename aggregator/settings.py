@@ -8,26 +8,16 @@ from diloco.aggregator.context import Context, identity
 from diloco.aggregator.swap import swap
 from diloco.common import names, wire
 from diloco.common.config import RunSettings, changes, check_changeable
-from diloco.common.errors import RunMismatchError, SwapLostError
-from diloco.common.tape import parse_changed
-
-
-async def effective_settings(context: Context) -> tuple[RunSettings, int]:
-    """The settings that the run follows, or will from each fragment's next version on.
-
-    With the stream sequence of the message that said so, 0 for the specification's.
-    """
-    last = await context.bus.last(context.tape, names.settings(context.run))
-    if last is None:
-        return context.settings, 0
-    return parse_changed(context.settings, last), last.seq
+from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
+from diloco.common.layout import next_step
+from diloco.common.tape import effective_settings, last_record
 
 
 async def change_settings(context: Context, settings: RunSettings) -> list[str]:
     """Put settings in force from each fragment's next version on; what differs from before.
 
     Raises:
-        ConfigError: a difference that no run can take while it goes on.
+        ConfigError: a difference that no run can take while it goes on, or a length that is over.
         RunMismatchError: the run has stopped, or somebody else has just changed its settings.
     """
     await check_goes_on(context)
@@ -36,7 +26,13 @@ async def change_settings(context: Context, settings: RunSettings) -> list[str]:
     changed = changes(before, settings)
     if not changed:
         return []
-    message = wire.Settings(run=context.run, settings=settings.model_dump(), changed=tuple(changed))
+    await _check_length(context, before, settings)
+    message = wire.Settings(
+        run=context.run,
+        settings=settings.model_dump(),
+        changed=tuple(changed),
+        by=context.name,
+    )
     subject = names.settings(context.run)
     try:
         await swap(context, subject, wire.encode(message), identity(context), before_seq)
@@ -46,6 +42,42 @@ async def change_settings(context: Context, settings: RunSettings) -> list[str]:
             hint="repeat, if the change is still wanted",
         ) from error
     return changed
+
+
+async def _check_length(context: Context, before: RunSettings, after: RunSettings) -> None:
+    """Refuse a length that the run has passed: its clock would have to go back.
+
+    Raises:
+        ConfigError: some fragment is beyond it.
+    """
+    if after.run.steps >= before.run.steps:
+        return
+    fragments = range(len(context.layout.fragments))
+    newest = [(await last_record(context, fragment))[0] for fragment in fragments]
+    reached = max(next_step(after.sync.rhythm(r.fragment), r.global_step) for r in newest)
+    if after.run.steps < reached:
+        raise ConfigError(
+            f"run.steps = {after.run.steps}: the round that is being made goes to step {reached}",
+            hint="end the run as soon as its rounds are closed: diloco run end RUN",
+        )
+
+
+async def end_run(context: Context, reason: str) -> int:
+    """Stop a run early: learners send what is unsent, then the last rounds close; its clock.
+
+    Raises:
+        RunMismatchError: it has stopped.
+    """
+    await check_goes_on(context)
+    fragments = range(len(context.layout.fragments))
+    newest = [(await last_record(context, fragment))[0] for fragment in fragments]
+    step = max(record.global_step for record in newest)
+    stop = wire.Stop(run=context.run, global_step=step, reason=reason, by=context.name)
+    try:
+        await swap(context, names.stop(context.run), wire.encode(stop), identity(context), 0)
+    except SwapLostError:
+        await check_goes_on(context)
+    return step
 
 
 async def check_goes_on(context: Context) -> None:

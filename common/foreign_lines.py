@@ -1,6 +1,6 @@
 """A program that makes JSON lines of what libraries write to standard error.
 
-    python -I -S foreign_lines.py [--journal] < what they write > what is logged
+    python -I -S foreign_lines.py [--journal | --plain] < what they write > what is logged
 
 libtpu, CUDA, XLA and Gloo write to file descriptor 2, past Python. A daemon gives them a pipe to
 write to (`log.take_stderr`), and this process reads it: one of its own, because what a library
@@ -62,6 +62,11 @@ def as_event(line: bytes, now: datetime, *, journal: bool = False) -> bytes:
     return priority + json.dumps(event).encode() + b"\n"
 
 
+def as_line(line: bytes, now: datetime) -> bytes:
+    """A line for a terminal, as `log_lines.py` has those of the log itself."""
+    return f"{now.astimezone():%H:%M:%S}  said: ".encode() + line + b"\n"
+
+
 def split(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Lines without their ends, in pieces of a bearable length; the last one may have none."""
     rest = b""
@@ -86,10 +91,12 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     chunks = iter(lambda: os.read(sys.stdin.fileno(), READ_BYTES), b"")
-    journal = "--journal" in sys.argv
+    journal, plain = "--journal" in sys.argv, "--plain" in sys.argv
     for line in split(chunks):
         # One write for each: whoever writes to the same place writes whole lines as well.
-        os.write(sys.stdout.fileno(), as_event(line, datetime.now(UTC), journal=journal))
+        now = datetime.now(UTC)
+        told = as_line(line, now) if plain else as_event(line, now, journal=journal)
+        os.write(sys.stdout.fileno(), told)
 
 
 if __name__ == "__main__":

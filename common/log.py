@@ -1,5 +1,7 @@
 """Logs: JSON lines on standard error, one event with fields per line (structlog).
 
+On a terminal they are lines for people instead (`log_lines.py`).
+
 The field `action` of every line is one of those listed in docs/logs.md; `run`, `learner`,
 `fragment`, `version` are bound where they are known. Cores do not log; drivers log what they do.
 
@@ -23,6 +25,8 @@ from typing import Any
 
 import structlog
 
+from diloco.common.log_lines import as_line
+
 Logger = structlog.typing.FilteringBoundLogger
 STDOUT = 1
 STDERR = 2
@@ -35,7 +39,7 @@ PRIORITIES = {"critical": "<2>", "error": ERROR, "warning": "<4>", "info": "<6>"
 
 
 def configure(level: str = "info") -> None:
-    """Send this process's logs to standard error as JSON lines."""
+    """Send this process's logs to standard error as JSON lines, or as lines for a terminal."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -43,7 +47,7 @@ def configure(level: str = "info") -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
             structlog.processors.EventRenamer("action"),
-            _prioritized if in_journal() else structlog.processors.JSONRenderer(),
+            _renderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
@@ -51,6 +55,20 @@ def configure(level: str = "info") -> None:
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
     )
     warnings.showwarning = _show_warning
+
+
+def _renderer() -> Callable[..., str | bytes]:
+    if in_journal():
+        return _prioritized
+    return _line if on_terminal() else structlog.processors.JSONRenderer()
+
+
+def on_terminal() -> bool:
+    """Whether this process's log is read by somebody as it comes."""
+    try:
+        return sys.stderr.isatty()
+    except ValueError:  # It is closed.
+        return False
 
 
 def end_within(within_s: float) -> None:
@@ -76,7 +94,7 @@ def take_stderr() -> None:
     ours, theirs = os.pipe()
     program = str(Path(__file__).with_name("foreign_lines.py"))
     relay = subprocess.Popen(  # noqa: S603 - our own program
-        [sys.executable, "-I", "-S", program, *(["--journal"] if in_journal() else [])],
+        [sys.executable, "-I", "-S", program, *_for_relay(real)],
         stdin=ours, stdout=real, stderr=real, cwd="/", start_new_session=True,
     )  # fmt: skip
     os.close(ours)
@@ -99,6 +117,12 @@ def take_stderr() -> None:
             relay.wait(LAST_WORDS_S)
 
     atexit.register(give_back)
+
+
+def _for_relay(real: int) -> list[str]:
+    if in_journal():
+        return ["--journal"]
+    return ["--plain"] if os.isatty(real) else []
 
 
 class _Handler(logging.Handler):
@@ -134,6 +158,10 @@ _render: Callable[..., str | bytes] = structlog.processors.JSONRenderer()
 
 def _prioritized(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
     return f"{PRIORITIES.get(event.get('level', ''), '')}{_render(logger, name, event)!s}"
+
+
+def _line(_logger: Any, _name: str, event: MutableMapping[str, Any]) -> str:
+    return as_line(event)
 
 
 def _show_warning(

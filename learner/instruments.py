@@ -6,10 +6,11 @@ from diloco.common.metrics import Metrics
 from diloco.learner import sync
 from diloco.learner.synchronizer import Meter, Synchronizer
 
-STATES = ("starting", "training", "flushing", "leaving", "failed")
+STATES = ("starting", "training", "paused", "flushing", "leaving", "failed")
 # States that are no training, as whoever asks for health reads them.
 WHY_NOT = {
     "starting": "it loads versions and compiles",
+    "paused": "the run is paused",
     "flushing": "it sends what is unsent, and trains no more",
     "leaving": "it says that it leaves",
     "failed": "an error ends it",

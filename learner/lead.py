@@ -326,7 +326,8 @@ def _planner(
     peers: Alone | Coordinator,
     saver: Checkpoints,
 ) -> Planner:
-    rules = sync.sync_rules(context.settings.sync, context.layout)
+    settings = context.settings
+    rules = sync.sync_rules(settings.sync, context.layout, paused=settings.run.paused)
     return Planner(
         rules=rules,
         state=sync.begin(rules, starts),

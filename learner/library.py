@@ -43,6 +43,8 @@ from diloco.learner.task import Batch, Holder, Params, Shared
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"
+# States of a boundary after which steps follow, sooner or later.
+GOING_ON = ("training", "paused")
 
 
 class Learner:
@@ -139,7 +141,8 @@ class Learner:
     ) -> Params:
         """Take a step boundary: adopt what has arrived, send what is due. Waits for nothing.
 
-        Only in lockstep mode it waits, for the versions of what was sent.
+        Only in lockstep mode it waits, for the versions of what was sent; and while an operator
+        has paused the run.
 
         Args:
             params: the parameters after the loop's step; the caller gives them away.
@@ -175,10 +178,11 @@ class Learner:
             self._synchronizer.saver.save(_given(save), self._synchronizer.progress())
             self._save = None
         meter.state = boundary.state
-        while boundary.then == "hold" and boundary.state == "training":
+        while boundary.then == "hold" and boundary.state in GOING_ON:
             boundary = self._turn()
+            meter.state = boundary.state
         self.global_step, self._then = boundary.global_step, boundary.then
-        self.done = boundary.state != "training" or boundary.then == "end"
+        self.done = boundary.state not in GOING_ON or boundary.then == "end"
         self._began_s = time.perf_counter()
         return self._params
 

@@ -5,6 +5,7 @@ them), then programs, the join, the place in the data. `lead.py` and `follow.py`
 and as a worker; here is what both need.
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,8 @@ from diloco.learner.synchronizer import Boundaries, Meter, Synchronizer
 from diloco.learner.task import Params
 
 T = TypeVar("T")
+# Between two lines on a terminal.
+PROGRESS_S = 5.0
 
 
 class RunEndedError(DilocoError):
@@ -181,7 +184,27 @@ class Life:
         self.context.logger.info("started", position=synchronizer.position)
         self.host.probes.start.over()
         self.host.background.spawn(report(health, manager))
+        if log.on_terminal():
+            self.host.background.spawn(self._progress(meter))
         tell(manager, READY="1")
+
+    async def _progress(self, meter: Meter) -> None:
+        """Tell a terminal how training goes, for as long as there is something new; never ends."""
+        known = -1
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            if meter.local_step == known:
+                continue
+            known = meter.local_step
+            self.context.logger.info(
+                "progress",
+                state=meter.state,
+                local_step=known,
+                global_step=meter.global_step,
+                loss=meter.loss,
+                tokens_per_s=meter.tokens_per_s,
+                version=meter.version,
+            )
 
     def leave(self) -> None:
         """End it in order."""

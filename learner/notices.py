@@ -60,7 +60,8 @@ def _pass_on(context: Context, post: Post, message: Message) -> None:
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
                 return
             context.logger.info("settings", settings_seq=message.seq)
-            post(sync.Changed(sync.sync_rules(settings.sync, context.layout)))
+            rules = sync.sync_rules(settings.sync, context.layout, paused=settings.run.paused)
+            post(sync.Changed(rules))
 
 
 async def _listen(context: Context, post: Post) -> None:

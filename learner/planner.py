@@ -95,7 +95,7 @@ class Planner:
             effects,
             self._then,
             sync.clock(self.rules, self.state),
-            "flushing" if self._ending() else "training",
+            self._doing(),
             stepped and (self._ending() or self._checkpoint_due()),
         )
 
@@ -114,12 +114,18 @@ class Planner:
         if self.asked_to_leave() and not self.state.leaving:
             self.state, _ = sync.step(self.rules, self.state, sync.Leave())
 
+    def _doing(self) -> str:
+        if self._ending():
+            return "flushing"
+        return "paused" if self.rules.paused else "training"
+
     def _ending(self) -> bool:
         return self.state.stopping or self.state.leaving
 
     def _after(self, now_s: float) -> Then:
         if not self._ending():
-            return "hold" if sync.must_wait(self.rules, self.state) else "step"
+            waits = self.rules.paused or sync.must_wait(self.rules, self.state)
+            return "hold" if waits else "step"
         if self._flushing_since_s is None:
             self._flushing_since_s = now_s
         late = not self.state.stopping and now_s - self._flushing_since_s > self.drain_timeout_s

@@ -40,13 +40,16 @@ class SyncRules:
     lockstep: bool
     overwrite: bool
     averaged: tuple[int, ...] = ()
+    paused: bool = False
 
     def overwrites(self, fragment: int) -> bool:
         """Whether a version of the fragment takes the place of what the learner has."""
         return self.overwrite or fragment in self.averaged
 
 
-def sync_rules(sync: SyncSection, layout: Layout | None = None) -> SyncRules:
+def sync_rules(
+    sync: SyncSection, layout: Layout | None = None, *, paused: bool = False
+) -> SyncRules:
     """The rules of a run's learners; without a layout, of one that holds no averaged state."""
     fragments = layout.fragments if layout is not None else ()
     return SyncRules(
@@ -58,6 +61,7 @@ def sync_rules(sync: SyncSection, layout: Layout | None = None) -> SyncRules:
         lockstep=sync.mode == "lockstep",
         overwrite=sync.adopt == "overwrite",
         averaged=tuple(fragment.index for fragment in fragments if fragment.averaged),
+        paused=paused,
     )
 
 

@@ -34,8 +34,9 @@ class Meter:
     """What a learner knows of its own work; read by the heartbeat from another thread.
 
     `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
-    `stall_s` is the training thread's time in synchronization, `data_s` that in waiting for
-    batches; `run_s` all its time since the first step.
+    `version` is the newest that was adopted. `stall_s` is the training thread's time in
+    synchronization, `data_s` that in waiting for batches; `run_s` all its time since the
+    first step.
     """
 
     learner: str
@@ -43,6 +44,7 @@ class Meter:
     state: str = "starting"
     local_step: int = 0
     global_step: int = 0
+    version: int = 0
     tokens: int = 0
     earlier_tokens: int = 0
     loss: float = 0.0
@@ -96,6 +98,10 @@ class Meter:
         """Count time in synchronization, after the last step too."""
         self.stall_s += took_s
         self.run_s = time.perf_counter() - self._began_s
+
+    def paused(self, took_s: float) -> None:
+        """Leave time out in which the run was paused."""
+        self._began_s += took_s
 
     def heartbeat(self, incarnation: int, trouble: str = "") -> wire.Heartbeat:
         """The newest figures as a message."""
@@ -173,13 +179,18 @@ class Synchronizer:
             self.replica.trained = trained()
         for effect in boundary.effects:
             self._perform(effect)
-        self.meter.stalled(time.perf_counter() - began_s)
+        took_s = time.perf_counter() - began_s
+        if boundary.state == "paused":
+            self.meter.paused(took_s)
+        else:
+            self.meter.stalled(took_s)
         return boundary
 
     def _perform(self, effect: sync.Effect) -> None:
         match effect:
             case sync.Adopt(ready, resolved):
                 payload = self.boundaries.payload(ready.fragment, ready.record_seq)
+                self.meter.version = max(self.meter.version, ready.version)
                 if ready.rolled_back:
                     assert isinstance(payload, View)
                     self.replica.roll_back(ready.fragment, payload)

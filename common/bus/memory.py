@@ -174,6 +174,10 @@ class MemoryBroker:
                 raise BusError(f"subjects of stream {stream!r} overlap with {other.name!r}'s")
         self._streams[stream] = _Stream(stream, list(subjects), limits)
 
+    def remove_stream(self, stream: str) -> None:
+        """As `Bus.remove_stream`."""
+        self._streams.pop(stream, None)
+
     def publish(
         self,
         subject: str,
@@ -283,6 +287,14 @@ class MemoryBus:
             BusError: the bus is closed.
         """
         return self._open_broker().names()
+
+    async def remove_stream(self, stream: str) -> None:
+        """Remove `stream` with all its messages; one that is not there is no error.
+
+        Raises:
+            BusError: the bus is closed.
+        """
+        self._open_broker().remove_stream(stream)
 
     async def publish(
         self,

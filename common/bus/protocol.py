@@ -74,6 +74,14 @@ class Bus(Protocol):
         or there.
         """
 
+    async def remove_stream(self, stream: str) -> None:
+        """Remove `stream` with all its messages; one that is not there is no error.
+
+        Raises:
+            BusError: not permitted.
+            BusUnavailableError: no answer.
+        """
+
     async def publish(
         self,
         subject: str,

@@ -9,6 +9,7 @@ _BUILT_IN_NAMES = frozenset({BUILT_IN_TASK, BUILT_IN_TASK_0_1})
 
 # What a run may change while it goes on: section -> keys, None for all of them.
 CHANGEABLE: dict[str, frozenset[str] | None] = {
+    "run": frozenset({"steps", "tokens", "paused"}),
     "sync": frozenset({"interval_steps", "min_steps", "overlap_steps", "reannounce_timeout_s"}),
     "outer": frozenset({"learning_rate", "momentum", "participation", "clip_radius"}),
     "staleness": None,

@@ -229,6 +229,11 @@ class AggregatorSection(Section):
         description="lease on a fragment: another aggregator takes over an owner that is silent"
         " for this long",
     )
+    checkpoint_interval_s: NonNegative = Field(
+        default=600.0,
+        description="a checkpoint of the run is made once the newest is so old, as after `diloco"
+        " checkpoint`; 0: only by that command. One that takes long is made more rarely",
+    )
     share_expiry_s: NonNegative = Field(
         default=600.0,
         description="silence after which the life of a learner that holds shares of the data is"

@@ -22,7 +22,10 @@ class RunSection(Section):
         description="name of the run: `[a-z0-9][a-z0-9-]{0,39}`; part of streams, subjects and"
         " object names"
     )
-    steps: Steps = Field(description="length of the run on its global clock, in inner steps")
+    steps: Steps = Field(
+        description="length of the run on its global clock, in inner steps; that with which the run"
+        " was created is also the horizon of the task's schedule"
+    )
     tokens: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="stops the run earlier, once every fragment has merged this many tokens;"
@@ -33,6 +36,10 @@ class RunSection(Section):
         default=0,
         description="tokens of one inner step of a learner whose training loop is its own, of all"
         " its hosts together: for all learners, or by name; 0: as the task says",
+    )
+    paused: bool = Field(
+        default=False,
+        description="learners wait at their next step boundary: `diloco run pause`, `run continue`",
     )
 
     def tokens_of(self, learner: str) -> int:

@@ -47,6 +47,14 @@ class KeptBus:
         """The names of all streams, sorted."""
         return sorted(self._logs)
 
+    async def remove_stream(self, stream: str) -> None:
+        """Refused.
+
+        Raises:
+            BusError: always.
+        """
+        raise self._refused(f"no stream {stream!r} can be removed from it")
+
     async def publish(
         self,
         subject: str,

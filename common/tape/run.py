@@ -98,6 +98,17 @@ def parse_changed(created: RunSettings, message: Message) -> RunSettings:
     return changed_settings(created, said)
 
 
+async def effective_settings(context: RunContext) -> tuple[RunSettings, int]:
+    """The settings that the run follows, or will from each fragment's next version on.
+
+    With the stream sequence of the message that said so, 0 for the specification's.
+    """
+    last = await context.bus.last(context.tape, names.settings(context.run))
+    if last is None:
+        return context.settings, 0
+    return parse_changed(context.settings, last), last.seq
+
+
 async def settings_at(context: RunContext, settings_seq: int) -> RunSettings:
     """The run's settings that a message of the tape put in force; 0: the specification's.
 

@@ -99,8 +99,8 @@ class Heartbeat(Body):
     bytes_down: Count = Field(description="read objects")
     updates_sent: Count = Field(description="of this life")
     state: Text = Field(
-        description="`starting`, `training`, `flushing`, `leaving`, or `failed`: the last word of a"
-        " life that an error ends; `trouble` says which"
+        description="`starting`, `training`, `paused`, `flushing`, `leaving`, or `failed`: the last"
+        " word of a life that an error ends; `trouble` says which"
     )
     trouble: Text = Field(
         default="", description="what somebody should look at although it trains; empty if nothing"

@@ -135,6 +135,8 @@ class Settings(Body):
     run: Name = Field(description="the run")
     settings: dict[str, Any] = Field(description="all of them, as in the specification")
     changed: Several[Text] = Field(description="what is new, for people")
+    # Messages of earlier releases lack what follows.
+    by: Text = Field(default="", description="who changed them: `operator USER@MACHINE`")
 
 
 class Quarantine(Body):
@@ -149,7 +151,7 @@ class Quarantine(Body):
     learner: Name = Field(description="who")
     active: bool = Field(description="true: quarantined; false: released, its offences forgotten")
     reason: Text = Field(description="for people")
-    by: Text = Field(description="the aggregator's name, or `operator`")
+    by: Text = Field(description="the aggregator's name, or `operator USER@MACHINE`")
 
 
 class Checkpoint(Body):
@@ -169,6 +171,10 @@ class Checkpoint(Body):
         description="stream sequences of the records that made them"
     )
     created_at_s: Seconds = Field(description="when")
+    # Messages of earlier releases lack what follows.
+    by: Text = Field(
+        default="", description="who made it: an aggregator's name, or `operator USER@MACHINE`"
+    )
 
 
 class CheckpointFile(Body):
@@ -202,6 +208,10 @@ class Stop(Body):
     run: Name = Field(description="the run")
     global_step: Count = Field(description="the run's clock")
     reason: Text = Field(description="`steps` or `tokens`; another: somebody ended the run early")
+    # Messages of earlier releases lack what follows.
+    by: Text = Field(
+        default="", description="who stopped it: an aggregator's name, or `operator USER@MACHINE`"
+    )
 
 
 class End(Body):

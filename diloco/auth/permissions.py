@@ -80,6 +80,7 @@ def _aggregator(run: str) -> Grants:
             names.record(run, "*"),
             names.stop(run),
             names.end(run),
+            names.checkpoint(run),
             # To end, in its place, the life of a learner that is silent.
             names.join(run, "*"),
             names.leave(run, "*"),

@@ -90,7 +90,7 @@ def checkpoints(
             severity="error",
             about="checkpoints",
             sentence=f"{begun[-1]} was begun and is not in the store: {since}",
-            advice="see why: systemctl status diloco-checkpoint",
+            advice="aggregators retry; see why: checkpoint_failed in their logs",
             runbook=CHECKPOINTS,
         )
     elif made is None and history.end is None and now_s - created_s > CHECKPOINT_S:
@@ -98,7 +98,7 @@ def checkpoints(
             severity="warning",
             about="checkpoints",
             sentence="there is none: the run would be lost with the disk of its NATS server",
-            advice="systemctl enable --now diloco-checkpoint.timer, or run diloco checkpoint",
+            advice="see checkpoint_failed in the aggregators' logs; by hand: diloco checkpoint RUN",
             runbook=CHECKPOINTS,
         )
     elif made is not None and history.end is None and now_s - made[1] > CHECKPOINT_S:
@@ -106,7 +106,7 @@ def checkpoints(
             severity="warning",
             about="checkpoints",
             sentence=f"the newest, {made[0]}, is {(now_s - made[1]) / HOUR_S:,.1f} hours old",
-            advice="see whether the timer runs: systemctl status diloco-checkpoint.timer",
+            advice="see checkpoint_failed in the aggregators' logs, and that one of them runs",
             runbook=CHECKPOINTS,
         )
     elif made is not None:

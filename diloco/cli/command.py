@@ -21,18 +21,35 @@ def group(summary: str | None = None) -> typer.Typer:
     return typer.Typer(help=summary, no_args_is_help=True)
 
 
-def command(app: typer.Typer, name: str | None = None) -> Callable[[F], F]:
+def command(app: typer.Typer, name: str | None = None, *, daemon: bool = False) -> Callable[[F], F]:
     """Make a function a command of `app`; its docstring is the command's help.
 
     Parameters are options, and the fields of a parameter that is a record of options are. What
-    the function returns is the exit status; None is 0.
+    the function returns is the exit status; None is 0. A daemon's failure on files keeps its trace.
     """
 
     def add(function: F) -> F:
-        app.command(name)(_runner(function))
+        app.command(name)(_runner(function if daemon else _told(function)))
         return function
 
     return add
+
+
+def _told(function: F) -> F:
+    """A function whose trouble with files is a failure in words."""
+
+    @functools.wraps(function)
+    def run(*given: Any, **named: Any) -> int | None:
+        try:
+            return function(*given, **named)
+        except OSError as error:
+            from diloco.cli.failing import as_failure
+
+            if (failure := as_failure(error)) is None:
+                raise
+            raise failure from error
+
+    return typing.cast("F", run)
 
 
 def _runner(function: Callable[..., int | None]) -> Callable[..., None]:

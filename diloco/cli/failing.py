@@ -1,5 +1,7 @@
 """How a command or daemon that fails says so: on standard error, in the journal, and to systemd."""
 
+import errno
+import os
 import sys
 import traceback
 
@@ -9,6 +11,22 @@ from diloco.common import log
 from diloco.common.config import service_manager
 from diloco.common.errors import DilocoError
 from diloco.common.manager import tell_error
+
+
+def as_failure(error: OSError) -> DilocoError | None:
+    """What the machine refused, as a failure to tell in a sentence; None for what may be a bug."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f" at {error.filename!r}" if error.filename else ""
+        return DilocoError(
+            f"a disk is full{where}: {error.strerror}",
+            hint="free space there, or use another folder: runbooks/disk-full.md",
+        )
+    if error.filename is None or error.errno is None:
+        return None
+    return DilocoError(
+        f"cannot use {os.fsdecode(error.filename)!r}: {error.strerror}",
+        hint="check the path, and that you may read and write there",
+    )
 
 
 def tell_failure(error: DilocoError) -> None:

@@ -10,6 +10,9 @@ folder for as long as the command lasts.
 """
 
 import asyncio
+import os
+import pwd
+import socket
 import urllib.parse
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,7 +41,7 @@ from diloco.common.errors import (
 )
 from diloco.common.kept import Kept, KeptBus, KeptStore, is_bundle, is_kept, open_kept, read_header
 from diloco.common.layout import parse_layout
-from diloco.common.nats_server import NatsServer
+from diloco.common.nats_server import NatsServer, is_folder_of_server, is_free, is_served
 from diloco.common.service import Runtime
 from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import RunContext, load_specification
@@ -46,6 +49,8 @@ from diloco.common.tape import RunContext, load_specification
 CONNECT_S = 5.0
 # How long the server of a local run may take to answer before it counts as ended.
 LOCAL_CONNECT_S = 2.0
+# Keys of the section `learner` that are folders, below that of a local run.
+FOLDERS = ("checkpoint_dir", "compilation_cache_dir")
 
 
 class Place(NamedTuple):
@@ -127,7 +132,29 @@ def run_config(target: str | Path) -> Config:
                 "DILOCO_STORE_URL",
             )
         return _placed(str(target), place)
-    return load_config(find_config(target))
+    file = find_config(target)
+    return at_home(load_config(file), path) if path.is_dir() else load_config(file)
+
+
+def at_home(config: Config, folder: Path) -> Config:
+    """The configuration of a local run whose folder may have been moved or copied since."""
+    stored = Path(config.store.url)
+    home, here = stored.parent, folder.absolute()
+    local = (here / "nats").is_dir() and (here / stored.name).is_dir()
+    if not (local and stored.is_absolute()) or home == here:
+        return config
+
+    def moved(path: str | None) -> str | None:
+        inside = path is not None and Path(path).is_relative_to(home)
+        return str(here / Path(path).relative_to(home)) if path and inside else path
+
+    learner = {key: moved(getattr(config.learner, key)) for key in FOLDERS}
+    return config.model_copy(
+        update={
+            "store": config.store.model_copy(update={"url": moved(config.store.url)}),
+            "learner": config.learner.model_copy(update=learner),
+        }
+    )
 
 
 def placed_bus() -> BusSection:
@@ -213,7 +240,13 @@ async def open_run(
 def operator_context(opened: OpenRun) -> Context:
     """What the aggregator's functions need, in the operator's name."""
     parts = {field.name: getattr(opened.context, field.name) for field in fields(RunContext)}
-    return Context(**parts, name="operator")
+    return Context(**parts, name=who())
+
+
+def who() -> str:
+    """Who gives a command, as the tape says it."""
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    return f"operator {user}@{socket.gethostname()}"
 
 
 def _open_file(stack: AsyncExitStack, path: Path, *, reads: bool, salvage: bool) -> Kept:
@@ -244,19 +277,18 @@ async def _find(
 ) -> tuple[Bus, wire.Specification]:
     """A connection to the server that has the run; one of our own if it is an ended local run."""
     ended = target / "nats"
-    try:
-        within_s = LOCAL_CONNECT_S if ended.is_dir() else CONNECT_S
-        return await _connect(stack, config, config.bus.url, name, within_s)
-    except BusUnavailableError:
-        if not ended.is_dir():
-            raise
-        port = urllib.parse.urlsplit(config.bus.url).port
-    except RunMissingError:
-        if not ended.is_dir():
-            raise
-        port = None  # Somebody else's server has come by the old port.
+    if not is_folder_of_server(ended):
+        return await _connect(stack, config, config.bus.url, name, CONNECT_S)
+    port = urllib.parse.urlsplit(config.bus.url).port
+    # What answers at that address may be the server of another folder: of the one that this was
+    # copied from, or of whoever has come by the port since.
+    if is_served(ended):
+        try:
+            return await _connect(stack, config, config.bus.url, name, LOCAL_CONNECT_S)
+        except (BusUnavailableError, RunMissingError):
+            port = None
     # Threads of the loop's pool last as long as the loop, and so does a server started by one.
-    server = NatsServer(ended, port=port)
+    server = NatsServer(ended, port=port if port and is_free(port) else None)
     stack.push_async_callback(asyncio.to_thread, server.stop)
     await asyncio.to_thread(server.start)
     return await _connect(stack, config, server.url, name, CONNECT_S)

@@ -1,7 +1,7 @@
 """Options and arguments that several commands take."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,7 +27,8 @@ ConfigFile = Annotated[
     typer.Option("--config", help="the run's TOML file; see docs/configuration.md", metavar="FILE"),
 ]
 LogLevel = Annotated[
-    str, typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL")
+    Literal["debug", "info", "warning", "error"],
+    typer.Option("--log-level", help="debug, info, warning or error", metavar="LEVEL"),
 ]
 MetricsPort = Annotated[
     int | None,

@@ -1,11 +1,23 @@
 """What commands print: sentences, tables, and colours for what they say."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 from rich.table import Table
 
 # Of a learner's state, and of a finding's severity.
-STATE_STYLES = {"training": "green", "flushing": "cyan", "done": "dim", "starting": "yellow"}
+STATE_STYLES = {
+    "training": "green", "paused": "cyan", "flushing": "cyan", "done": "dim", "starting": "yellow",
+}  # fmt: skip
 SEVERITY_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that something takes its time: on standard error, and gone afterwards."""
+    with Console(stderr=True).status(f"{what} ..."):
+        yield
 
 
 def say(text: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = group()
 
 
-@command(app)
+@command(app, daemon=True)
 def aggregator(
     config: shared.ConfigFile,
     name: Annotated[
@@ -39,7 +39,7 @@ def aggregator(
 
     Run any number: they share the fragments by leases and take over from one that fails. After a
     restart an aggregator resumes from the tape. The first SIGINT or SIGTERM stops it cleanly, the
-    second at once. Logs are JSON lines on stderr.
+    second at once. Logs are JSON lines on stderr, on a terminal lines for people.
     """
     from diloco.cli.settings import parse_fragments
 
@@ -114,12 +114,12 @@ class LearnerOptions:
     json: Annotated[bool, typer.Option("--json", help="dry run: print JSON")] = False
 
 
-@command(app)
+@command(app, daemon=True)
 def learner(options: LearnerOptions) -> None:
     """Train on this island's data and synchronize with the run until it ends.
 
     The first SIGINT or SIGTERM stops cleanly (finish the step, send pending updates, leave the
-    run), the second at once. Logs are JSON lines on stderr.
+    run), the second at once. Logs are JSON lines on stderr, on a terminal lines for people.
 
     For a learner of several hosts, start this command on each of them with the same name and file
     and with `--hosts`, `--host` and `--coordinator`. With `--dry-run`, programs are compiled from

@@ -13,7 +13,8 @@ def local(options: LocalOptions) -> int:
 
     Every part is a process of its own and runs the same commands and protocol as on machines far
     apart. Learners may have different numbers of devices (`--mesh`) and consist of several
-    processes (`--hosts`). Ctrl-C stops all of them cleanly; a second Ctrl-C kills them.
+    processes (`--hosts`). Ctrl-C stops all of them cleanly; a second Ctrl-C kills them. What was
+    stopped, or crashed, continues with `--resume`.
     """
     log.configure("error")
     from diloco.local.run import run_local

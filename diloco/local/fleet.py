@@ -1,6 +1,7 @@
 """The processes of a local run: started as an operator would start them, watched, ended."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from diloco.common.config import environment_with
+from diloco.common.disks import is_full
 from diloco.common.errors import DilocoError
 from diloco.common.nats_server import LOOPBACK, NatsServer, free_port
 from diloco.local.reaper import Reaper
@@ -17,7 +19,10 @@ from diloco.local.reaper import Reaper
 # A process that fails so often within a minute is not started again.
 FAILURES = 5
 WITHIN_S = 60.0
+# Nor is one that fails the same way so often, one life after the other, however long each is.
+ALIKE = 3
 TAIL_LINES = 12
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 # When one host of a learner has died, its peers have so long to end by themselves.
 HOSTS_END_S = 30.0
 
@@ -52,6 +57,7 @@ class Daemon:
 
     `failed` is the process that failed first in this life, seen to have done so at
     `failing_since_s`; its peers end then, for they cannot go on without it. `killed`: we did it.
+    `ways`: how its last lives failed. `spare`: the run goes on without it, while another is there.
     """
 
     name: str
@@ -60,6 +66,8 @@ class Daemon:
     restarts: int = 0
     ended: bool = False
     failed_at_s: list[float] = field(default_factory=list)
+    ways: list[str] = field(default_factory=list)
+    spare: bool = False
     failed: Process | None = None
     failing_since_s: float = 0.0
     killed: bool = False
@@ -89,6 +97,7 @@ class Fleet:
         self._files: list[IO[bytes]] = []
         self._server: NatsServer | None = None
         self.daemons: dict[str, Daemon] = {}
+        self.given_up: list[str] = []
 
     @property
     def restarts(self) -> int:
@@ -110,6 +119,7 @@ class Fleet:
         *arguments: list[str],
         cores: set[int] | None = None,
         environments: Sequence[Mapping[str, str | None]] | None = None,
+        spare: bool = False,
     ) -> Daemon:
         """Start `diloco ARGUMENTS...` under a name, with a log file of its own.
 
@@ -125,6 +135,7 @@ class Fleet:
                 for one, own, changed in zip(names, arguments, changes, strict=True)
             ],
             cores,
+            spare=spare,
         )
         self.daemons[name] = daemon
         self._spawn(daemon)
@@ -217,15 +228,32 @@ class Fleet:
         if daemon.killed:
             self.start_again(daemon.name)
             return
+        assert daemon.failed is not None
+        daemon.ways.append(way_of(daemon.failed.status, _read(daemon.failed)))
+        if len(daemon.ways) >= ALIKE and len({*daemon.ways[-ALIKE:]}) == 1 and daemon.ways[-1]:
+            self._give_up(daemon, daemon.failed)
+            return
         daemon.failed_at_s = [s for s in daemon.failed_at_s if now_s - s < WITHIN_S] + [now_s]
         if len(daemon.failed_at_s) >= FAILURES or not self._ran_long(daemon):
-            assert daemon.failed is not None
             raise DilocoError(
                 f"{daemon.failed.name} ended with status {daemon.failed.status}; the end of its "
                 f"log:\n{self.tail(daemon)}",
-                hint=f"the whole log is {daemon.failed.log_path}",
+                hint=_hint(daemon.failed.log_path),
             )
         self.start_again(daemon.name)
+
+    def _give_up(self, daemon: Daemon, failed: Process) -> None:
+        """Start a daemon no more; the run goes on if there are others like it.
+
+        Raises:
+            DilocoError: there are none.
+        """
+        said = f"{failed.name} failed the same way {ALIKE} times: {last_words(_read(failed))}"
+        others = [one for one in self.daemons.values() if one.spare and not one.ended]
+        if not daemon.spare or others == [daemon]:
+            raise DilocoError(said, hint=_hint(failed.log_path))
+        daemon.ended = True
+        self.given_up.append(f"{said}; it is not started again ({_hint(failed.log_path)})")
 
     def _ran_long(self, daemon: Daemon) -> bool:
         """Whether it ever got to work: one that never did is misconfigured, not unlucky."""
@@ -273,6 +301,26 @@ class Fleet:
         self._reaper.__exit__()
         for file in self._files:
             file.close()
+
+
+def way_of(status: int | None, text: str) -> str:
+    """How a life ended, without its numbers; "" if a signal ended it, which says nothing of why."""
+    if status is None or status < 0:
+        return ""
+    return f"{status}: {_NUMBER.sub('N', last_words(text))}"
+
+
+def last_words(text: str) -> str:
+    """The error that a log ends with: the last that is said as one, else the last line."""
+    lines = [line for line in text.splitlines() if line and not line.startswith(("{", "hint: "))]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines or [""])[-1].strip()
+
+
+def _hint(log_path: Path) -> str:
+    if is_full(log_path.parent):
+        return f"the disk of {log_path.parent} is full: free space, or use another --run-dir"
+    return f"the whole log is {log_path}"
 
 
 def _read(process: Process) -> str:

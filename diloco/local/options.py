@@ -50,6 +50,13 @@ class LocalOptions:
         Path | None,
         typer.Option(help="folder of the run, new or empty [default: runs/NAME]", metavar="DIR"),
     ] = None
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="resume the run in this folder, after Ctrl-C, a closed terminal or a crash",
+            metavar="DIR",
+        ),
+    ] = None
     config: Annotated[
         Path | None,
         typer.Option(help="TOML file to start from; bus and store are replaced", metavar="FILE"),

@@ -17,21 +17,28 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 
 from diloco.cli.folders import make_folder
 from diloco.cli.opening import open_run
 from diloco.common.accelerators import find_accelerators, unused
 from diloco.common.config import Config, allows_accelerators, make_config, warnings
-from diloco.common.errors import ConfigError
+from diloco.common.errors import ConfigError, RunMismatchError
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
-from diloco.local import screen
+from diloco.common.tape import effective_settings, has_ended, last_record
+from diloco.local import begun, screen
 from diloco.local.document import local_document
 from diloco.local.fleet import Fleet
-from diloco.local.hardware import Hardware, count_learners, on_accelerators, on_cpu
+from diloco.local.hardware import (
+    Hardware,
+    count_learners,
+    on_accelerators,
+    on_cpu,
+    set_hardware,
+)
 from diloco.local.options import LocalOptions
 from diloco.projections.live import Follower
 
@@ -53,34 +60,82 @@ def run_local(options: LocalOptions) -> int:
     Raises:
         DilocoError: wrong options, or a daemon that cannot work.
     """
+    if options.resume is not None:
+        return _resume(options, options.resume.absolute())
     name = datetime.now().astimezone().strftime("local-%Y%m%d-%H%M%S")
     run_dir = (options.run_dir or Path("runs") / name).absolute()
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise ConfigError(
-            f"the folder {str(run_dir)!r} is not empty",
-            hint="each local run needs a folder of its own: give another --run-dir",
-        )
-    count = count_learners(options.learners, options.mesh, options.hosts)
-    learners = [f"learner-{index}" for index in range(count)]
+    _check_unused(run_dir)
+    learners = _learner_names(options)
     document, hardware = local_document(options, name, learners, run_dir)
-    aggregators = aggregator_names(options.aggregators)
-    kills = _plan_kills(options.kill, learners, aggregators, document["run"]["steps"])
     # What is misspelt leaves nothing behind.
-    make_config(document, source="the options")
+    steps = make_config(document, source=str(options.config or "the options")).run.steps
+    kills = _plan_kills(options.kill, learners, aggregator_names(options.aggregators), steps)
     # Standard output is for the summary alone when a program reads it.
     console = Console(stderr=options.json)
     hardware = _place(console, options, document, hardware)
     make_folder(run_dir)
+    begun.note(run_dir, options)
+    return _run(options, run_dir, document, hardware, kills, console)
+
+
+def _resume(given: LocalOptions, run_dir: Path) -> int:
+    """Continue the run in a folder; the exit status.
+
+    Raises:
+        DilocoError: there is no such run, it is running, or a daemon cannot work.
+    """
+    options, document = begun.begun(run_dir, given)
+    learners = _learner_names(options)
+    hardware = set_hardware(document["learner"], learners, options.mesh, options.hosts)
+    steps = document["run"]["steps"]
+    kills = _plan_kills(options.kill, learners, aggregator_names(options.aggregators), steps)
+    console = Console(stderr=options.json)
+    hardware = _place(console, options, document, hardware)
+    return _run(options, run_dir, document, hardware, kills, console)
+
+
+def _learner_names(options: LocalOptions) -> list[str]:
+    count = count_learners(options.learners, options.mesh, options.hosts)
+    return [f"learner-{index}" for index in range(count)]
+
+
+def _run(
+    options: LocalOptions,
+    run_dir: Path,
+    document: dict[str, Any],
+    hardware: dict[str, Hardware],
+    kills: list[_Kill],
+    console: Console,
+) -> int:
     with NatsServer(run_dir / "nats") as server, Fleet(run_dir / "logs") as fleet:
         fleet.adopt(server)
         document["bus"] = {**document.get("bus", {}), "url": server.url}
         config = make_config(document, source="the options")
-        config_path = run_dir / "run.toml"
-        config_path.write_text(tomli_w.dumps(document))
+        config_path = begun.write_config(run_dir, document)
         run = LocalRun(options, config, config_path, hardware, kills, fleet, console)
         status = asyncio.run(run.go())
         fleet.stop(within_s=STOP_S)
     return status
+
+
+def _check_unused(run_dir: Path) -> None:
+    """Refuse to write where something is.
+
+    Raises:
+        ConfigError: it is no folder, or not empty, or cannot be read.
+    """
+    try:
+        used = run_dir.exists() and any(run_dir.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use the folder {str(run_dir)!r}: {error.strerror}",
+            hint="name a new folder, where you may write: --run-dir",
+        ) from error
+    if used:
+        raise ConfigError(
+            f"the folder {str(run_dir)!r} is not empty",
+            hint="each local run needs a folder of its own: give another --run-dir",
+        )
 
 
 def _place(
@@ -159,6 +214,7 @@ class LocalRun:
     console: Console
     losses: list[float] = field(default_factory=list)
     note: str = ""
+    steps: int = 0
     _began_s: float = field(default_factory=time.monotonic)
 
     async def go(self) -> int:
@@ -167,9 +223,11 @@ class LocalRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupted, stop)
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up, stop)
         run = self.config.run
         self.console.print(
-            f"run [bold]{run.name}[/]: {len(self.learners)} learners, {run.steps} steps, "
+            f"run [bold]{run.name}[/]: {len(self.learners)} learners, "
+            f"{'resumed' if self.options.resume else f'{run.steps} steps'}, "
             f"in {self.config_path.parent}"
         )
         for sentence in warnings(self.config.settings()):
@@ -184,8 +242,19 @@ class LocalRun:
         await cancel(work)
         self.console.print("stopping: learners finish their step and leave ...")
         await asyncio.to_thread(self.fleet.stop, within_s=STOP_S)
-        self.console.print(f"stopped; logs and objects are in {self.config_path.parent}")
+        self.console.print(
+            f"stopped; to continue: diloco local --resume {self.config_path.parent}",
+            soft_wrap=True,
+        )
         return 130
+
+    def _hung_up(self, stop: asyncio.Event) -> None:
+        """The terminal was closed: what is left to say has no reader."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            if os.isatty(descriptor):
+                os.dup2(nowhere, descriptor)
+        self._interrupted(stop)
 
     def _interrupted(self, stop: asyncio.Event) -> None:
         if stop.is_set():
@@ -194,26 +263,44 @@ class LocalRun:
         stop.set()
 
     async def _work(self) -> None:
-        from diloco.model.scores import Scorer, keep
+        from diloco.model.scores import Scorer, keep, kept
 
-        with self.console.status("creating the run: first parameters, streams, version 0 ..."):
-            await self._create()
+        if not await self._is_created():
+            with self.console.status("creating the run: first parameters, streams, version 0 ..."):
+                await self._create()
         async with open_run(self.config_path, name="local") as opened:
             context = opened.context
-            with self.console.status("evaluating version 0 on held-out data ..."):
+            self.steps = (await effective_settings(context))[0].run.steps
+            if await has_ended(context.bus, context.run):
+                self.console.print("it has ended: begin another run from its parameters")
+                return
+            with self.console.status("evaluating the model on held-out data ..."):
                 scorer = await Scorer.of_run(context)
-                first = await scorer.newest()
+                earlier = await kept(context)
+                first = earlier[0] if earlier else await scorer.newest()
+                await keep(context, first)
             follower = Follower(context)
             self._start_daemons()
             await self._watch(follower)
             await self._wait_for_daemons()
             with self.console.status("evaluating the final version on held-out data ..."):
                 last = await scorer.newest()
-        for score in (first, last):
-            await keep(context, score)
+            await keep(context, last)
         summary = self._summary(follower, first.loss, last.loss)
         self._tell(summary)
         self._save_picture(self._frame(follower), summary)
+
+    async def _is_created(self) -> bool:
+        """Whether there is a run to resume; one that was not wholly created is completed."""
+        if self.options.resume is None:
+            return False
+        try:
+            async with open_run(self.config_path, name="local") as opened:
+                for fragment in range(len(opened.context.layout.fragments)):
+                    await last_record(opened.context, fragment)
+        except RunMismatchError:
+            return False
+        return True
 
     async def _create(self) -> None:
         creation = self.fleet.start("create", ["run", "create", "--config", str(self.config_path)])
@@ -235,6 +322,7 @@ class LocalRun:
                 *hosts,
                 cores=_cores(index, len(self.learners)),
                 environments=hardware.environments(),
+                spare=True,
             )
 
     def _port(self, ports: Iterator[int]) -> list[str]:
@@ -251,6 +339,7 @@ class LocalRun:
                 while not following.done():
                     await asyncio.sleep(REFRESH_S)
                     self.fleet.look_after()
+                    self._tell_given_up()
                     self._kill_as_planned(follower)
                     frame = self._frame(follower)
                     if self.console.is_terminal:
@@ -261,6 +350,12 @@ class LocalRun:
             following.result()
         finally:
             await cancel(following)
+
+    def _tell_given_up(self) -> None:
+        for sentence in self.fleet.given_up:
+            self.console.print(f"[red]error:[/] {escape(sentence)}", soft_wrap=True)
+            self.note = sentence
+        self.fleet.given_up.clear()
 
     def _kill_as_planned(self, follower: Follower) -> None:
         for kill in self.kills:
@@ -276,7 +371,7 @@ class LocalRun:
             self.losses.append(sum(losses) / len(losses))
         return screen.Frame(
             run=self.config.run.name,
-            steps=self.config.run.steps,
+            steps=self.steps or self.config.run.steps,
             fragments=self.config.sync.fragments,
             learners=self.learners,
             daemons=self.fleet.daemons,
@@ -301,7 +396,7 @@ class LocalRun:
             "run": self.config.run.name,
             "learners": len(self.learners),
             "steps": seen.global_step,
-            "tokens": seen.tokens,
+            "tokens": seen.tokens_merged,
             "eval_loss_first": round(first, 4),
             "eval_loss_last": round(last, 4),
             "versions": seen.versions_made,

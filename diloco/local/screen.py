@@ -54,7 +54,7 @@ def state_of(frame: Frame, learner: str) -> str:
     if daemon is None:
         return "waiting"
     if daemon.ended:
-        return "done"
+        return "failed" if daemon.failed else "done"
     seen = frame.observed.learners.get(learner)
     if daemon.pid is None:
         return "down"

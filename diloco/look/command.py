@@ -1,4 +1,4 @@
-"""`diloco status`, `runs` and `learners`."""
+"""`diloco status`, `runs`, `learners` and `history`."""
 
 import asyncio
 from typing import Annotated
@@ -90,3 +90,25 @@ def learners(
     for one in found:
         if one.why:
             say(f"[bold]{one.name}[/] is quarantined: {escape(one.why)}")
+
+
+@command(app)
+def history(
+    run: shared.RunOrTape,
+    everything: Annotated[
+        bool, typer.Option("--all", help="also learners that join and leave")
+    ] = False,
+    json: shared.Json = False,
+) -> None:
+    """Tell what was done to a run, when and by whom: settings, checkpoints, rollbacks, its stop.
+
+    Operators are named by their account and machine, as they were when they gave the command.
+    """
+    log.configure("error")
+    from diloco.look.history import as_json, happened, table
+
+    found = asyncio.run(happened(run, everything=everything))
+    if json:
+        Console().print_json(data=as_json(found))
+    else:
+        Console().print(table(found))

@@ -16,7 +16,7 @@ from diloco.common import names, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import BusSection, load_config, parse_settings
 from diloco.common.errors import RunMissingError, WireError
-from diloco.common.tape import decode, load_specification
+from diloco.common.tape import decode, load_specification, parse_changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,8 @@ async def read_runs(section: BusSection) -> list[RunLine]:
 async def _read(bus: Bus, run: str) -> RunLine:
     specification = await load_specification(bus, run)
     settings = parse_settings(specification.settings)
+    changed = await bus.last(names.tape_stream(run), names.settings(run))
+    settings = settings if changed is None else parse_changed(settings, changed)
     stream, fragments = names.tape_stream(run), settings.sync.fragments
     newest = [await bus.last(stream, names.record(run, index)) for index in range(fragments)]
     records = [
@@ -100,7 +102,7 @@ async def _read(bus: Bus, run: str) -> RunLine:
     filled = await bus.filled(stream)
     return RunLine(
         run=run,
-        state=await _state(bus, run, len(records), fragments),
+        state=await _state(bus, run, len(records), fragments, paused=settings.run.paused),
         epoch=specification.epoch,
         global_step=max((record.global_step for record in whole), default=0),
         steps=settings.run.steps,
@@ -112,13 +114,15 @@ async def _read(bus: Bus, run: str) -> RunLine:
     )
 
 
-async def _state(bus: Bus, run: str, created: int, fragments: int) -> str:
+async def _state(bus: Bus, run: str, created: int, fragments: int, *, paused: bool) -> str:
     stream = names.tape_stream(run)
     if await bus.last(stream, names.end(run)) is not None:
         return "ended"
     if await bus.last(stream, names.stop(run)) is not None:
         return "stopping"
-    return "under way" if created == fragments else "not wholly created"
+    if created < fragments:
+        return "not wholly created"
+    return "paused" if paused else "under way"
 
 
 def _table(lines: list[RunLine]) -> Table:

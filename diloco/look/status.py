@@ -12,7 +12,13 @@ from diloco.check.symptoms import Finding
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
-from diloco.common.tape import Recorded, RunContext, last_record, read_tape
+from diloco.common.tape import (
+    Recorded,
+    RunContext,
+    effective_settings,
+    last_record,
+    read_tape,
+)
 from diloco.projections.live import Follower, LiveState, read_heartbeats, read_leases
 from diloco.projections.trend import Point
 
@@ -94,6 +100,7 @@ class Watch:
         self._next_seq = 1
         self._leases: dict[int, wire.Lease] = {}
         self._filled = Filled(0, 0)
+        self._settings = context.settings
 
     async def begin(self) -> Status:
         """Read what there is; the run as it is now."""
@@ -119,6 +126,7 @@ class Watch:
         context = self._context
         try:
             self._leases = await read_leases(context)
+            self._settings, _ = await effective_settings(context)
             self._filled = await context.bus.filled(context.tape)
         except BusUnavailableError as error:
             away = Finding(
@@ -131,7 +139,6 @@ class Watch:
     def _status(self, more: tuple[Finding, ...]) -> Status:
         context, observed = self._context, self._follower.state
         now_s = context.runtime.clock()
-        totals = [item.record.totals for item in observed.records.values()]
         lives, answers = _Lives(observed), members.answers(observed.recent)
         learners = tuple(
             _learner(
@@ -142,12 +149,11 @@ class Watch:
         )  # fmt: skip
         return Status(
             run=context.run,
-            state=_state(observed),
+            state=_state(observed, paused=self._settings.run.paused),
             epoch=context.epoch,
             global_step=observed.global_step,
-            steps=context.settings.run.steps,
-            # A token reaches every fragment by another update.
-            tokens_merged=sum(each.tokens_merged for each in totals) // max(1, len(totals)),
+            steps=self._settings.run.steps,
+            tokens_merged=observed.tokens_merged,
             updates_merged=observed.updates_merged,
             updates_rejected=observed.updates_rejected,
             versions_per_s=_versions_per_s(observed, now_s),
@@ -218,12 +224,14 @@ class Watch:
             yield symptoms.ownerless(free)
 
 
-def _state(observed: LiveState) -> str:
+def _state(observed: LiveState, *, paused: bool) -> str:
     """What the run does; one that everybody has left waits as one that nobody has joined."""
     if observed.ended:
         return "ended"
     if observed.stopped:
         return "stopping"
+    if paused:
+        return "paused"
     lives = _Lives(observed)
     there = any(not lives.has_left(name) for name in _known(observed))
     return "under way" if there else "waiting for learners"

@@ -5,6 +5,7 @@ import json as json_module
 from rich.console import Console
 
 from diloco.cli.opening import open_run
+from diloco.cli.screen import working
 from diloco.cli.units import human_count
 from diloco.cli.versions import find_targets
 from diloco.common import wire
@@ -34,16 +35,21 @@ async def run_evaluate(
             else:
                 console.print(sentence(score))
 
-        scorer = await Scorer.of_run(run.context)
+        with working("loading the task and its held-out data"):
+            scorer = await Scorer.of_run(run.context)
         if version is not None:
             at = await find_targets(run.context, version, option="--version")
             found = [at[fragment] for fragment in sorted(at)]
             records, seqs = [one.record for one in found], [one.record_seq for one in found]
-            await tell(await scorer.of(records, seqs))
+            with working("evaluating"):
+                score = await scorer.of(records, seqs)
+            await tell(score)
         elif follow:
             await scorer.follow(tell, every_s)
         else:
-            await tell(await scorer.newest())
+            with working("evaluating"):
+                score = await scorer.newest()
+            await tell(score)
 
 
 def sentence(score: wire.Score) -> str:

@@ -7,6 +7,7 @@ import sys
 import jax
 
 from diloco.cli.opening import open_run
+from diloco.cli.screen import working
 from diloco.common.errors import TaskError
 from diloco.learner.contract import model_of
 from diloco.model.view import load_params
@@ -29,7 +30,8 @@ async def run_sample(
                 f"the task {settings.task.build} cannot generate text: it has no sample function",
                 hint="see docs/tasks.md, Samples",
             )
-        params, _ = await load_params(run.context, task)
+        with working("loading the newest model"):
+            params, _ = await load_params(run.context, task)
     sys.stdout.write(prompt)
     pieces = task.sample(params, prompt, jax.random.key(seed), temperature)
     for piece in itertools.islice(pieces, length):

@@ -267,6 +267,7 @@ def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> l
     times_s = series.versions["time_s"]
     # Before all fragments have one there is no view.
     first, last = min(series.fragments, times_s.size) - 1, times_s.size - 1
+    points = min(points, int(times_s.size))
     wanted = np.linspace(first, last, points) if points > 1 else np.full(points, float(last))
     near = 0.5 * (last - first) / max(points - 1, 1)
     have = np.searchsorted(times_s, [score.at_s for score in scores])

@@ -1,4 +1,4 @@
-"""`diloco run set`, `rollback`, `checkpoint` and `resume`: an operator's hand on a run."""
+"""`diloco run set`, `pause`, `end`, `rollback`, `checkpoint`, `resume`: a hand on a run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from diloco.aggregator import checkpoint, rollback
 from diloco.aggregator import settings as run_settings
 from diloco.aggregator.context import Context
-from diloco.cli.opening import find_config, open_run, operator_context
+from diloco.cli.opening import find_config, open_run, operator_context, who
 from diloco.cli.settings import assign, parse_assigned
 from diloco.cli.versions import find_targets
 from diloco.common import log, names, wire
 from diloco.common.bus import jetstream
 from diloco.common.config import (
+    RunSettings,
+    changes,
+    check_changeable,
     check_same_run,
     load_config,
     parse_settings,
@@ -20,8 +23,59 @@ from diloco.common.config import (
 from diloco.common.layout import parse_layout
 from diloco.common.service import Runtime
 from diloco.common.store import open_store
-from diloco.common.tape import Recorded, last_record
+from diloco.common.tape import Recorded, effective_settings, last_record
 from diloco.operate.streams import make_streams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What a change of settings would do, in sentences; none of them if it would do nothing."""
+
+    changed: list[str]
+    rates: list[str]
+    warned: list[str]
+
+
+async def preview(target: str, assignments: Sequence[str]) -> Preview:
+    """What `change` would do.
+
+    Raises:
+        ConfigError: no setting of that name, no such value, or one that is fixed.
+        RunMismatchError: no such run.
+    """
+    async with open_run(target, reads=True) as opened:
+        context = opened.context
+        before, _ = await effective_settings(context)
+        after = _assigned(before, assignments)
+        check_changeable(context.settings, after)
+        changed = changes(before, after)
+        rates: list[str] = []
+        if before.run.steps != after.run.steps:
+            rates = _rates(context.settings, before.run.steps, after.run.steps)
+        return Preview(changed=changed, rates=rates, warned=warnings(after) if changed else [])
+
+
+def _assigned(before: RunSettings, assignments: Sequence[str]) -> RunSettings:
+    document = before.model_dump()
+    for assignment in assignments:
+        assign(document, assignment)
+    return parse_assigned(document)
+
+
+def _rates(created: RunSettings, old: int, new: int) -> list[str]:
+    """What the inner learning rate is at the end as it was, and as it will be."""
+    horizon = created.run.steps
+    stays = f"the schedule's horizon stays {horizon:,} steps"
+    if not created.task.build:
+        return [f"{stays}, if the learners' own loops ask the run's file for it"]
+    from diloco.learner.contract import model_of
+
+    schedule = model_of(created).schedule
+    if schedule is None:
+        return [f"{stays}; the optimizer's own schedule is not asked for its rates"]
+    (before, after) = (f"{float(schedule(step)):.4g}" for step in (old, new))
+    rates = f"{before} at step {old:,} before, {after} at step {new:,} now"
+    return [f"inner learning rate at the end: {rates}", stays]
 
 
 async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -33,12 +87,19 @@ async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], li
     """
     async with open_run(target) as opened:
         context = operator_context(opened)
-        before, _ = await run_settings.effective_settings(context)
-        document = before.model_dump()
-        for assignment in assignments:
-            assign(document, assignment)
-        after = parse_assigned(document)
+        before, _ = await effective_settings(context)
+        after = _assigned(before, assignments)
         return await run_settings.change_settings(context, after), warnings(after)
+
+
+async def end(target: str) -> int:
+    """End a run early, in order; its clock.
+
+    Raises:
+        RunMismatchError: no such run, or it has stopped.
+    """
+    async with open_run(target) as opened:
+        return await run_settings.end_run(operator_context(opened), "operator")
 
 
 # Rollback
@@ -133,7 +194,7 @@ async def resume(target: str, name: str | None) -> Resumed:
             store=store,
             runtime=Runtime(),
             logger=log.get(run=run),
-            name="resume",
+            name=who(),
         )
         specification = await checkpoint.begin_epoch(context, file)
         context = dataclasses.replace(context, epoch=specification.epoch)

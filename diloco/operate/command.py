@@ -1,4 +1,4 @@
-"""`diloco run create` and `set`, `checkpoint`, `resume`, `rollback`, `gc`, `install-units`."""
+"""`diloco checkpoint`, `resume`, `rollback`, `gc` and `install-units`; `diloco run` beside it."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,74 +8,36 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
-from diloco.cli.screen import say
+from diloco.cli.screen import say, working
 from diloco.common import log
+from diloco.operate.run_command import run_app
 from diloco.operate.timed import TimerOptions, status, timed
 
 app = group()
-run_app = group("Create runs and change their settings.")
 app.add_typer(run_app, name="run")
+config_app = group("Look at configuration files.")
+app.add_typer(config_app, name="config")
 
 
-@command(run_app, "create")
-def run_create(
-    config: shared.ConfigFile,
-    source: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            help="safetensors file with the initial parameters; needs no [task] in the file "
-            "[default: the task's init]",
-            metavar="FILE",
-        ),
-    ] = None,
-    log_level: shared.LogLevel = "info",
+@command(config_app, "check")
+def config_check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="the run's TOML file")],
 ) -> None:
-    """Create a run: streams, specification, and version 0 of every fragment."""
-    log.configure(log_level)
-    from diloco.common.config import load_config
+    """Check a file: every key known and in range, and nothing that is known to train badly.
 
-    loaded = load_config(config)
-    from diloco.common.config import warnings
-    from diloco.operate.create import create
-
-    for sentence in warnings(loaded.settings()):
-        say(f"[yellow]warning:[/] {sentence}")
-    layout = create(loaded, source, tasked="task" in loaded.model_fields_set)
-    elements = sum(fragment.elements for fragment in layout.fragments)
-    Console().print(
-        f"created run [bold]{loaded.run.name}[/]: {elements:,} parameters in "
-        f"{len(layout.fragments)} fragments, layout {layout.digest}",
-        soft_wrap=True,
-    )
-
-
-@command(run_app, "set")
-def run_set(
-    run: shared.Run,
-    assignments: Annotated[
-        list[str],
-        typer.Argument(metavar="KEY=VALUE...", help="settings to change, as section.key=value"),
-    ],
-) -> None:
-    """Change settings of a run, effective from each fragment's next version.
-
-    Can be changed: the intervals of `sync`, the outer learning rate and momentum, `staleness`,
-    `quorum` and `bounds`; docs/configuration.md marks each key. The change is recorded on the tape.
+    Needs neither bus nor store. `diloco task check` tries the task, `diloco doctor` the run.
     """
     log.configure("error")
-    from diloco.operate.change import change
+    from diloco.operate.settings import checked
 
-    changed, sentences = asyncio.run(change(run, assignments))
-    for sentence in changed:
-        say(f"changed {sentence}")
-    if not changed:
-        say("nothing changed: the run has these settings already")
-    for sentence in sentences:
-        say(f"[yellow]warning:[/] {sentence}")
+    config, warned = checked(file)
+    for sentence in warned:
+        say(f"[yellow]warning:[/] {escape(sentence)}")
+    say(f"{escape(str(file))} is a file of run [bold]{config.run.name}[/]")
 
 
 @command(app)
@@ -87,7 +49,8 @@ def checkpoint(run: shared.Run, timer: TimerOptions) -> int:
     log.configure("warning")
     from diloco.operate.change import mark
 
-    marked = asyncio.run(timed(run, lambda: mark(run), timer))
+    with working("storing the newest versions"):
+        marked = asyncio.run(timed(run, lambda: mark(run), timer))
     say(f"checkpoint [bold]{marked.name}[/]: versions {_vector(marked.versions)}")
     return asyncio.run(status(run, timer))
 
@@ -107,7 +70,8 @@ def resume(
     log.configure("error")
     from diloco.operate.change import resume as resume_run
 
-    resumed = asyncio.run(resume_run(run, source))
+    with working("beginning a tape from the checkpoint"):
+        resumed = asyncio.run(resume_run(run, source))
     say(
         f"resumed from checkpoint [bold]{resumed.checkpoint}[/] as epoch {resumed.epoch}: "
         f"versions {_vector(resumed.versions)}"
@@ -135,7 +99,8 @@ def rollback(
     log.configure("error")
     from diloco.operate.change import plan_rollback, roll_back
 
-    moves = asyncio.run(plan_rollback(run, to))
+    with working("looking for the versions"):
+        moves = asyncio.run(plan_rollback(run, to))
     for move in moves:
         record = move.target.record
         say(
@@ -144,7 +109,8 @@ def rollback(
         )
     if not yes:
         typer.confirm("roll back?", abort=True)
-    made = asyncio.run(roll_back(run, moves))
+    with working("making the versions again and publishing them"):
+        made = asyncio.run(roll_back(run, moves))
     say(f"rolled back: versions are now {_vector([record.version for record in made])}")
 
 
@@ -164,7 +130,8 @@ def gc(
     log.configure("warning")
     from diloco.operate.collect import collect, table
 
-    found = asyncio.run(timed(run, lambda: collect(run, dry_run=dry_run), timer))
+    with working("looking for garbage" if dry_run else "collecting garbage"):
+        found = asyncio.run(timed(run, lambda: collect(run, dry_run=dry_run), timer))
     Console().print(table(found, dry_run=dry_run))
     return asyncio.run(status(run, timer))
 

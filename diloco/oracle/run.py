@@ -115,7 +115,11 @@ class Oracle:
     def _quarantine(self, word: wire.Quarantine, seq: int) -> Iterator[Finding]:
         """An aggregator shuts a learner out once a record has counted enough offences."""
         limit = self._created.bounds.quarantine_offences
-        if not word.active or word.by == "operator" or any(c.base is None for c in self.chains):
+        if (
+            not word.active
+            or word.by.partition(" ")[0] == "operator"
+            or any(c.base is None for c in self.chains)
+        ):
             return
         counted = [
             member.offences

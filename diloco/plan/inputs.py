@@ -86,7 +86,7 @@ def read_fleet(options: PlanOptions, step_tokens: int) -> Fleet:
     if options.gbit is not None:
         gbits = _each("--gbit", options.gbit, count, _positive)
     steps_s = _each("--step-s", options.step_s, count, _positive)
-    rtts_ms = _each("--rtt-ms", options.rtt_ms, count, _float)
+    rtts_ms = _each("--rtt-ms", options.rtt_ms, count, _rtt)
     islands = tuple(
         Island(chips=each, step_s=step, step_tokens=over, gbit=gbit, rtt_s=rtt / 1000)
         for each, step, over, gbit, rtt in zip(chips, steps_s, tokens, gbits, rtts_ms, strict=True)
@@ -130,9 +130,19 @@ def _spread(text: str) -> Spread:
     return known[text]
 
 
-def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet) -> int:
-    """The budget: of the options, else of the file: its tokens, or its steps by all learners."""
+def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet, step_tokens: int) -> int:
+    """The budget: of the options, else of the file: its tokens, or its steps by all learners.
+
+    Raises:
+        ConfigError: nothing says what a step covers.
+    """
     if options.tokens is not None:
+        if not (step_tokens or options.step_tokens):
+            raise ConfigError(
+                f"--tokens {options.tokens}: how long they take depends on the tokens of a step",
+                hint="give them, for one learner: --step-tokens 262144; or the run's file, whose "
+                "task says them",
+            )
         return _count("--tokens", options.tokens)
     if options.config is None:
         return 0
@@ -179,6 +189,13 @@ def _float(option: str, text: str) -> float:
     if not re.fullmatch(_NUMBER, text.strip()):
         raise ConfigError(f"{option} {text!r}: expected a number such as 1.5")
     return float(text)
+
+
+def _rtt(option: str, text: str) -> float:
+    value = _float(option, text)
+    if value > 1e6:
+        raise ConfigError(f"{option} {text!r}: expected milliseconds from 0 to 1000000")
+    return value
 
 
 def _positive(option: str, text: str) -> float:

@@ -26,7 +26,7 @@ def run_plan(options: PlanOptions) -> None:
     settings = inputs.read_settings(options)
     model = inputs.read_model(options, settings)
     fleet = inputs.read_fleet(options, model.step_tokens)
-    tokens = inputs.read_tokens(options, settings, fleet)
+    tokens = inputs.read_tokens(options, settings, fleet, model.step_tokens)
     sized = model.sizes_of(settings)
     prices = read_prices(options.prices)
     regions = inputs.read_regions(options, prices)

@@ -87,9 +87,10 @@ class LiveState:
         return sum(totals.updates_rejected for totals in self.totals.values())
 
     @property
-    def tokens(self) -> int:
-        """Tokens trained on by all learners in all their lives."""
-        return sum(beat.tokens for beat in self.heartbeats.values())
+    def tokens_merged(self) -> int:
+        """Tokens merged; each reaches every fragment, by another update."""
+        merged = sum(totals.tokens_merged for totals in self.totals.values())
+        return merged // max(1, len(self.totals))
 
     @property
     def bytes_down(self) -> int:

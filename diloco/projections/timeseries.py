@@ -5,6 +5,7 @@ messages themselves are let go as they pass. What garbage collection has trimmed
 not in it; the totals, which records carry, are whole.
 """
 
+import contextlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,8 +17,19 @@ import numpy.typing as npt
 
 from diloco.common import wire
 from diloco.common.config import RunSettings
+from diloco.common.errors import WireError
 from diloco.common.layout import Layout
-from diloco.common.tape import Entry, Extent, Garbage, Item, RunContext, Unreadable, read_tape
+from diloco.common.tape import (
+    Entry,
+    Extent,
+    Garbage,
+    Item,
+    RunContext,
+    Unreadable,
+    changed_settings,
+    read_tape,
+)
+from diloco.projections.acts import Event, act_of
 from diloco.projections.agreement import mean_cosine
 from diloco.projections.live import LastHeartbeat, read_heartbeats
 
@@ -59,13 +71,6 @@ class Refused(NamedTuple):
     fragment: int
     reason: str
     detail: str
-
-
-class Event(NamedTuple):
-    """Something that happened to a run, in words."""
-
-    at_s: float
-    what: str
 
 
 @dataclass
@@ -205,6 +210,7 @@ class Builder:
 
     def __init__(self, series: TimeSeries, epoch: int, *, every: int = 1) -> None:
         self._series = series
+        self._created = series.settings
         self._epoch = epoch
         self._every = every
         self._indices: dict[str, int] = {}
@@ -239,19 +245,14 @@ class Builder:
                 self._leave(leave, entry.time_s)
             case wire.End():
                 self._series.ended_s = entry.time_s
-                self._happened(entry, "end: every fragment's last version is committed")
-            case wire.Stop() as stop:
-                self._happened(entry, f"stop at global step {stop.global_step} ({stop.reason})")
             case wire.Settings() as settings:
-                self._happened(entry, "settings changed: " + "; ".join(settings.changed))
-            case wire.Checkpoint() as checkpoint:
-                self._happened(entry, f"checkpoint {checkpoint.name}")
-            case wire.Quarantine() as word:
-                what = "quarantined" if word.active else "let in again"
-                self._happened(entry, f"{word.learner} {what} by {word.by}: {word.reason}")
+                self._change(settings)
+        if (act := act_of(entry.body, entry.time_s)) is not None:
+            self._series.events.append(act)
 
-    def _happened(self, entry: Entry, what: str) -> None:
-        self._series.events.append(Event(entry.time_s, what))
+    def _change(self, message: wire.Settings) -> None:
+        with contextlib.suppress(WireError):  # Nobody can follow it.
+            self._series.settings = changed_settings(self._created, message)
 
     def _index(self, learner: str) -> int:
         if learner not in self._indices:
@@ -266,7 +267,7 @@ class Builder:
         self._lives[join.learner, entry.seq] = life
         self._series.lives.append(life)
         self._series.events.append(
-            Event(entry.time_s, f"{join.learner} joined{' again' if again else ''}")
+            Event(entry.time_s, f"{join.learner} joined{' again' if again else ''}", "")
         )
 
     def _leave(self, leave: wire.Leave, at_s: float) -> None:
@@ -274,7 +275,7 @@ class Builder:
         if leave.fragments or life is None:
             return
         life.left_s, life.position = at_s, leave.position
-        self._series.events.append(Event(at_s, f"{leave.learner} left"))
+        self._series.events.append(Event(at_s, f"{leave.learner} left", ""))
 
     def _announce(self, manifest: wire.Manifest, at_s: float) -> None:
         if manifest.epoch != self._epoch:
@@ -310,8 +311,6 @@ class Builder:
         series.versions.add(entry.seq, record.fragment, at_s)
         if record.what == "restore":
             series.global_step = record.global_step
-            what = f"fragment {record.fragment} rolled back to version {record.restored_version}"
-            series.events.append(Event(at_s, what))
         if record.inputs:
             self._merged(record, entry)
 

@@ -1,12 +1,15 @@
 """`diloco replay`, `diloco export` and `diloco tape`: a run's past, from tape and store."""
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
+from diloco.cli.screen import say, working
 from diloco.common import log
 from diloco.replay.options import Options
 
@@ -54,7 +57,8 @@ def export(
     log.configure("error")
     from diloco.replay.export import run_export
 
-    run_export(run, to, form, version)
+    with working("loading and writing the model"):
+        run_export(run, to, form, version)
 
 
 @command(app)
@@ -138,6 +142,34 @@ def bundle(
 
     wanted = Wanted(first=first, until=until, redact=redact, logs=logs or (), salvage=salvage)
     run_bundle(run, file, wanted)
+
+
+@command(app)
+def archive(
+    run: shared.Run,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="new file to write")],
+    yes: Annotated[bool, typer.Option("--yes", help="skip the confirmation")] = False,
+) -> None:
+    """Move a run that has ended into one file: bundle it, read the file back, remove the run.
+
+    Every command that only reads takes FILE in place of RUN. Logs of machines are not in it:
+    `diloco bundle --log` takes them along.
+    """
+    log.configure("error")
+    from diloco.operate.remove import belongings, remove
+    from diloco.replay.bundle import Wanted, run_bundle
+
+    found = asyncio.run(belongings(run, going_on=False))
+    run_bundle(run, file, Wanted())
+    with working("reading it back"):
+        asyncio.run(found.check_kept_in(file))
+    for sentence in found.sentences():
+        say(escape(sentence))
+    if not yes:
+        typer.confirm(f"it is all in {file}; remove it here?", abort=True)
+    with working("removing"):
+        asyncio.run(remove(run, found))
+    say(f"run [bold]{found.run}[/] is in {escape(str(file))}")
 
 
 @command(app)

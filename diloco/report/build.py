@@ -30,6 +30,7 @@ from diloco.report.summary import (
     learners,
     metrics,
     refusals,
+    settings,
     subtitle,
     warnings,
 )
@@ -268,6 +269,8 @@ def _tables(shown: Shown) -> list[Section]:
             Section("refused", "Rejected, word for word", "The newest.", table=refusals(shown))
         )
     sections.append(Section("events", "What happened", "The newest.", table=events(shown)))
+    note = "All of them, as they are now: those of the run's creation, with every change since."
+    sections.append(Section("settings", "Settings", note, table=settings(shown)))
     return sections
 
 

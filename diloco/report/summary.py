@@ -1,5 +1,6 @@
 """A run in a few figures and tables, for the head and the end of its report."""
 
+import json
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -224,7 +225,10 @@ def refusals(shown: Shown) -> Table:
 def events(shown: Shown) -> Table:
     """Joins, leaves, and what operators did; the newest first."""
     series = shown.series
-    happened = [(event.at_s, event.what) for event in series.events]
+    happened = [
+        (event.at_s, f"{event.what}, by {event.by}" if event.by else event.what)
+        for event in series.events
+    ]
     happened += [
         (at_s, f"{lane.learner} was heard of for the last time")
         for lane in shown.lanes
@@ -235,6 +239,16 @@ def events(shown: Shown) -> Table:
         for at_s, what in sorted(happened, reverse=True)[:ROWS]
     )
     return Table(("time", "since the beginning", "event"), rows, frozenset({"time", "event"}))
+
+
+def settings(shown: Shown) -> Table:
+    """Every setting of the run, as it is now."""
+    rows = tuple(
+        (f"{section}.{key}", json.dumps(value, ensure_ascii=False))
+        for section, keys in shown.series.settings.model_dump(mode="json").items()
+        for key, value in keys.items()
+    )
+    return Table(("setting", "value"), rows, frozenset({"setting", "value"}))
 
 
 def _day(at_s: float) -> str:

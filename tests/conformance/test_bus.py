@@ -109,6 +109,21 @@ def test_streams_are_listed_by_name(play: Play) -> None:
     play(scenario)
 
 
+def test_a_stream_is_removed_with_all_that_it_holds(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus = await client()
+        await bus.create_stream(t, [f"{t}.>"], LIMITS)
+        await bus.create_stream(f"{t}-other", [f"{t}-other.>"], LIMITS)
+        await bus.publish(f"{t}.a", b"x")
+        await bus.remove_stream(t)
+        await bus.remove_stream(t)
+        assert [name for name in await bus.streams() if name.startswith(t)] == [f"{t}-other"]
+        await bus.create_stream(t, [f"{t}.>"], LIMITS)
+        assert await bus.last(t, f"{t}.a") is None
+
+    play(scenario)
+
+
 def test_a_swap_that_cannot_succeed_says_what_the_last_message_is(play: Play) -> None:
     async def scenario(client: Connect, t: str) -> None:
         bus = await client()

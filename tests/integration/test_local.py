@@ -1,5 +1,6 @@
 """`diloco local`: a run from beginning to end, and however it ends no process is left behind."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -12,7 +13,9 @@ import pytest
 from audit import read_tape
 from harness import PATIENCE_S, ROOT, World, all_gone, environment, eventually
 
+from diloco.cli.opening import open_run
 from diloco.common.exits import Exit
+from diloco.common.tape import last_record
 
 SMALL = ["--set", "sync.interval_steps=8", "--set", "sync.fragments=3", "--set", "sync.block=16"]
 FIELDS = {
@@ -36,8 +39,12 @@ FIELDS = {
 
 def local(run_dir: Path, *options: str) -> "subprocess.Popen[str]":
     """Start `diloco local` as from a terminal's shell, with a process group of its own."""
+    return started("--run-dir", str(run_dir), *options)
+
+
+def started(*options: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "diloco", "local", "--run-dir", str(run_dir), *options],
+        [sys.executable, "-m", "diloco", "local", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -153,6 +160,37 @@ def test_no_process_is_left_however_it_ends(tmp_path, tidy):
     logs = ways[signal.SIGINT] / "logs"
     assert all('"left"' in (logs / f"learner-{index}.log").read_text() for index in range(2))
     assert '"stopped"' in (logs / "aggregator.log").read_text()
+    check_resumes(ways[signal.SIGKILL], tmp_path / "elsewhere", tidy)
+
+
+def check_resumes(crashed: Path, moved: Path, tidy: list["subprocess.Popen[str]"]) -> None:
+    """What was killed goes on where it was, in another folder, until its terminal is closed."""
+    made = sum(versions_of(crashed))
+    crashed.rename(moved)
+    before = commits(moved)
+    process = started("--resume", str(moved))
+    tidy.append(process)
+    eventually(lambda: commits(moved) > before + 3, "commits after it was resumed")
+    second = started("--resume", str(moved))
+    tidy.append(second)
+    assert "is running" in second.communicate(timeout=PATIENCE_S)[1]
+    children = family(process)
+    process.send_signal(signal.SIGHUP)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    eventually(lambda: all_gone(children), f"all gone: {children}", within_s=30)
+    assert process.returncode == 130, err
+    assert "Traceback" not in out + err
+    assert not crashed.exists()
+    assert sum(versions_of(moved)) > made
+
+
+def versions_of(run_dir: Path) -> list[int]:
+    async def look() -> list[int]:
+        async with open_run(run_dir, reads=True) as run:
+            fragments = range(len(run.context.layout.fragments))
+            return [(await last_record(run.context, fragment))[0].version for fragment in fragments]
+
+    return asyncio.run(look())
 
 
 def test_wrong_options_are_answered_with_a_sentence(tmp_path, tidy):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from diloco.common.errors import (
     BusUnavailableError,
     ConfigError,
     RunMismatchError,
+    RunMissingError,
     StoreMissingError,
 )
 from diloco.common.nats_server import NatsServer
+from diloco.operate.remove import belongings, remove
 
 FRAGMENTS = 3
 
@@ -67,6 +70,23 @@ def test_somebody_else_has_come_by_the_port(ended_run: World, tmp_path: Path) ->
 def test_a_folder_in_use_by_a_server_that_is_elsewhere(ended_run: World) -> None:
     with NatsServer(ended_run.folder / "nats"), pytest.raises(BusError, match="in use by"):
         opened(ended_run.folder)
+
+
+def test_a_folder_that_was_copied_is_a_run_of_its_own(ended_run: World, tmp_path: Path) -> None:
+    """Neither the first one's server nor its store is touched by who names the copy."""
+    with NatsServer(ended_run.folder / "nats", port=port_of(ended_run)):
+        pass
+    copy = tmp_path / "copy"
+    shutil.copytree(ended_run.folder, copy)
+    with NatsServer(ended_run.folder / "nats", port=port_of(ended_run)):
+        found = asyncio.run(belongings(str(copy), going_on=True))
+        assert found.places[1] == str(copy / "store")
+        assert found.objects
+        asyncio.run(remove(str(copy), found))
+        assert opened(ended_run.folder)[0] == ended_run.name
+    with pytest.raises(RunMissingError):
+        opened(copy)
+    assert not [path for path in (copy / "store").rglob("*") if path.is_file()]
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from diloco.aggregator.context import Context
 from diloco.aggregator.quarantine import quarantine, quarantined_learners
 from diloco.common.config import parse_settings
 from diloco.common.errors import DilocoError, IntegrityError
+from diloco.common.tape import effective_settings
 from diloco.operate.collect import find
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Operator:
 
     async def change(self, context: Context, rng: random.Random) -> None:
         """`diloco run set`."""
-        now, _ = await run_settings.effective_settings(context)
+        now, _ = await effective_settings(context)
         sections = {
             "sync": {"min_steps": rng.choice([1, 2, 4])},
             "quorum": {"min_learners": rng.choice([1, 2, 3])},

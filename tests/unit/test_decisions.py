@@ -7,11 +7,12 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator.rollback import find_versions, roll_back
-from diloco.aggregator.settings import change_settings, effective_settings
+from diloco.aggregator.settings import change_settings
 from diloco.check.audit import Objects
 from diloco.check.remake import remake
 from diloco.common import names, shards
 from diloco.common.errors import ConfigError
+from diloco.common.tape import effective_settings
 from diloco.projections.history import History, read_history
 from diloco.replay import whatif
 from diloco.replay.decide import decide

@@ -9,9 +9,9 @@ import pytest
 from runlab import Lab
 
 from diloco.aggregator.rollback import find_versions, roll_back
-from diloco.aggregator.settings import change_settings, effective_settings
+from diloco.aggregator.settings import change_settings
 from diloco.common import wire
-from diloco.common.tape import Entry, load_specification, read_tape
+from diloco.common.tape import Entry, effective_settings, load_specification, read_tape
 from diloco.oracle import RULES, Oracle, Remaker
 
 WHOLE = {"enabled": False}

@@ -118,6 +118,22 @@ def test_one_checkpoint_is_planned_when_one_is_due(lookahead):
     assert [plan.checkpoint for plan in found].count(True) == 1
 
 
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_a_paused_run_holds_and_goes_on_where_it_was(lookahead):
+    rules = planner(Inbox()).rules
+    paused = sync.Changed(replace(rules, paused=True))
+    inbox = Inbox(e3=[paused], e6=[sync.Changed(rules)])
+    found = [planned.next() for planned in [planner(inbox, lookahead=lookahead)] for _ in range(10)]
+    assert [plan.then for plan in found] == 2 * ["step"] + 3 * ["hold"] + 5 * ["step"]
+    assert [plan.state for plan in found] == 2 * ["training"] + 3 * ["paused"] + 5 * ["training"]
+
+
+def test_a_paused_learner_that_is_asked_to_leave_leaves():
+    inbox = Inbox(e2=[sync.Changed(replace(planner(Inbox()).rules, paused=True))])
+    asked = planner(inbox, drain_timeout_s=5.0, asked_to_leave=lambda: inbox.looks >= 4)
+    assert boundaries_of(asked, 50)[-1].then == "end"
+
+
 def test_who_was_asked_to_leave_gives_up_after_a_while():
     inbox = Inbox()
     asked = planner(inbox, drain_timeout_s=5.0, asked_to_leave=lambda: inbox.looks >= 3)

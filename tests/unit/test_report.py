@@ -12,12 +12,14 @@ from runlab import Lab
 
 from bench.forger import Forger
 from diloco.common import wire
+from diloco.model.scores import _missing as missing
 from diloco.model.scores import keep, kept
 from diloco.projections.timeseries import read_time_series
 from diloco.report.build import DRAWINGS, sample_pairs, write
 from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
 from diloco.report.page import Fact, Page, Section, Table, render
+from diloco.report.summary import settings
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "</p><script>alert(1)</script><img src=http://example.com/x>"
@@ -87,8 +89,20 @@ def test_the_head_says_how_the_run_was(written: Path) -> None:
     assert set(facts) >= {"duration", "global step", "tokens merged", "training loss", "goodput"}
 
 
+def test_every_setting_is_told(shown: Shown) -> None:
+    told = dict(settings(shown).rows)
+    document = shown.series.settings.model_dump()
+    assert set(told) == {f"{section}.{key}" for section in document for key in document[section]}
+    assert told["sync.codec"] == '"float32"'
+
+
 def test_scores_come_in_order(shown: Shown) -> None:
     assert [found.global_step for found in shown.scores] == [0, 24, 48]
+
+
+def test_no_more_views_are_scored_than_there_are_versions(shown: Shown) -> None:
+    some, all_of_them = (len(missing(shown.series, [], count)) for count in (16, 10**21))
+    assert (some, all_of_them) == (16, shown.series.versions["seq"].size)
 
 
 def test_a_view_has_one_score_however_often_it_was_scored() -> None:

@@ -1,22 +1,26 @@
 """What the doctor says of lives, checkpoints and the store's owner."""
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from runlab import RUN, Lab
 
-from diloco.aggregator.checkpoint_watch import made_at_s
-from diloco.check import service
-from diloco.common import names, wire
+from diloco.aggregator.checkpoint_watch import CheckpointWatch
+from diloco.check import members, service
+from diloco.common import log, names, wire
 from diloco.common.store import DirectoryStore, MemoryStore
 from diloco.common.tape import load_specification
 from diloco.projections.history import History, read_history
+from diloco.projections.live import LastHeartbeat
 
 NOBODY = 65534
+GAUGE = "diloco_run_checkpoint_timestamp_seconds"
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
@@ -80,7 +84,7 @@ def test_a_run_without_any_checkpoint() -> None:
     assert not [*service.checkpoints(history, None, created_s + service.CHECKPOINT_S)]
     (found,) = service.checkpoints(history, None, created_s + service.CHECKPOINT_S + 1)
     assert found.severity == "warning"
-    assert "diloco-checkpoint.timer" in found.advice
+    assert "diloco checkpoint RUN" in found.advice
 
 
 def test_the_age_of_a_run_without_any_checkpoint_counts_from_its_creation() -> None:
@@ -88,10 +92,46 @@ def test_the_age_of_a_run_without_any_checkpoint_counts_from_its_creation() -> N
         lab = Lab()
         await lab.create()
         specification = await load_specification(lab.bus, RUN)
-        return await made_at_s(lab.context, ""), specification.created_at_s
+        await CheckpointWatch(lab.context, 0.0).look()
+        exposed = lab.context.metrics.exposition().decode()
+        (line,) = [one for one in exposed.splitlines() if one.startswith(GAUGE)]
+        return float(line.rpartition(" ")[2]), specification.created_at_s
 
     found, created_at_s = ask(look())
     assert found == created_at_s > 0
+
+
+def test_an_aggregator_makes_checkpoints_of_what_has_changed_and_tells_a_failure_once() -> None:
+    async def look(lab: Lab) -> list[int]:
+        watch = CheckpointWatch(lab.context, 1e-6)
+        counts = []
+
+        async def looked() -> None:
+            await watch.look()
+            counts.append(len(await lab.on_tape(names.checkpoint(RUN))))
+
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send("a")
+            await looked()
+            await looked()  # nothing has changed
+            watch._took_s = 0.0
+            await lab.send("a")
+            await looked()
+            watch._took_s = 1e6  # it took long
+            await lab.send("a")
+            await looked()
+        return counts
+
+    lab = Lab()
+    ask(lab.create())
+    assert ask(look(lab)) == [1, 1, 2, 2]
+    lab.store.put(names.checkpoint_object(RUN, "0000-999999999999"), b"rubbish")
+    with structlog.testing.capture_logs() as logged:
+        watch = CheckpointWatch(dataclasses.replace(lab.context, logger=log.get()), 1e-6)
+        ask(watch.look())
+        ask(watch.look())
+    assert [entry["event"] for entry in logged] == ["checkpoint_failed"]
 
 
 @as_root
@@ -119,3 +159,14 @@ def test_of_other_stores_nothing_is_said() -> None:
     assert not [*service.store_fence(MemoryStore(), credentials=True)]
     assert service.probed_as(MemoryStore()) == ""
     assert not [*service.store_owner(MemoryStore())]
+
+
+def test_what_a_learner_says_of_itself() -> None:
+    heartbeat = wire.Heartbeat(
+        learner="a", incarnation=3, local_step=8, global_step=8, tokens=80, loss=1.0,
+        tokens_per_s=10.0, step_time_s=0.1, stall_s=0.0, run_s=1.0, bytes_up=0, bytes_down=0,
+        updates_sent=1, state="training", trouble="checkpoints fail: disk full",
+    )  # fmt: skip
+    (found,) = members.troubles({"a": LastHeartbeat(heartbeat, 0.0)})
+    assert found.severity == "warning"
+    assert found.sentence == "checkpoints fail: disk full"

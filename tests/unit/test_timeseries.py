@@ -93,16 +93,16 @@ def test_words_of_operators_are_events(forged: Lab) -> None:
              wire.Quarantine(run=RUN, learner="a", active=True, reason="odd", by="operator")),
             (names.settings(RUN),
              wire.Settings(run=RUN, settings=settings, changed=("sync.block: 8 -> 16",))),
-            (names.stop(RUN), wire.Stop(run=RUN, global_step=24, reason="steps")),
+            (names.stop(RUN), wire.Stop(run=RUN, global_step=24, reason="steps", by="operator ada@hut")),
         ):  # fmt: skip
             await forged.bus.publish(subject, wire.encode(body))
 
     asyncio.run(speak())
-    said = [event.what for event in read(forged).events][-3:]
+    said = [(event.by, event.what) for event in read(forged).events][-3:]
     assert said == [
-        "a quarantined by operator: odd",
-        "settings changed: sync.block: 8 -> 16",
-        "stop at global step 24 (steps)",
+        ("operator", "a quarantined: odd"),
+        ("unknown", "settings changed: sync.block: 8 -> 16"),
+        ("operator ada@hut", "stop at global step 24 (steps)"),
     ]
 
 

@@ -326,10 +326,11 @@ def test_flipped_bits_raise_only_wire_errors(body):
 
 def test_a_message_is_one_plain_map():
     """docs/protocol.md shows messages as JSON; programs in other languages must read them."""
-    message = wire.Stop(run="r", global_step=7, reason="steps")
+    message = wire.Stop(run="r", global_step=7, reason="steps", by="a")
     fields = fields_of(message)
     assert json.loads(json.dumps(fields)) == fields
-    assert fields == {"schema": 1, "kind": "stop", "run": "r", "global_step": 7, "reason": "steps"}
+    said = {"run": "r", "global_step": 7, "reason": "steps", "by": "a"}
+    assert fields == {"schema": 1, "kind": "stop", **said}
 
 
 def test_floats_keep_all_their_bits():

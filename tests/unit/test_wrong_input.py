@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from diloco.__main__ import app
+from diloco.cli.failing import as_failure
+from diloco.cli.parts import PARTS
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError
@@ -52,6 +56,61 @@ def test_a_misspelt_setting_of_a_local_run_leaves_no_folder(tmp_path: Path, wron
     words = ("local", "--run-dir", str(folder), "--learners", "1", "--steps", "4")
     refusal(*words, "--set", wrong)
     assert not folder.exists()
+
+
+def test_a_local_run_takes_only_a_new_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in ("/dev/null", str(tmp_path)):
+        assert folder in refusal("local", "--run-dir", folder, "--steps", "4").message
+
+
+def test_a_local_runs_file_is_checked_before_it_is_used(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text('[run]\nname = "x"\nsteps = "many"\n')
+    error = refusal("local", "--config", str(path), "--run-dir", str(tmp_path / "run"))
+    assert error.message.startswith(f"{path}: 'run.steps'")
+
+
+def test_a_budget_of_tokens_needs_the_tokens_of_a_step() -> None:
+    error = refusal("plan", "--learners", "2", "--mtbi", "never", "--tokens", "1e12")
+    assert "depends on the tokens of a step" in error.message
+    assert error.hint is not None
+    assert "--step-tokens" in error.hint
+
+
+def test_what_the_machine_refuses_is_said_with_its_path() -> None:
+    assert (said := as_failure(PermissionError(13, "Permission denied", "/proc/x"))) is not None
+    assert said.message == "cannot use '/proc/x': Permission denied"
+    assert (said := as_failure(OSError(28, "No space left on device"))) is not None
+    assert said.message == "a disk is full: No space left on device"
+    assert as_failure(OSError("of a library")) is None
+
+
+def test_words_that_are_no_commands_nor_options() -> None:
+    for words, meant in (
+        (["statsu"], "status"),
+        (["run", "sett"], "set"),
+        (["plan", "--lerners", "2"], "--learners"),
+        (["run", "create", "--config", "x", "--log-level", "loud"], "warning"),
+    ):
+        shown = CliRunner().invoke(app, words)
+        assert shown.exit_code == Exit.CONFIG
+        assert meant in shown.stderr
+
+
+def test_every_command_has_its_place_in_the_day() -> None:
+    shown = CliRunner().invoke(app, ["--help"])
+    titles = [shown.stdout.index(f" {part} ") for part in PARTS]
+    assert titles == sorted(titles)
+    command = get_command(app)
+    assert isinstance(command, TyperGroup)
+    assert list(command.commands) == [name for names in PARTS.values() for name in names]
+
+
+def test_a_shell_completes() -> None:
+    asked = {"_DILOCO_COMPLETE": "complete_bash", "COMP_WORDS": "diloco sta", "COMP_CWORD": "1"}
+    shown = CliRunner().invoke(app, [], prog_name="diloco", env=asked)
+    assert shown.stdout.split() == ["status"]
 
 
 def test_keys_of_a_value_are_refused_where_settings_are_changed() -> None:

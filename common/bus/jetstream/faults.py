@@ -14,6 +14,7 @@ STREAM_EXISTS = 10058
 _STREAM_NOT_FOUND = 10059
 # Without a majority a cluster holds an earlier attempt of a message, neither stored nor lost.
 _STILL_IN_PROCESS = 10158
+_NO_ROOM = (10023, 10028, 10047)  # of the server, of the account, of its disk
 _STREAM_FULL = (10077, "maximum bytes exceeded")
 
 
@@ -53,7 +54,9 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
     if isinstance(error, APIError) and not passing:
         if error.err_code == _STREAM_NOT_FOUND:
             return NoStreamError(text, hint="create the run first, or use the server it is on")
-        refused = RefusedError(text)
+        full = error.err_code in _NO_ROOM
+        hint = "the server's disk, or its limit for streams, is full: runbooks/disk-full.md"
+        refused = RefusedError(text, hint=hint if full else None)
         refused.err_code = error.err_code or 0
         # A direct get says only 404; from the leader it is 10037, where 10059 is 'no stream'.
         refused.no_message = isinstance(error, NotFoundError) and error.err_code in {None, 10037}

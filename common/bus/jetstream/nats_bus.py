@@ -87,6 +87,17 @@ class NatsBus:
         """
         return sorted(await stream_names(self._connection))
 
+    async def remove_stream(self, stream: str) -> None:
+        """Remove `stream` with all its messages; one that is not there is no error.
+
+        Raises:
+            BusError: not permitted.
+            BusUnavailableError: no answer.
+        """
+        subject = f"{self._api}.STREAM.DELETE.{stream}"
+        with contextlib.suppress(StreamMissingError):
+            await self._connection.call(subject, lambda js: js.delete_stream(stream))
+
     async def publish(
         self,
         subject: str,

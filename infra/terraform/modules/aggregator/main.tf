@@ -5,7 +5,7 @@ locals {
   full_name   = "diloco-${var.run}-${var.name}"
   checkpoints = var.chores && var.checkpoints
   objects     = "projects/_/buckets/${var.bucket}/objects/"
-  created     = concat(["global/"], local.checkpoints ? ["checkpoint/"] : [])
+  created     = ["global/", "checkpoint/"]
   listed      = "api.getAttribute('storage.googleapis.com/objectListPrefix', '')"
   parameters = merge(var.boot, {
     role        = "aggregator"
@@ -37,7 +37,7 @@ resource "google_storage_bucket_iam_member" "create" {
   member = google_service_account.this.member
 
   condition {
-    title      = "create ${local.checkpoints ? "versions and checkpoints" : "versions"}"
+    title      = "create versions and checkpoints"
     expression = join(" || ", [for prefix in local.created : "resource.name.startsWith('${local.objects}${var.run}/${prefix}')"])
   }
 }
@@ -84,7 +84,7 @@ module "credentials" {
   labels  = var.labels
 }
 
-# A checkpoint is a word of the operator's.
+# The timer's command is the operator's.
 module "operator" {
   source  = "../secret"
   project = var.project

@@ -1,0 +1,129 @@
+"""`diloco run delete` and `archive`: what belongs to a run, and its removal.
+
+Objects go first and the layout last: a removal that was cut off can be repeated for as long as the
+run can be opened, which takes its tape and its layout.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.cli.opening import OpenRun, open_run
+from diloco.cli.units import human_bytes
+from diloco.common import names
+from diloco.common.errors import IntegrityError, RunMismatchError, StreamMissingError
+from diloco.common.kept import KeptBus, open_kept
+from diloco.common.store import ObjectInfo
+from diloco.common.tape import has_ended
+
+# As many objects are removed in one thread's turn.
+AT_ONCE = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Belongings:
+    """All that there is of a run.
+
+    Attributes:
+        streams: bytes of each stream that is there.
+        last_seq: of the tape.
+        objects: in the store, below the run's name.
+        places: what the bus and the store are called.
+    """
+
+    run: str
+    ended: bool
+    streams: dict[str, int]
+    last_seq: int
+    objects: list[ObjectInfo]
+    places: tuple[str, str]
+
+    def sentences(self) -> list[str]:
+        """What it is, for people."""
+        bus, store = self.places
+        size = sum(info.size_bytes for info in self.objects)
+        state = "has ended" if self.ended else "has NOT ended"
+        return [
+            f"run {self.run} {state}; of it there are",
+            *(
+                f"  stream {name}, {human_bytes(held)}, on {bus}"
+                for name, held in self.streams.items()
+            ),
+            f"  {len(self.objects):,} objects, {human_bytes(size)}, below {self.run}/ in {store}",
+        ]
+
+    async def check_kept_in(self, file: Path) -> None:
+        """Read a bundle back.
+
+        Raises:
+            IntegrityError: it is damaged, or has not all of the run's tape.
+        """
+        with contextlib.closing(open_kept(file)) as kept:
+            there = await KeptBus(kept).last_sequence(names.tape_stream(self.run))
+            lost = kept.header.get("lost", "")
+        if lost or there != self.last_seq:
+            raise IntegrityError(
+                f"{str(file)!r} is not the whole run: its tape goes to {there} of "
+                f"{self.last_seq}{f'; {lost}' if lost else ''}",
+                hint="nothing was removed; make the bundle again",
+            )
+
+
+async def belongings(target: str, *, going_on: bool) -> Belongings:
+    """What there is of a run.
+
+    Args:
+        target: RUN.
+        going_on: whether it may be a run that has not ended.
+
+    Raises:
+        RunMismatchError: there is no such run, or it has not ended.
+    """
+    async with open_run(target) as opened:
+        context = opened.context
+        ended = await has_ended(context.bus, context.run)
+        if not (ended or going_on):
+            raise RunMismatchError(
+                f"run {context.run!r} has not ended",
+                hint="end it: diloco run end RUN; or stop its daemons, and use: diloco run delete "
+                "RUN --going-on",
+            )
+        return Belongings(
+            run=context.run,
+            ended=ended,
+            streams=await _streams(opened),
+            last_seq=await context.bus.last_sequence(context.tape),
+            objects=await context.runtime.call(context.store.list, f"{context.run}/"),
+            places=(opened.config.bus.url, opened.config.store.url),
+        )
+
+
+async def _streams(opened: OpenRun) -> dict[str, int]:
+    run, bus = opened.context.run, opened.context.bus
+    found: dict[str, int] = {}
+    for stream in (names.tape_stream(run), names.ops_stream(run), names.leases_stream(run)):
+        with contextlib.suppress(StreamMissingError):
+            found[stream] = (await bus.filled(stream)).size_bytes
+    return found
+
+
+async def remove(target: str, found: Belongings) -> None:
+    """Remove a run.
+
+    Raises:
+        DilocoError: bus or store are away, or do not permit it.
+    """
+    async with open_run(target) as opened:
+        context = opened.context
+        layout = names.layout_object(context.run, context.layout.digest)
+        doomed = [info.name for info in found.objects if info.name != layout]
+        for start in range(0, len(doomed), AT_ONCE):
+            await context.runtime.call(_delete, opened, doomed[start : start + AT_ONCE])
+        for stream in found.streams:
+            await context.bus.remove_stream(stream)
+        await context.runtime.call(_delete, opened, [layout])
+
+
+def _delete(opened: OpenRun, doomed: list[str]) -> None:
+    for name in doomed:
+        opened.context.store.delete(name)

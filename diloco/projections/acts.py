@@ -1,0 +1,39 @@
+"""What operators and aggregators do to a run, in words, from the messages that say it. Pure."""
+
+from dataclasses import dataclass
+
+from diloco.common import wire
+
+# Of messages from before anybody put a name to them.
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run, in words; `by`: who did it, "" for a learner's own."""
+
+    at_s: float
+    what: str
+    by: str
+
+
+def act_of(body: wire.Body, at_s: float) -> Event | None:
+    """What was done to the run, if this message says something of the kind."""
+    match body:
+        case wire.End():
+            return Event(at_s, "end: every fragment's last version is committed", "aggregators")
+        case wire.Stop() as stop:
+            what = f"stop at global step {stop.global_step} ({stop.reason})"
+            return Event(at_s, what, stop.by or UNKNOWN)
+        case wire.Settings() as settings:
+            what = "; ".join(settings.changed) or "carried over from the tape before"
+            return Event(at_s, f"settings changed: {what}", settings.by or UNKNOWN)
+        case wire.Checkpoint() as checkpoint:
+            return Event(at_s, f"checkpoint {checkpoint.name}", checkpoint.by or UNKNOWN)
+        case wire.Quarantine() as word:
+            done = "quarantined" if word.active else "let in again"
+            return Event(at_s, f"{word.learner} {done}: {word.reason}", word.by)
+        case wire.Record(what="restore") as record:
+            what = f"fragment {record.fragment} rolled back to version {record.restored_version}"
+            return Event(at_s, what, record.aggregator)
+    return None

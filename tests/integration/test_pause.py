@@ -1,0 +1,63 @@
+"""A run of real processes that is paused, made longer, continued and ended early."""
+
+import asyncio
+import time
+
+import pytest
+from audit import read_tape
+from harness import ENDLESS, PATIENCE_S, World, eventually
+
+from diloco.common.errors import RunMismatchError
+from diloco.look.history import happened
+from diloco.operate import change as operate
+
+SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
+LEARNERS = ("learner-0", "learner-1")
+STILL_S = 2.0
+
+
+def ask(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE_S))
+
+
+def steps_of(world: World) -> list[int]:
+    """How many batches each learner has drawn."""
+    return [len((world.folder / "notes" / name).read_text().splitlines()) for name in LEARNERS]
+
+
+def stand_still(world: World) -> bool:
+    before = steps_of(world)
+    time.sleep(STILL_S)
+    return steps_of(world) == before
+
+
+def test_a_run_is_paused_made_longer_continued_and_ended(new_world):
+    world = new_world(run=ENDLESS, task=SLOWER)
+    target = str(world.config_path)
+    processes = [world.aggregator(), *(world.learner(name) for name in LEARNERS)]
+    world.until(lambda: min(read_tape(world).versions()) >= 2, "versions")
+
+    ask(operate.change(target, ["run.paused=true"]))
+    eventually(lambda: stand_still(world), "learners wait")
+    assert all(process.running for process in processes)
+    paused = steps_of(world)
+    longer = f"run.steps={ENDLESS['steps'] + 1000}"
+    shown = ask(operate.preview(target, [longer]))
+    assert [line.partition(":")[0] for line in shown.changed] == ["run.steps"]
+    assert any("horizon stays" in line for line in shown.rates)
+    ask(operate.change(target, [longer, "run.paused=false"]))
+    made = min(read_tape(world).versions())
+    world.until(lambda: min(read_tape(world).versions()) >= made + 2, "further versions")
+    assert all(now > then for now, then in zip(steps_of(world), paused, strict=True))
+
+    assert ask(operate.end(target)) > 0
+    with pytest.raises(RunMismatchError, match="has stopped"):
+        ask(operate.end(target))
+    assert [process.wait() for process in processes] == [0] * len(processes)
+    tape = read_tape(world)
+    tape.check()
+    done = ask(happened(target, everything=False))
+    assert [event.what.split()[0].rstrip(":") for event in done] == [
+        "created", "settings", "settings", "stop", "end",
+    ]  # fmt: skip
+    assert all(event.by.startswith("operator ") for event in done[1:4])

@@ -1,0 +1,66 @@
+"""Daemons of a local run that fail: who is started again, and what is said of who is not."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco.common.errors import DilocoError
+from diloco.local.fleet import ALIKE, Fleet, last_words, way_of
+
+PATIENCE_S = 120.0
+DIVERGED = """{"action": "started"}
+error: the training loss is nan: this learner's parameters have diverged at step 17
+hint: restart it
+"""
+
+
+def test_lives_that_end_alike_but_for_their_numbers() -> None:
+    assert way_of(75, DIVERGED) == way_of(75, DIVERGED.replace("17", "4711"))
+    assert way_of(75, DIVERGED) != way_of(76, DIVERGED)
+    assert way_of(75, DIVERGED) != way_of(75, DIVERGED.replace("nan", "inf"))
+
+
+def test_a_signal_says_nothing_of_why() -> None:
+    assert way_of(-9, DIVERGED) == ""
+    assert way_of(None, DIVERGED) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (DIVERGED, "the training loss is nan: this learner's parameters have diverged at step 17"),
+        ('Traceback:\n  File "x"\nValueError: no\n', "ValueError: no"),
+        ('{"action": "started"}\n', ""),
+        ("", ""),
+    ],
+)
+def test_last_words(text: str, words: str) -> None:
+    assert last_words(text) == words
+
+
+def test_a_learner_that_fails_alike_is_given_up_and_the_last_one_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    logs, absent = tmp_path / "logs", str(tmp_path / "absent.toml")
+    with Fleet(logs) as fleet:
+        for name in ("learner-0", "learner-1"):
+            # As if a first life had trained: one that never did is misconfigured.
+            (logs / f"{name}.log").write_text('{"action": "started"}\n')
+            command = ["learner", "--config", absent, "--learner", name]
+            fleet.start(name, command, spare=True)
+        with pytest.raises(DilocoError) as caught:
+            look_after(fleet)
+        (said,) = fleet.given_up
+        names = sorted(text.partition(" ")[0] for text in (said, caught.value.message))
+        assert names == ["learner-0", "learner-1"]
+        for text in (said, caught.value.message):
+            assert f"failed the same way {ALIKE} times: there is no configuration file" in text
+        assert [daemon.restarts for daemon in fleet.daemons.values()] == [ALIKE - 1] * 2
+
+
+def look_after(fleet: Fleet) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        fleet.look_after()
+        time.sleep(0.02)
