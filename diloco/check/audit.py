@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco.common import wire
+from diloco.common.averaged import sync_of
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import next_step
 from diloco.common.tape import read_positions
@@ -363,7 +364,8 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
     """Each step's work is in one update of a fragment at most, whatever lives it took.
 
     Within a life updates follow each other without a gap; a life begins behind all that earlier
-    manifests and leaves cover. Of averaged state, adopting a version lets go what was not sent.
+    manifests and leaves cover. Where versions overwrite what learners have, as of averaged state,
+    adopting one lets go what was not sent.
     """
     history = found.history
     begins: dict[tuple[str, int], set[int]] = defaultdict(set)
@@ -381,7 +383,8 @@ def _check_lives(
 ) -> None:
     """Updates of a fragment follow each other; where each life begins goes to `begins`."""
     history = found.history
-    averaged = history.layout.fragments[fragment].averaged
+    own = sync_of(history.settings.sync, history.layout.fragments[fragment])
+    overwritten = own.adopt == "overwrite"
     chain = history.records[fragment]
     restores = [record.version for _, record in chain if record.what == "restore"]
     sent = history.sent(fragment)
@@ -391,7 +394,7 @@ def _check_lives(
         where = f"{learner}, life {incarnation}, fragment {fragment}"
         rows.sort(key=lambda row: sent.update(row).seq)
         first_seq, first = sent.update(rows[0]).seq, sent.at(rows[0])
-        if averaged:
+        if overwritten:
             pass
         elif first_seq == 1:
             begins[learner, incarnation].add(first.position - first.steps)
@@ -401,7 +404,7 @@ def _check_lives(
         for (before_seq, before), (seq, after) in itertools.pairwise(updates):
             found.hold(
                 seq == before_seq + 1
-                and _goes_on(restores, before, after, averaged=averaged)
+                and _goes_on(restores, before, after, overwritten=overwritten)
                 and after.base_version >= before.base_version,
                 "data", where, f"update {seq} does not follow {before_seq}",
             )  # fmt: skip
@@ -418,16 +421,15 @@ def _earlier(found: Audit) -> Mapping[str, int] | None:
 
 
 def _goes_on(
-    restores: Sequence[int], before: Announced, after: Announced, *, averaged: bool
+    restores: Sequence[int], before: Announced, after: Announced, *, overwritten: bool
 ) -> bool:
     """Whether the data of an update begins where that of the one before ended.
 
-    A rollback between them drops what was not sent; so does a version of averaged state.
+    A rollback between them drops what was not sent; so does any version that overwrites.
     """
     begins = after.position - after.steps
-    if averaged:
-        return begins >= before.position
     dropped = any(before.base_version < version <= after.base_version for version in restores)
+    dropped |= overwritten and before.base_version < after.base_version
     return begins == before.position or (dropped and begins > before.position)
 
 

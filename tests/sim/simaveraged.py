@@ -42,8 +42,8 @@ class _Account:
 
 
 @dataclass
-class Mean:
-    """One fragment of averaged state, on one tape."""
+class Overwritten:
+    """One fragment whose versions overwrite what learners have, on one tape."""
 
     fragment: int
     _lives: dict[tuple[str, int], _Account] = field(default_factory=dict)
@@ -67,27 +67,28 @@ class Mean:
         newest = bisect.bisect_left(account.overwritten, covers.stop) - 1
         hold(newest >= 0, "data", update, f"{covers} was taken before its life")
         expected = max(account.sent, account.overwritten[newest])
-        hold(covers.start == expected, "data", update, f"{covers} of state is to begin {expected}")
+        hold(covers.start == expected, "data", update, f"{covers} is to begin {expected}")
         let_go, account.sent = covers.start - account.sent, covers.stop
         return let_go
 
-    def check_record(self, record: wire.Record) -> None:
-        """It is the mean by tokens, of updates on the newest version, and nothing is added to it."""
-        about = f"fragment {self.fragment}"
-        learners = {taken.learner for taken in record.inputs}
-        if learners:
-            # Nobody moves it for all: who is alone in a round takes its part of a step.
-            rate, whole = record.learning_rate, len(learners) > 1
-            fits = rate == 1 if whole else 0 < rate <= 1
-            made = f"made of {len(learners)} learners at {rate}, {record.momentum}"
-            hold(fits and record.momentum == 0, "averaged", about, made)
-        for taken in record.inputs:
-            update = f"{taken.learner} {taken.incarnation}-{taken.seq}"
-            counts = taken.discount <= NEARLY_NOTHING if taken.staleness else taken.discount == 1
-            hold(counts, "averaged", update, f"{taken.staleness} old, counts {taken.discount}")
-            hold(taken.codec == "float32", "averaged", update, f"is in {taken.codec}")
-            hold(taken.clip == 1, "averaged", update, f"was shortened to {taken.clip}")
-            weighs = taken.learner == LIAR or taken.weight == taken.tokens_credited
-            hold(weighs, "averaged", update, f"weighs {taken.weight}, not its tokens")
-        stale = [one.learner for one in record.rejected if one.reason == "stale"]
-        hold(not stale, "averaged", about, f"refused for their age: {stale}")
+
+def check_mean(record: wire.Record) -> None:
+    """It is the mean by tokens, of updates on the newest version, and nothing is added to it."""
+    about = f"fragment {record.fragment}"
+    learners = {taken.learner for taken in record.inputs}
+    if learners:
+        # Nobody moves it for all: who is alone in a round takes its part of a step.
+        rate, whole = record.learning_rate, len(learners) > 1
+        fits = rate == 1 if whole else 0 < rate <= 1
+        made = f"made of {len(learners)} learners at {rate}, {record.momentum}"
+        hold(fits and record.momentum == 0, "averaged", about, made)
+    for taken in record.inputs:
+        update = f"{taken.learner} {taken.incarnation}-{taken.seq}"
+        counts = taken.discount <= NEARLY_NOTHING if taken.staleness else taken.discount == 1
+        hold(counts, "averaged", update, f"{taken.staleness} old, counts {taken.discount}")
+        hold(taken.codec == "float32", "averaged", update, f"is in {taken.codec}")
+        hold(taken.clip == 1, "averaged", update, f"was shortened to {taken.clip}")
+        weighs = taken.learner == LIAR or taken.weight == taken.tokens_credited
+        hold(weighs, "averaged", update, f"weighs {taken.weight}, not its tokens")
+    stale = [one.learner for one in record.rejected if one.reason == "stale"]
+    hold(not stale, "averaged", about, f"refused for their age: {stale}")

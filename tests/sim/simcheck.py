@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from simadmission import LIAR, LIAR_INDEX, Admission
-from simaveraged import Life, Mean
+from simaveraged import Life, Overwritten, check_mean
 from simchain import Chain, Sent, UpdateId, Violation, check_covers, hold, update_id
 from simgarbage import GarbageChecker
 from simoracle import Beside
@@ -38,7 +38,7 @@ class Checkers:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.chains = [Chain(index) for index in range(len(world.layout.fragments))]
-        self.averaged = self._means()
+        self.overwritten = self._overwrites()
         self.joined: dict[str, int] = {}
         self.stopped = False
         self.end_seq = 0
@@ -70,7 +70,7 @@ class Checkers:
         self.past = self.fates()
         self.past["abandoned"] += self.past.pop("in_flight")
         self.epoch, self.joined, self.stopped = epoch, {}, False
-        self.averaged = self._means()
+        self.overwritten = self._overwrites()
         shut_out = {name for record in file.records for name in record.policy.quarantined}
         world = self._world
         self.admission = Admission(world.store.rotten, world.injected, shut_out)
@@ -80,10 +80,11 @@ class Checkers:
             chain.digests = {version: pair for version, pair in known if version <= record.version}
         self.garbage.begin_epoch(file)
 
-    def _means(self) -> dict[int, Mean]:
-        """Accounts of the fragments that hold averaged state."""
+    def _overwrites(self) -> dict[int, Overwritten]:
+        """Accounts of the fragments whose versions overwrite what learners have."""
+        every = self._world.settings.sync.adopt == "overwrite"
         fragments = self._world.layout.fragments
-        return {each.index: Mean(each.index) for each in fragments if each.averaged}
+        return {one.index: Overwritten(one.index) for one in fragments if every or one.averaged}
 
     # Hooks
 
@@ -170,10 +171,10 @@ class Checkers:
         # What is stored after a newer life has joined will be rejected.
         if update.incarnation != self.joined.get(update.learner):
             return
-        if manifest.fragment not in self.averaged:
+        if manifest.fragment not in self.overwritten:
             chain.check_data(update, covers)
         elif not self._world.tail_lost:
-            let_go = self.averaged[manifest.fragment].check_data(update, covers)
+            let_go = self.overwritten[manifest.fragment].check_data(update, covers)
             chain.fates["let_go"] += let_go
             self._world.injected["averaged"] += let_go > 0
 
@@ -202,8 +203,8 @@ class Checkers:
         for refused in record.rejected:
             chain.resolve(record, refused, lies=refused.learner == LIAR)
             self.admission.check_rejected(message.seq, refused)
-        if record.fragment in self.averaged:
-            self.averaged[record.fragment].check_record(record)
+        if self._world.layout.fragments[record.fragment].averaged:
+            check_mean(record)
         chain.follow(record, message.seq)
         self.garbage.needs[record.fragment].note(record, message.seq, message.time_s)
 
@@ -256,8 +257,8 @@ class Checkers:
     def on_began(self, life: Life, versions: Sequence[int], position: int) -> None:
         """A life of a learner begins, at these versions and here in its data."""
         if life.epoch == self.epoch:
-            for mean in self.averaged.values():
-                mean.begin(life, versions[mean.fragment], position)
+            for account in self.overwritten.values():
+                account.begin(life, versions[account.fragment], position)
 
     def on_adopted(self, life: Life, ready: Ready, view: np.ndarray, position: int) -> None:
         """A learner has adopted a record: its view is the aggregator's, bit for bit."""
@@ -266,8 +267,8 @@ class Checkers:
         if shards.digest(view) != digest:
             about = f"{learner} fragment {fragment}"
             self._world.fail(Violation("view", about, f"is not {digest}"))
-        if fragment in self.averaged and life.epoch == self.epoch:
-            self.averaged[fragment].adopt(life, ready.version, position)
+        if fragment in self.overwritten and life.epoch == self.epoch:
+            self.overwritten[fragment].adopt(life, ready.version, position)
 
     def on_stepped(self, learner: str, waited_s: float) -> None:
         """No step waits for anybody."""

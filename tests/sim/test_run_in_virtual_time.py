@@ -34,10 +34,11 @@ def settings(steps=60, **sections):
     return {"run": {"name": "sim", "steps": steps}, **document}
 
 
-def make_world(seed=0, faults=CALM, steps=60, tensors=None, **sections):
+def make_world(seed=0, faults=CALM, steps=60, tensors=None, averaged=False, **sections):
     return World(
-        settings(steps, **sections), seed=seed, tensors=tensors or Ledger(16 * 2048), faults=faults
-    )
+        settings(steps, **sections), seed=seed, tensors=tensors or Ledger(16 * 2048), faults=faults,
+        averaged=averaged,
+    )  # fmt: skip
 
 
 async def run_fleet(world, learners):

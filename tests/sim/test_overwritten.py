@@ -1,0 +1,24 @@
+"""Where versions overwrite what learners have not sent, a tape is as sound as any other."""
+
+import pytest
+from simtensors import Light
+from simworld import SimLearner
+from test_decided_again import history_of
+from test_run_in_virtual_time import finished, make_world, run_fleet
+
+from diloco.check.audit import audit
+from diloco.replay.decide import decide
+
+
+@pytest.mark.parametrize("what", ["state", "all"])
+def test_steps_let_go_by_an_overwrite_are_no_gap(what):
+    sync = {"fragments": 2} if what == "state" else {"fragments": 2, "adopt": "overwrite"}
+    world = make_world(tensors=Light(32), averaged=what == "state", sync=sync)
+    # Of unequal speeds, so that versions come between a learner's updates.
+    learners = [SimLearner(world, index, step_s=0.7 + 0.4 * index) for index in range(3)]
+    world.run(lambda: run_fleet(world, learners))
+    assert finished(world)["let_go"] > 0
+    history = history_of(world)
+    assert audit(history).breaches == []
+    for fragment, chain in history.records.items():
+        assert {one.outcome for one in decide(history, fragment, chain)} <= {"same", "unknown"}
