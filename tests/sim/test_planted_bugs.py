@@ -23,6 +23,7 @@ from diloco.common.tape import data_position, last_record, read_record
 from diloco.learner.adopt import Adopter
 from diloco.learner.checkpoint import PartFolder
 from diloco.learner.position import Place
+from diloco.learner.sync import SyncRules
 
 SEEDS = 500
 
@@ -329,6 +330,22 @@ def views_not_compared():
     return mock.patch.multiple("diloco.learner.catchup", _stays=stays, _chain_bytes=chain_bytes)
 
 
+@contextlib.contextmanager
+def state_rebased():
+    """A learner adopts averaged state as it does parameters: what it has not sent, it keeps."""
+    with (
+        mock.patch.dict("diloco.common.averaged._SYNC", adopt="rebase"),
+        mock.patch.object(SyncRules, "overwrites", lambda rules, _fragment: rules.overwrite),
+    ):
+        yield
+
+
+def state_at_the_runs_rate():
+    """A version of averaged state is made as one of parameters is."""
+    settings = property(lambda arrays: arrays.settings)
+    return mock.patch.object(FragmentArrays, "own_settings", settings)
+
+
 # Of each: the kinds of faults that find it, if not those of light seeds; and the rules it breaks.
 BUGS = {
     # Beside a newer life for ever, it may hide how far that one got.
@@ -364,6 +381,8 @@ BUGS = {
     sums_begin_with_this_release: (("releases", "crash"), set()),
     deaf_once_refused: (("revoked",), {"ends", "superseded"}),
     views_not_compared: (("tail_lost",), {"view", "breaks", "unnoticed"}),
+    state_rebased: (("averaged",), {"data"}),
+    state_at_the_runs_rate: (("averaged",), {"averaged"}),
     no_answer_taken_for_one: (
         ("power_cut", "store_lost_answer", "crash"),
         {"objects", "rejected", "stopped", "breaks", "garbage"},
