@@ -15,6 +15,7 @@ from diloco.aggregator.core import events, garbage, machine
 from diloco.aggregator.core.state import State, UpdateId
 from diloco.aggregator.daemon import load_run
 from diloco.aggregator.records import sum_up
+from diloco.aggregator.swap import commit_record
 from diloco.common import names, shards, slices, wire
 from diloco.common.errors import AccessDeniedError, StoreUnavailableError, WireError
 from diloco.common.service import Runtime
@@ -284,7 +285,14 @@ def unreadable_record_passed_over():
                 if message.seq >= newest.seq:
                     return found, newest.seq
 
-    return mock.patch("diloco.aggregator.recovery.last_record", readable)
+    def on_anything(context, record, _base_id):
+        return commit_record(context, record)
+
+    planted = contextlib.ExitStack()
+    planted.enter_context(mock.patch("diloco.aggregator.recovery.last_record", readable))
+    # Compared with its base, nothing that it makes would stand.
+    planted.enter_context(mock.patch("diloco.aggregator.committer.commit_record", on_anything))
+    return planted
 
 
 def sums_begin_with_this_release():
