@@ -2,8 +2,9 @@
 
 A learner takes a version of it as it is: what the learner has not sent by then is let go. So each
 step that a life has taken is in an update, and ends as that does, or is let go at a version that
-the life adopted behind it; nothing else is left out, and nothing is sent twice. What a version
-is made with is not the run's: a mean by tokens, taken whole.
+the life adopted behind it; nothing else is left out, and nothing is sent twice. The same holds of
+every fragment where `sync.adopt` is "overwrite". What a version of state is made with is not the
+run's: a mean by tokens.
 """
 
 import bisect
