@@ -137,13 +137,14 @@ def read_tokens(options: PlanOptions, settings: RunSettings, fleet: Fleet, step_
         ConfigError: nothing says what a step covers.
     """
     if options.tokens is not None:
+        budget = _count("--tokens", options.tokens)
         if not (step_tokens or options.step_tokens):
             raise ConfigError(
                 f"--tokens {options.tokens}: how long they take depends on the tokens of a step",
                 hint="give them, for one learner: --step-tokens 262144; or the run's file, whose "
                 "task says them",
             )
-        return _count("--tokens", options.tokens)
+        return budget
     if options.config is None:
         return 0
     return settings.run.tokens or settings.run.steps * fleet.step_tokens

@@ -6,11 +6,11 @@ Run as: python -m other_release WRITES READS COMMAND ..., READS being a list suc
 import sys
 
 from diloco.__main__ import main
-from diloco.common import wire
+from diloco.common.wire import coding
 
 if __name__ == "__main__":
     writes, reads = sys.argv[1:3]
-    wire.SCHEMA = int(writes)
-    wire.READABLE = frozenset(map(int, reads.split(",")))
+    coding.SCHEMA = int(writes)
+    coding.READABLE = frozenset(map(int, reads.split(",")))
     del sys.argv[1:3]
     main()

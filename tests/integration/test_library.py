@@ -381,7 +381,7 @@ def test_a_task_whose_optimizer_goes_uphill_ends_before_anything_is_sent(new_wor
     # Nobody has to ask for its log: the run knows why it is gone.
     status = asyncio.run(_look(world))
     (alert,) = (one for one in status.alerts if one.about == "learner a")
-    assert "an error has ended it: the inner optimizer's first step goes uphill" in alert.sentence
+    assert "an error has ended it: the inner optimizer's first steps go uphill" in alert.sentence
     assert [one.state for one in status.learners] == ["failed"]
 
 

@@ -8,9 +8,10 @@ import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, World
 
-from diloco.common import names, wire
+from diloco.common import names
 from diloco.common.bus.jetstream import NatsBus
 from diloco.common.exits import Exit
+from diloco.common.wire import coding
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
 
@@ -25,7 +26,7 @@ NewWorld = Callable[..., World]
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the test read what both releases write."""
-    monkeypatch.setattr(wire, "READABLE", frozenset({1, 2}))
+    monkeypatch.setattr(coding, "READABLE", frozenset({1, 2}))
 
 
 def until_merged(world: World, *learners: str) -> None:

@@ -6,10 +6,12 @@ simulation as a `Violation`.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from simadmission import LIAR, LIAR_INDEX, Admission
+from simaveraged import Life, Mean
 from simchain import Chain, Sent, UpdateId, Violation, check_covers, hold, update_id
 from simgarbage import GarbageChecker
 from simoracle import Beside
@@ -20,6 +22,7 @@ from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import DilocoError, WireError
 from diloco.common.tape import decode, decode_as
+from diloco.learner.sync import Ready
 
 if TYPE_CHECKING:
     from simworld import World
@@ -35,6 +38,7 @@ class Checkers:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.chains = [Chain(index) for index in range(len(world.layout.fragments))]
+        self.averaged = self._means()
         self.joined: dict[str, int] = {}
         self.stopped = False
         self.end_seq = 0
@@ -66,6 +70,7 @@ class Checkers:
         self.past = self.fates()
         self.past["abandoned"] += self.past.pop("in_flight")
         self.epoch, self.joined, self.stopped = epoch, {}, False
+        self.averaged = self._means()
         shut_out = {name for record in file.records for name in record.policy.quarantined}
         world = self._world
         self.admission = Admission(world.store.rotten, world.injected, shut_out)
@@ -74,6 +79,11 @@ class Checkers:
             known = before.digests.items()
             chain.digests = {version: pair for version, pair in known if version <= record.version}
         self.garbage.begin_epoch(file)
+
+    def _means(self) -> dict[int, Mean]:
+        """Accounts of the fragments that hold averaged state."""
+        fragments = self._world.layout.fragments
+        return {each.index: Mean(each.index) for each in fragments if each.averaged}
 
     # Hooks
 
@@ -158,8 +168,14 @@ class Checkers:
         covers = self._covers(update, manifest)
         chain.send(manifest, covers, message.seq)
         # What is stored after a newer life has joined will be rejected.
-        if update.incarnation == self.joined.get(update.learner):
+        if update.incarnation != self.joined.get(update.learner):
+            return
+        if manifest.fragment not in self.averaged:
             chain.check_data(update, covers)
+        elif not self._world.tail_lost:
+            let_go = self.averaged[manifest.fragment].check_data(update, covers)
+            chain.fates["let_go"] += let_go
+            self._world.injected["averaged"] += let_go > 0
 
     def _covers(self, update: UpdateId, manifest: wire.Manifest) -> Covers:
         world = self._world
@@ -186,6 +202,8 @@ class Checkers:
         for refused in record.rejected:
             chain.resolve(record, refused, lies=refused.learner == LIAR)
             self.admission.check_rejected(message.seq, refused)
+        if record.fragment in self.averaged:
+            self.averaged[record.fragment].check_record(record)
         chain.follow(record, message.seq)
         self.garbage.needs[record.fragment].note(record, message.seq, message.time_s)
 
@@ -235,12 +253,21 @@ class Checkers:
 
     # Learners
 
-    def on_adopted(self, learner: str, fragment: int, view: np.ndarray, digest: str) -> None:
+    def on_began(self, life: Life, versions: Sequence[int], position: int) -> None:
+        """A life of a learner begins, at these versions and here in its data."""
+        if life.epoch == self.epoch:
+            for mean in self.averaged.values():
+                mean.begin(life, versions[mean.fragment], position)
+
+    def on_adopted(self, life: Life, ready: Ready, view: np.ndarray, position: int) -> None:
         """A learner has adopted a record: its view is the aggregator's, bit for bit."""
+        learner, fragment, digest = life.learner, ready.fragment, ready.view_digest
         self.adopted[learner, fragment] = digest
         if shards.digest(view) != digest:
             about = f"{learner} fragment {fragment}"
             self._world.fail(Violation("view", about, f"is not {digest}"))
+        if fragment in self.averaged and life.epoch == self.epoch:
+            self.averaged[fragment].adopt(life, ready.version, position)
 
     def on_stepped(self, learner: str, waited_s: float) -> None:
         """No step waits for anybody."""

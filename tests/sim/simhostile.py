@@ -202,7 +202,9 @@ class Liar:
         record = chain.record
         self._seqs[fragment] += 1
         position = next(self._positions)
-        replica = world.tensors.replica(LIAR_INDEX, None, world.layout, [None] * len(self._seqs))
+        replica = world.tensors.replica(
+            LIAR_INDEX, world.settings.sync, world.layout, [None] * len(self._seqs)
+        )
         replica.begin(position - 1)
         replica.position = position
         send = sync.Send(

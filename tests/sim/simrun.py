@@ -54,6 +54,7 @@ class Scenario:
             gc=GcSection(replay_window_s=plan.rng("gc").choice([0.0, 20.0, 60.0])),
             traced=plan.traced,
             record_bytes=self._record_bytes(),
+            averaged=plan.has("averaged"),
         )
         self.world.power_fails = plan.has("power_cut")
         self.calm = False

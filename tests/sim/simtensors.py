@@ -27,7 +27,9 @@ from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Contribution
 from diloco.common import shards, slices, wire
+from diloco.common.averaged import sync_of
 from diloco.common.codec import Encoded, decode_numpy
+from diloco.common.config import SyncSection
 from diloco.common.layout import Layout
 from diloco.common.store import ObjectStore
 from diloco.learner.replica import Delta, Replica, View
@@ -64,11 +66,16 @@ def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -
 class LightReplica:
     """`diloco.learner.replica.Replica` as far as it matters which steps are unsent, in flight or sent.
 
-    Of each fragment: V - q - theta covers the steps [start, position), q those in flight.
+    Of each fragment: V - q - theta covers the steps [start, position), q those in flight. Where a
+    version overwrites theta, nothing is left that the next update could cover.
     """
 
-    def __init__(self, learner: int, layout: Layout, views: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self, learner: int, settings: SyncSection, layout: Layout, views: Sequence[np.ndarray]
+    ) -> None:
         self._learner = learner
+        adopt = [sync_of(settings, fragment).adopt for fragment in layout.fragments]
+        self._overwritten = [each == "overwrite" for each in adopt]
         self._block = layout.block
         self._blocks = [np.arange(fragment.size // layout.block) for fragment in layout.fragments]
         self.views = list(views)
@@ -108,7 +115,9 @@ class LightReplica:
         elif payload is not None:
             self.views[fragment] = payload.values
         if resolved:
-            self._starts[fragment] = self._in_flight.pop(fragment)
+            self._starts[fragment] = max(self._starts[fragment], self._in_flight.pop(fragment))
+        if payload is not None and self._overwritten[fragment]:
+            self._starts[fragment] = self.position
 
     def roll_back(self, fragment: int, view: View) -> None:
         self.views[fragment] = view.values
@@ -194,9 +203,9 @@ class Light:
         self.arithmetic = LIGHT
 
     def replica(
-        self, learner: int, _settings: Any, layout: Layout, views: Sequence[np.ndarray]
+        self, learner: int, settings: SyncSection, layout: Layout, views: Sequence[np.ndarray]
     ) -> LightReplica:
-        return LightReplica(learner, layout, views)
+        return LightReplica(learner, settings, layout, views)
 
     def train(self, replica: LightReplica, _learner: int, position: int) -> None:
         """One step on the batch at `position`."""

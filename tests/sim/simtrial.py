@@ -66,6 +66,7 @@ WORLDS = (
     "releases",
     "revoked",
     "tail_lost",
+    "averaged",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
@@ -140,7 +141,8 @@ def settings(plan: Trial) -> dict[str, Any]:
         },
         "outer": {
             "optimizer": codecs.choice(OPTIMIZERS) if plan.has("numbers") else "sgd",
-            "learning_rate": 0.7 if plan.has("numbers") else 1.0,
+            # Not that of averaged state, so that it shows which of them a version was made with.
+            "learning_rate": 0.7 if plan.has("numbers") or plan.has("averaged") else 1.0,
             "merge": codecs.choice(["rda", "average", "centered_clipping"])
             if plan.has("numbers")
             else "average",

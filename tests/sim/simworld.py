@@ -10,13 +10,14 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import structlog
 from simactor import CALM, Actor, Faults, Killed
+from simaveraged import Life
 from simbus import SimBroker
 from simchain import Violation
 from simcheck import Checkers
@@ -41,7 +42,7 @@ from diloco.common.config import (
     parse_settings,
 )
 from diloco.common.errors import SupersededError
-from diloco.common.layout import Layout, Tensor, make_layout
+from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.service import cancel
 from diloco.common.tape import load_specification
 from diloco.learner import sync
@@ -78,6 +79,7 @@ class World:
         gc: what garbage collection leaves.
         traced: keep the last events.
         record_bytes: a longer record keeps its body in an object.
+        averaged: the last of several fragments holds state that is averaged.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class World:
         gc: GcSection | None = None,
         traced: bool = False,
         record_bytes: int = wire.RECORD_BYTES,
+        averaged: bool = False,
     ) -> None:
         self.record_bytes = record_bytes
         self.seed = seed
@@ -128,7 +131,7 @@ class World:
         self._config = Config.model_validate(
             self.settings.model_dump() | {"store": {"url": "memory://simulated"}}
         )
-        self.layout = self._make_layout()
+        self.layout = self._make_layout(averaged=averaged)
         self.epoch = 0
         self.store = SimStore()
         self.checkers = Checkers(self)
@@ -136,14 +139,16 @@ class World:
         self.broker = SimBroker(self.clock, self._hear, self.checkers.on_trimming)
         self.rng = random.Random(f"world-{seed}")
 
-    def _make_layout(self) -> Layout:
-        sync_section = self.settings.sync
+    def _make_layout(self, *, averaged: bool) -> Layout:
+        count, block = self.settings.sync.fragments, self.settings.sync.block
         shape = (self.tensors.elements,)
-        tensors = [
-            Tensor(name=f"ledger{i}", shape=shape, dtype="float32")
-            for i in range(sync_section.fragments)
-        ]
-        return make_layout(tensors, fragments=sync_section.fragments, block=sync_section.block)
+        tensors = [Tensor(name=f"ledger{i}", shape=shape, dtype="float32") for i in range(count)]
+        state = tensors[-1].name if averaged and count > 1 else None
+
+        def hint(name: str, _shape: tuple[int, ...]) -> TensorHint:
+            return TensorHint(kind="averaged" if name == state else "trained")
+
+        return make_layout(tensors, fragments=count, block=block, hint=hint)
 
     def clock(self) -> float:
         """The servers' time, in seconds since the epoch."""
@@ -389,15 +394,22 @@ class SimBackground:
             self.actor.world.fail(Violation("breaks", self.actor.name, repr(error)))
 
 
+@dataclass(kw_only=True)
 class SimSynchronizer(Synchronizer):
-    """`Synchronizer` that shows the checkers each view it has adopted."""
+    """`Synchronizer` that shows the checkers each view it has adopted.
+
+    Attributes:
+        life: whose it is.
+    """
+
+    life: Life
 
     def _perform(self, effect: sync.Effect) -> None:
         super()._perform(effect)
         if isinstance(effect, sync.Adopt):
             world, ready = self.boundaries.inbox.actor.world, effect.ready
             view = world.tensors.view(self.replica, ready.fragment)
-            world.checkers.on_adopted(self.meter.learner, ready.fragment, view, ready.view_digest)
+            world.checkers.on_adopted(self.life, ready, view, self.position)
 
 
 class SimLearner:
@@ -487,7 +499,9 @@ class SimLearner:
         )
         position = (await place_after_join(context)).position
         tensors.begin(replica, position)
-        rules = sync.sync_rules(world.settings.sync)
+        own = Life(context.epoch, self.name, life.incarnation)
+        world.checkers.on_began(own, [start.version for start in starts], position)
+        rules = sync.sync_rules(world.settings.sync, world.layout)
         planner = Planner(
             rules=rules, state=sync.begin(rules, starts),
             inbox=background, tokens_per_step=TOKENS, drain_timeout_s=LEAVE_S, clock=actor.clock,
@@ -496,7 +510,7 @@ class SimLearner:
         synchronizer = SimSynchronizer(
             replica=replica, position=position, tokens_per_step=TOKENS, boundaries=planner,
             outbox=lambda word: background.spawn(publisher.say(word)), meter=meter,
-            saver=NoCheckpoints(), clock=actor.clock,
+            saver=NoCheckpoints(), clock=actor.clock, life=own,
         )  # fmt: skip
         save = None
         if self.disk is not None:

@@ -15,6 +15,7 @@ from diloco.aggregator.core import events, garbage, machine
 from diloco.aggregator.core.state import State, UpdateId
 from diloco.aggregator.daemon import load_run
 from diloco.aggregator.records import sum_up
+from diloco.aggregator.swap import commit_record
 from diloco.common import names, shards, slices, wire
 from diloco.common.errors import AccessDeniedError, StoreUnavailableError, WireError
 from diloco.common.service import Runtime
@@ -22,6 +23,7 @@ from diloco.common.tape import data_position, last_record, read_record
 from diloco.learner.adopt import Adopter
 from diloco.learner.checkpoint import PartFolder
 from diloco.learner.position import Place
+from diloco.learner.sync import SyncRules
 
 SEEDS = 500
 
@@ -283,7 +285,14 @@ def unreadable_record_passed_over():
                 if message.seq >= newest.seq:
                     return found, newest.seq
 
-    return mock.patch("diloco.aggregator.recovery.last_record", readable)
+    def on_anything(context, record, _base_id):
+        return commit_record(context, record)
+
+    planted = contextlib.ExitStack()
+    planted.enter_context(mock.patch("diloco.aggregator.recovery.last_record", readable))
+    # Compared with its base, nothing that it makes would stand.
+    planted.enter_context(mock.patch("diloco.aggregator.committer.commit_record", on_anything))
+    return planted
 
 
 def sums_begin_with_this_release():
@@ -321,6 +330,22 @@ def views_not_compared():
     return mock.patch.multiple("diloco.learner.catchup", _stays=stays, _chain_bytes=chain_bytes)
 
 
+@contextlib.contextmanager
+def state_rebased():
+    """A learner adopts averaged state as it does parameters: what it has not sent, it keeps."""
+    with (
+        mock.patch.dict("diloco.common.averaged._SYNC", adopt="rebase"),
+        mock.patch.object(SyncRules, "overwrites", lambda rules, _fragment: rules.overwrite),
+    ):
+        yield
+
+
+def state_at_the_runs_rate():
+    """A version of averaged state is made as one of parameters is."""
+    settings = property(lambda arrays: arrays.settings)
+    return mock.patch.object(FragmentArrays, "own_settings", settings)
+
+
 # Of each: the kinds of faults that find it, if not those of light seeds; and the rules it breaks.
 BUGS = {
     # Beside a newer life for ever, it may hide how far that one got.
@@ -356,6 +381,8 @@ BUGS = {
     sums_begin_with_this_release: (("releases", "crash"), set()),
     deaf_once_refused: (("revoked",), {"ends", "superseded"}),
     views_not_compared: (("tail_lost",), {"view", "breaks", "unnoticed"}),
+    state_rebased: (("averaged",), {"data"}),
+    state_at_the_runs_rate: (("averaged",), {"averaged"}),
     no_answer_taken_for_one: (
         ("power_cut", "store_lost_answer", "crash"),
         {"objects", "rejected", "stopped", "breaks", "garbage"},

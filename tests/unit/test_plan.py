@@ -634,7 +634,11 @@ def test_a_table_of_prices_of_one_s_own(tmp_path):
     file = tmp_path / "prices.toml"
     file.write_text(text.replace("core = 0.031611", "core = 1000.0"))
     dear = json.loads(invoke("--json", "--learners", "2", "--mtbi", "never", "--prices", str(file)))
-    cheap = json.loads(invoke("--json", "--learners", "2", "--mtbi", "never", "--tokens", "1M"))
+    cheap = json.loads(
+        invoke(
+            "--json", "--learners", "2", "--mtbi", "never", "--tokens", "1M", "--step-tokens", "1"
+        )
+    )
     day = cheap["costs"]["a_day"][0]
     assert dear["costs"]["a_day"][0]["machines"] > 1000 * day["machines"]
     assert cheap["costs"]["run"][0] == pytest.approx(day["total"] * cheap["systems"][2]["days"])
