@@ -73,7 +73,7 @@ def tensors_of(params: Params) -> list[Tensor]:
     for name, leaf in named_leaves(params):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TaskError(
-                f"the leaf {name!r} of the parameters is {leaf!r:.80}, which is no array",
+                f"the leaf {name!r} of the parameters must be an array, but is {leaf!r:.80}",
                 hint="make it one, such as jnp.float32(0.5), or keep it out of the parameters",
             )
     return [

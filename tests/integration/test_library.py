@@ -304,7 +304,7 @@ def test_what_is_no_array_is_no_parameter(own_run):
     world = own_run()
     for use in (diloco.create, lambda file, like: run_join(file, like)):
         with pytest.raises(
-            TaskError, match=r"the leaf 'scale' of the parameters is 1.0, which is no"
+            TaskError, match=r"the leaf 'scale' of the parameters must be an array, but is 1.0"
         ):
             use(world.config_path, {**initial(), "scale": 1.0})
 
