@@ -200,7 +200,7 @@ def make_layout(
     if not trained:
         raise ConfigError(
             "the model has no floating-point parameter to train",
-            hint="let the task's init return at least one float array",
+            hint="let the task's init, or what is given to `create`, have at least one float array",
         )
     # One for all state: it is small, and its fragment has other rules than those of parameters.
     bins = _assign_checked(trained, fragments, hint, beside=1 if state else 0)

@@ -26,7 +26,13 @@ import numpy as np
 
 from diloco.common import names
 from diloco.common.config import Config, load_config
-from diloco.common.errors import ConfigError, DilocoError, DivergedError, status_of
+from diloco.common.errors import (
+    ConfigError,
+    DilocoError,
+    DivergedError,
+    RunMismatchError,
+    status_of,
+)
 from diloco.common.layout import Hint
 from diloco.common.probes import Probes, make_probes, serving
 from diloco.common.service import AskedToStopError, Runtime, asked_by_signals
@@ -37,9 +43,10 @@ from diloco.learner.follow import follow
 from diloco.learner.hosts.channel import HANGING_S, end_if_hanging
 from diloco.learner.lead import lead
 from diloco.learner.life import Host, Life, never
-from diloco.learner.member import Member
+from diloco.learner.member import NAMED, Member
 from diloco.learner.placement import put_like
-from diloco.learner.task import Batch, Holder, Params, Shared
+from diloco.learner.synchronizer import figures_of, scalar_of
+from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"
@@ -51,8 +58,8 @@ class Learner:
     """A training loop's place in a run; `join` makes it. One thread uses it.
 
     Attributes:
-        done: the loop is to end: the run has stopped, or somebody asked this learner to leave. On
-            several hosts it becomes true at the same step.
+        done: the loop is to end: the run has stopped, or somebody asked this learner to leave; or
+            the block is over. On several hosts it becomes true at the same step.
         global_step: the run's clock for the next step, which learning rates follow.
     """
 
@@ -64,6 +71,7 @@ class Learner:
         self._synchronizer = life.synchronizer
         self._params = life.params
         self._synced = tree.synced_marks(life.params, life.context.layout)
+        self._shapes = _shapes(life.params)
         self._loss: Any = None
         self._metrics: Mapping[str, Any] = {}
         self._save: Any = None
@@ -157,6 +165,7 @@ class Learner:
 
         Raises:
             DivergedError: the loss is infinite or not a number.
+            RunMismatchError: the parameters are other tensors than `params`.
             DilocoError: what ends this learner for good; the loop has gone on after `done`.
         """
         if self.done:
@@ -190,9 +199,10 @@ class Learner:
         """Hand over what the loop has measured on held-out data, by name, for all who look.
 
         Raises:
-            DilocoError: a name is none, or there are too many.
+            DilocoError: a name or a figure is none, or there are too many.
         """
-        self._synchronizer.meter.show({HELD_OUT + name: value for name, value in figures.items()})
+        named = {HELD_OUT + name: value for name, value in figures_of(figures).items()}
+        self._synchronizer.meter.show(named)
 
     def leave(self) -> None:
         """Ask this learner to leave the run, on all its hosts; `done` follows. From any thread."""
@@ -215,17 +225,34 @@ class Learner:
 
     def _turn(self) -> Boundary:
         synchronizer = self._synchronizer
-        boundary = synchronizer.turn(lambda: tree.split(self._params, self._synced)[0])
+        boundary = synchronizer.turn(self._trained)
         if boundary.effects:
             _, held = tree.split(self._params, self._synced)
             self._params = tree.join(synchronizer.replica.trained, held)
         return boundary
 
+    def _trained(self) -> Params:
+        """What is synchronized of what the loop has given back, which must be the same tensors."""
+        found = _shapes(self._params)
+        if found != self._shapes:
+            both = dict.fromkeys([*self._shapes, *found])
+            differ = [name for name in both if found.get(name) != self._shapes.get(name)]
+            raise RunMismatchError(
+                "the loop gave `step` other parameters than `params` are: "
+                + "; ".join(
+                    f"{name}: {found.get(name, 'none')} given, {self._shapes.get(name, 'none')} "
+                    "expected"
+                    for name in differ[:NAMED]
+                ),
+                hint="give back the whole tree that `params` and `step` gave, in the same shapes",
+            )
+        return tree.split(self._params, self._synced)[0]
+
     def _read_loss(self) -> float | None:
         """The loss of the step before, which must be one."""
         if self._loss is None:
             return None
-        loss = float(self._loss)
+        loss = scalar_of(self._loss, "the loss of a step")
         if not math.isfinite(loss):
             raise DivergedError(
                 f"the training loss is {loss}: this learner's parameters have diverged",
@@ -233,6 +260,10 @@ class Learner:
                 "lower the learning rate or clip gradients",
             )
         return loss
+
+
+def _shapes(params: Params) -> dict[str, list[int]]:
+    return {name: list(np.shape(leaf)) for name, leaf in named_leaves(params)}
 
 
 def _given(save: Any) -> Any:
@@ -304,10 +335,12 @@ def joined(
         island = Learner(life, asked)
         try:
             yield island
+            island.finish()
         except KeyboardInterrupt:
             island.finish()
             raise
-        island.finish()
+        finally:
+            island.done = True
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ class Member:
     @classmethod
     def of(cls, like: Params, **rest: Any) -> Self:
         """With parameters like these, of arrays or shapes."""
+        tree.tensors_of(like)  # refuses what is no array
         return cls(like=jax.tree.map(_shape, like), shardings=shardings_of(like), **rest)
 
     def synced(self, layout: Layout) -> Params:

@@ -29,6 +29,36 @@ EMA = 0.1
 _METRIC = re.compile(METRIC_NAME)
 
 
+def scalar_of(value: Any, what: str) -> float:
+    """A figure that a loop hands over, as a number.
+
+    Raises:
+        DilocoError: it is none.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        came = f"an array of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+        raise DilocoError(
+            f"{what} must be one number, and is {came[:200]}",
+            hint="give a scalar, such as the mean over the batch",
+        ) from error
+
+
+def figures_of(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Figures by name that a loop hands over.
+
+    Raises:
+        DilocoError: they are none.
+    """
+    if not isinstance(figures, Mapping):
+        raise DilocoError(
+            f"figures must come by name, and are {figures!r:.200}",
+            hint='give a dictionary, such as {"accuracy": 0.9}',
+        )
+    return {name: scalar_of(value, f"the figure {name!r}") for name, value in figures.items()}
+
+
 @dataclass
 class Meter:
     """What a learner knows of its own work; read by the heartbeat from another thread.
@@ -69,8 +99,8 @@ class Meter:
     def measured(self, metrics: Mapping[str, Any]) -> None:
         """Take the step before's further scalars into moving averages."""
         averages = {}
-        for name, scalar in metrics.items():
-            value, before = float(scalar), self.metrics.get(name)
+        for name, value in figures_of(metrics).items():
+            before = self.metrics.get(name)
             averages[name] = value if before is None else before + EMA * (value - before)
         self.show(averages)
 

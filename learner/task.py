@@ -232,16 +232,21 @@ def scores(said: float | Metrics) -> dict[str, float]:
     """What `evaluate` says, by name: `loss`, and what else there is.
 
     Raises:
-        TaskError: it says no loss.
+        TaskError: it says no loss, or what is no number.
     """
-    if not isinstance(said, Mapping):
-        return {"loss": float(said)}
+    said = said if isinstance(said, Mapping) else {"loss": said}
     if "loss" not in said:
         raise TaskError(
             f"Task.evaluate returned no loss, but {', '.join(map(str, said)) or 'nothing'}",
             hint='name the held-out loss "loss" among them',
         )
-    return {str(name): float(value) for name, value in said.items()}
+    try:
+        return {str(name): float(value) for name, value in said.items()}
+    except (TypeError, ValueError) as error:
+        raise TaskError(
+            f"Task.evaluate must return a number, or numbers by name, but: {short(error)}",
+            hint="return means over the held-out data, such as float(jnp.mean(losses))",
+        ) from error
 
 
 def params_shapes(task: Task) -> Params:

@@ -108,9 +108,9 @@ class Judge:
             raise TaskError(
                 "the inner optimizer's first steps go uphill, along the gradient: its updates have"
                 " the wrong sign",
-                hint="Task.optimizer gives a direction that the learner subtracts, times"
-                " schedule(step): optax.scale_by_adam(). To use an ordinary optimizer, such as"
-                " optax.adam(rate), leave Task.schedule out",
+                hint="an ordinary optimizer, such as optax.adam(rate), goes without"
+                " Task.schedule; a direction, such as optax.scale_by_adam(), needs one: the learner"
+                " subtracts it, times schedule(step)",
             )
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from diloco.common.config import SyncSection
+from diloco.common.errors import TaskError
 from diloco.common.layout import Layout, Tensor, kind_of, make_layout
 from diloco.learner.task import Params, Task, Variables, hint_of, named_leaves, params_shapes
 
@@ -64,7 +65,17 @@ def task_layout(task: Task, sync: SyncSection) -> Layout:
 
 
 def tensors_of(params: Params) -> list[Tensor]:
-    """The leaves of a tree, as a layout knows them."""
+    """The leaves of a tree, as a layout knows them.
+
+    Raises:
+        TaskError: a leaf is no array.
+    """
+    for name, leaf in named_leaves(params):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TaskError(
+                f"the leaf {name!r} of the parameters must be an array, but is {leaf!r:.80}",
+                hint="make it one, such as jnp.float32(0.5), or keep it out of the parameters",
+            )
     return [
         Tensor(name=name, shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name)
         for name, leaf in named_leaves(params)

@@ -60,7 +60,8 @@ async def load_specification(bus: Bus, run: str) -> wire.Specification:
     if message is None:
         raise RunMissingError(
             f"there is no run {run!r} on this bus",
-            hint="create it with: diloco run create --config FILE",
+            hint="create it with: diloco run create --config FILE, or from a program with"
+            " diloco.create(FILE, params)",
         )
     return decode_as(wire.Specification, message.subject, message.payload)
 

@@ -134,7 +134,12 @@ def _judge(trial: Trial, task: Task, outcomes: list[Outcome]) -> None:
     for name in outcomes[-1].metrics:
         trial.facts.append((name, f"{float(outcomes[-1].metrics[name]):.4g}"))
     if not all(map(math.isfinite, losses)):
-        trial.refuse(TaskError("the loss is infinite or not a number within the first steps"))
+        trial.refuse(
+            TaskError(
+                "the loss is infinite or not a number within the first steps",
+                hint="lower the learning rate, or look in Task.loss for a division by 0",
+            )
+        )
     judge = Judge()
     try:
         for outcome in outcomes:

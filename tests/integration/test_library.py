@@ -18,7 +18,13 @@ from safetensors.numpy import save_file
 import diloco
 from diloco.cli.opening import open_run
 from diloco.common import names
-from diloco.common.errors import ConfigError, DilocoError, DivergedError, RunMismatchError
+from diloco.common.errors import (
+    ConfigError,
+    DilocoError,
+    DivergedError,
+    RunMismatchError,
+    TaskError,
+)
 from diloco.common.exits import Exit
 from diloco.look.status import Status, Watch
 
@@ -260,6 +266,52 @@ def test_parameters_of_another_model_are_refused_by_name(own_run):
         pass
     with pytest.raises(RunMismatchError, match="missing or unknown: first"):
         diloco.load(world.config_path, like={"out": other["out"], "shift": other["shift"]})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"loss": jnp.ones(3)}, r"the loss of a step must be one number, and is an array of shape"),
+        ({"loss": (1.0, {})}, r"the loss of a step must be one number, and is \(1.0, \{\}\)"),
+        ({"loss": 1.0, "metrics": 0.5}, r"figures must come by name, and are 0.5"),
+        ({"loss": 1.0, "metrics": {"top": jnp.ones(2)}}, r"'top' must be one number"),
+    ],
+    ids=["vector", "aux", "metric", "named"],
+)
+def test_what_is_no_figure_is_refused_by_name(own_run, given, said):
+    with pytest.raises(DilocoError, match=said):
+        run_loop(own_run(), lambda island: [island.step(island.params, **given) for _ in "abc"])
+
+
+def test_other_parameters_than_the_loops_are_refused_at_the_step(own_run):
+    world = own_run()
+    cut = lambda island: {**island.params, "first": island.params["first"][:1]}  # noqa: E731
+    words = r"first: \[1, 96\] given, \[12, 96\] expected"
+    with pytest.raises(RunMismatchError, match=words):
+        run_loop(world, lambda island: [island.step(cut(island), loss=1.0) for _ in range(9)])
+    with pytest.raises(RunMismatchError, match="shift: none given"):
+        run_loop(world, lambda island: [island.step({"x": 1}, loss=1.0) for _ in range(9)])
+
+
+def test_a_step_after_the_block_is_refused(own_run):
+    with diloco.join(own_run().config_path, learner="a", like=initial()) as island:
+        pass
+    with pytest.raises(DilocoError, match="a step came after `done`"):
+        island.step(island.params, loss=1.0)
+
+
+def test_what_is_no_array_is_no_parameter(own_run):
+    world = own_run()
+    for use in (diloco.create, lambda file, like: run_join(file, like)):
+        with pytest.raises(
+            TaskError, match=r"the leaf 'scale' of the parameters must be an array, but is 1.0"
+        ):
+            use(world.config_path, {**initial(), "scale": 1.0})
+
+
+def run_join(file, like):
+    with diloco.join(file, learner="a", like=like):
+        pass
 
 
 def test_tokens_are_the_specifications(own_run):

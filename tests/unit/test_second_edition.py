@@ -187,6 +187,9 @@ def test_frozen_leaves_that_learners_load_have_the_shapes_of_init():
 def test_what_evaluate_says_has_a_loss():
     assert scores(0.5) == {"loss": 0.5}
     assert scores(TASK.evaluate(None)) == {"loss": 1.0, "accuracy": 0.5}
+    for said in (jnp.ones(3), {"loss": 1.0, "accuracy": jnp.ones(3)}):
+        with pytest.raises(TaskError, match=r"Task\.evaluate must return a number"):
+            scores(said)
     with pytest.raises(TaskError, match="no loss, but accuracy"):
         scores({"accuracy": 1.0})
 

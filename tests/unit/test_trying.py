@@ -53,6 +53,10 @@ def first(*, steps, seed):
     return dataclasses.replace(same, batches=lambda learner, position: batches("x", position))
 
 
+def unscheduled(*, steps, seed):
+    return dataclasses.replace(GOOD, optimizer=optax.scale_by_adam())
+
+
 def fails(*, steps, seed):
     raise RuntimeError("the user's own trouble")
 """
@@ -91,10 +95,13 @@ def test_all_refusals_are_told_at_once(check):
         assert words in done.output
 
 
-def test_a_task_that_trains_uphill_is_refused(check):
-    done = check("uphill")
+@pytest.mark.parametrize("wrong", ["uphill", "unscheduled"])
+def test_a_task_that_trains_uphill_is_refused(check, wrong):
+    done = check(wrong)
     assert done.exit_code == 1
     assert "go uphill" in done.output
+    assert "without Task.schedule" in done.output
+    assert "needs one" in done.output
 
 
 def test_the_first_edition_is_told_what_to_change(check):
