@@ -56,7 +56,7 @@ def place(text: str) -> tuple[int, str]:
 
 @pytest.fixture
 def world(new_world: Callable[..., World]) -> Iterator[World]:
-    task = {"options": {"notes": "notes", "sleep_s": 0.05}}
+    task = {"options": {"notes": "notes", "sleep_s": 0.3}}
     made = new_world(run=ENDLESS, task=task)
     made.aggregator()
     made.learner("learner-0")
