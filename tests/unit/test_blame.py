@@ -56,7 +56,9 @@ def asked(runs, capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bad_learner_is_named_with_its_first_bad_update(asked, kind):
-    found = json.loads(asked(kind, blame=True, json=True))
+    # Shortened to the others' norms, a rate fifty times theirs may do no harm at all.
+    run = "rate unclipped" if kind == "rate" else kind
+    found = json.loads(asked(run, blame=True, json=True))
     first, *others = found["learners"]
     assert (first["learner"], [one["word"] for one in others]) == (spoiled.CULPRIT, ["helpful"] * 3)
     assert first["word"] == ("useless" if kind == "noise" else "harmful")
