@@ -14,6 +14,7 @@ from diloco.check.remake import check_objects, remake
 from diloco.cli.opening import open_run
 from diloco.common import tape
 from diloco.common.tape import Item
+from diloco.oracle import Oracle
 from diloco.projections.history import History, read_history
 
 
@@ -37,6 +38,15 @@ class Tape(History):
         assert not breaches, "\n".join(map(str, breaches))
         made = sum(record.what == "version" and record.version > 0 for record in self.all_records())
         assert objects.remade == made or collected
+
+
+def judged(world: World) -> Oracle:
+    """The oracle, after all of the tape."""
+    history = read_tape(world)
+    oracle = Oracle(history.specification, history.layout)
+    for item in read_items(world):
+        oracle.take(item)
+    return oracle
 
 
 def read_items(world: World) -> list[Item]:

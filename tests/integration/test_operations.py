@@ -6,7 +6,7 @@ import shutil
 import signal
 
 import pytest
-from audit import Tape, read_tape
+from audit import Tape, judged, read_tape
 from harness import ENDLESS, PATIENCE_S, World, open_world
 
 from diloco.common import wire
@@ -42,6 +42,8 @@ def finish(world: World, processes: list) -> Tape:
     assert [process.wait() for process in processes] == [0] * len(processes)
     tape = read_tape(world)
     tape.check()
+    # Rates, shares and settings in force, exactly as the rules have them.
+    assert not (findings := judged(world).findings), findings
     for process in processes:
         process.check_clean_log()
     return tape

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from audit import read_items, read_tape
+from audit import judged, read_items, read_tape
 from harness import ENDLESS
 from test_unequal_slices import start, until_merged
 
@@ -18,7 +18,6 @@ import diloco
 from diloco.common import wire
 from diloco.common.exits import Exit
 from diloco.common.tape import Entry
-from diloco.oracle import Oracle
 
 EPOCH = shares_task.SHARES * (shares_task.EXAMPLES // shares_task.SHARES // shares_task.BATCH)
 
@@ -29,15 +28,6 @@ def claims(world):
         for item in read_items(world)
         if isinstance(item, Entry) and isinstance(item.body, wire.Claim)
     ]
-
-
-def judged(world):
-    """The oracle, after all of the tape."""
-    history = read_tape(world)
-    oracle = Oracle(history.specification, history.layout)
-    for item in read_items(world):
-        oracle.take(item)
-    return oracle
 
 
 def train(world, learner, task, until):

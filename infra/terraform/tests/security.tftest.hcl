@@ -223,8 +223,11 @@ run "learners_rights" {
     error_message = "NATS servers read their configuration, and have no right on the run's objects"
   }
   assert {
-    condition     = alltrue([for one in module.aggregator : [for binding in one.bindings : binding.condition[0].expression if binding.role == "roles/storage.objectCreator"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')"]])
-    error_message = "an aggregator creates versions, and no updates"
+    condition = alltrue([for one in module.aggregator : [for binding in one.bindings : binding.condition[0].expression if binding.role == "roles/storage.objectCreator"] == [join(" || ", [
+      "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')",
+      "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/checkpoint/')",
+    ])]])
+    error_message = "an aggregator creates versions and the run's checkpoints, and no updates"
   }
 }
 
