@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from typing import ParamSpec, TypeVar
 
 from diloco.common.errors import TaskError
@@ -27,6 +27,8 @@ def beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if "jax" in sys.modules:
         return function(*args, **kwargs)
     # Ctrl-C is for this process: the other one inherits that it is blocked, and ends with this.
+    # The helper of multiprocessing unblocks it where it starts, so that has to be before.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
