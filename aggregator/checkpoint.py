@@ -23,9 +23,7 @@ from diloco.aggregator.swap import commit_record, swap
 from diloco.common import names, wire
 from diloco.common.bus import Bus
 from diloco.common.errors import (
-    ConfigError,
     ObjectExistsError,
-    ObjectMissingError,
     RunMismatchError,
     RunMissingError,
     SwapLostError,
@@ -155,35 +153,6 @@ async def _data_positions(
         )
         positions.update(zip(some, found, strict=True))
     return positions
-
-
-def checkpoints(store: ObjectStore, run: str) -> list[str]:
-    """Names of the run's whole checkpoints, oldest first."""
-    prefix = names.checkpoint_prefix(run)
-    return [found.name.removeprefix(prefix) for found in store.list(prefix)]
-
-
-def load_file(store: ObjectStore, run: str, name: str | None) -> wire.CheckpointFile:
-    """A checkpoint's file; the newest one if no name is given.
-
-    Raises:
-        ConfigError: there is none, or none of that name.
-        WireError: it is damaged.
-    """
-    known = checkpoints(store, run)
-    if not known:
-        raise ConfigError(
-            f"the store holds no checkpoint of run {run!r}",
-            hint="checkpoints are made with: diloco checkpoint RUN",
-        )
-    try:
-        data = store.get(names.checkpoint_object(run, name or known[-1]))
-    except ObjectMissingError as error:
-        raise ConfigError(
-            f"there is no checkpoint {name!r} of run {run!r}",
-            hint=f"there are {', '.join(known[-8:])}",
-        ) from error
-    return wire.decode(wire.CheckpointFile, data)
 
 
 # Resuming

@@ -8,9 +8,10 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from diloco.aggregator.checkpoint import checkpoints, load_file, mark
+from diloco.aggregator.checkpoint import mark
 from diloco.aggregator.context import Context
 from diloco.common import metrics
+from diloco.common.checkpoint_files import checkpoints, load_file
 from diloco.common.errors import DilocoError
 from diloco.common.tape import has_ended, last_record, load_specification
 

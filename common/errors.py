@@ -55,6 +55,10 @@ class RunMismatchError(DilocoError):
     status = Exit.MISMATCH
 
 
+class ParametersError(RunMismatchError, TypeError):
+    """A training loop gave back other parameters than it was given."""
+
+
 class NewTapeError(RunMismatchError):
     """The run was resumed on a new tape since this process began."""
 
@@ -192,6 +196,10 @@ class BusUnavailableError(BusError):
 
     status = Exit.PASSING
     retry = True
+
+
+class SubjectUntakenError(BusUnavailableError):
+    """No stream takes messages of this subject: there is none, or it has no leader now."""
 
 
 class AccessDeniedError(BusError):

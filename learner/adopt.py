@@ -160,6 +160,7 @@ class Adopter:
 
     async def _read(self, message: Message) -> Waiting:
         context = self._context
+        context.answers.heard(context.health, context.logger)
         try:
             record = await context.runtime.retry(
                 "reading a version",

@@ -14,14 +14,20 @@ from collections.abc import Callable
 from typing import Literal
 
 from diloco.common import names, wire
-from diloco.common.errors import DilocoError, RunMismatchError, WireError
+from diloco.common.errors import (
+    AccessDeniedError,
+    DilocoError,
+    RunMismatchError,
+    SubjectUntakenError,
+    WireError,
+)
 from diloco.common.holdings import Holding, Holdings, Sizes, end_of
 from diloco.common.service import first_of
 from diloco.common.tape import decode_as
 from diloco.learner.background import Background
 from diloco.learner.context import Context
 from diloco.learner.incarnation import Joined
-from diloco.learner.position import Place
+from diloco.learner.position import Place, last_at_leader
 
 # A reader that waits looks so often whether somebody wants it to end.
 LOOK_S = 0.1
@@ -189,6 +195,37 @@ class Claims(Shares):
                 hint="give all learners the same examples, batch and number of shares",
             )
 
+    async def _publish(self, subject: str, payload: bytes, msg_id: str) -> int:
+        """An attempt at publishing a claim.
+
+        Raises:
+            AccessDeniedError: these credentials were made before claims were.
+            RunMismatchError: the run was.
+        """
+        bus, context = self._context.bus, self._context
+        try:
+            return await bus.publish(subject, payload, msg_id=msg_id)
+        except AccessDeniedError as error:
+            raise AccessDeniedError(
+                "these credentials do not let this learner claim shares of the data:"
+                f" {error.message}",
+                hint="make all of the run's credentials once more, with `diloco auth`, and restart"
+                " the server with them; or divide the data by name: GrainData(...) without"
+                " `shares`",
+            ) from error
+        except SubjectUntakenError:
+            # There may be no leader now. Where there is one, it takes what the run has a place for.
+            await last_at_leader(bus, names.join(context.run, context.learner))
+        try:
+            return await bus.publish(subject, payload, msg_id=msg_id)
+        except SubjectUntakenError as error:
+            raise RunMismatchError(
+                f"run {context.run!r} has no place for claims of shares of the data: an earlier"
+                " release created it",
+                hint="recreate the run, from its newest version if you like (diloco run create"
+                " --from); or divide the data by name: GrainData(...) without `shares`",
+            ) from error
+
     async def _say(
         self, sizes: Sizes, what: What, position: int, share: int = 0, first: int = 0
     ) -> None:
@@ -213,7 +250,7 @@ class Claims(Shares):
         )
         seq = await context.runtime.retry(
             "publishing claim",
-            lambda: context.bus.publish(subject, wire.encode(word), msg_id=msg_id),
+            lambda: self._publish(subject, wire.encode(word), msg_id),
             logger=context.logger,
         )
         while self._seq < seq:

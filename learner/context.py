@@ -9,6 +9,7 @@ from diloco.common.codec import Encoded
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
 from diloco.common.tape import RunContext
+from diloco.learner.answers import Answers
 
 
 class Traffic:
@@ -26,6 +27,7 @@ class Context(RunContext):
 
     learner: str
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    answers: Answers = dataclasses.field(default_factory=Answers)
     metrics: Metrics = dataclasses.field(default_factory=Metrics)
     health: Health = dataclasses.field(default_factory=Health)
 

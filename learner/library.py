@@ -30,7 +30,7 @@ from diloco.common.errors import (
     ConfigError,
     DilocoError,
     DivergedError,
-    RunMismatchError,
+    ParametersError,
     status_of,
 )
 from diloco.common.layout import Hint
@@ -165,7 +165,7 @@ class Learner:
 
         Raises:
             DivergedError: the loss is infinite or not a number.
-            RunMismatchError: the parameters are other tensors than `params`.
+            ParametersError: the parameters are other tensors than `params`.
             DilocoError: what ends this learner for good; the loop has gone on after `done`.
         """
         if self.done:
@@ -237,14 +237,15 @@ class Learner:
         if found != self._shapes:
             both = dict.fromkeys([*self._shapes, *found])
             differ = [name for name in both if found.get(name) != self._shapes.get(name)]
-            raise RunMismatchError(
+            raise ParametersError(
                 "the loop gave `step` other parameters than `params` are: "
                 + "; ".join(
                     f"{name}: {found.get(name, 'none')} given, {self._shapes.get(name, 'none')} "
                     "expected"
                     for name in differ[:NAMED]
                 ),
-                hint="give back the whole tree that `params` and `step` gave, in the same shapes",
+                hint="give back the whole tree that `params` and `step` gave, in the same shapes "
+                "and dtypes",
             )
         return tree.split(self._params, self._synced)[0]
 
@@ -262,8 +263,10 @@ class Learner:
         return loss
 
 
-def _shapes(params: Params) -> dict[str, list[int]]:
-    return {name: list(np.shape(leaf)) for name, leaf in named_leaves(params)}
+def _shapes(params: Params) -> dict[str, str]:
+    """Dtype and shape of each leaf, in words."""
+    leaves = ((name, getattr(leaf, "dtype", None), leaf) for name, leaf in named_leaves(params))
+    return {name: f"{dtype or 'no array'}{list(np.shape(leaf))}" for name, dtype, leaf in leaves}
 
 
 def _given(save: Any) -> Any:

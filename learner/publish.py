@@ -14,8 +14,10 @@ import numpy as np
 from diloco.common import metrics, names, shards, slices, wire
 from diloco.common.averaged import sync_of
 from diloco.common.codec import Encoded
-from diloco.common.errors import DilocoError
+from diloco.common.errors import DilocoError, DivergedError
+from diloco.common.layout import Fragment
 from diloco.learner import sync
+from diloco.learner.answers import longest_round_s
 from diloco.learner.boundary import Done, Outgoing, Post
 from diloco.learner.context import Context, Tensors
 from diloco.learner.incarnation import Joined
@@ -23,6 +25,8 @@ from diloco.learner.peers import Peers
 
 # A learner whose heartbeats are not stored for so long warns: longer than a leader's election.
 SILENT_S = 8.0
+# So many of a fragment's tensors an error names.
+NAMED = 8
 
 
 class Stored(NamedTuple):
@@ -72,6 +76,7 @@ class Uploader:
         if not len(owned_n):  # All its blocks are other hosts' too, and theirs to send.
             return []
         rows = self._tensors.collect(fragment, codes)
+        _check_finite(rows, context.layout.fragments[fragment])
         codes_NxI = np.asarray(rows.codes).reshape(len(owned_n), -1)
         packed = []
         done = 0
@@ -115,6 +120,26 @@ class Uploader:
         if key not in self._slices:
             self._slices[key] = slices.describe(blocks)
         return self._slices[key]
+
+
+def _check_finite(rows: Encoded, fragment: Fragment) -> None:
+    """Refuse to send what is no number: a block that has any has no scale, or codes that say so.
+
+    Here and not at the step, which would have to wait for the devices.
+
+    Raises:
+        DivergedError: of this fragment's parameters some are infinite or not a number.
+    """
+    # NumPy knows `isfinite` of bfloat16 by its values alone.
+    told = rows.scales if np.size(rows.scales) else rows.codes
+    if not np.isfinite(np.asarray(told).astype(np.float32, copy=False)).all():
+        tensors = ", ".join(dict.fromkeys(piece.tensor for piece in fragment.pieces[:NAMED]))
+        raise DivergedError(
+            "parameters are infinite or not a number, in one of these tensors of fragment "
+            f"{fragment.index}: {tensors}{', ...' * (len(fragment.pieces) > NAMED)}",
+            hint="nothing of it was sent. Restart it: it resumes from the run's newest version; if "
+            "it diverges again, lower the learning rate or clip gradients",
+        )
 
 
 async def _publish(context: Context, subject: str, body: wire.Body, msg_id: str) -> int:
@@ -232,6 +257,10 @@ class Publisher:
         announcing = self._announcing[again.fragment].locked()
         if manifest is not None and manifest.seq == again.seq and not announcing:
             await self._announce(manifest.model_copy(update={"attempt": again.attempt}))
+            context = self._context
+            longest_s = longest_round_s(context.settings, manifest.step_time_s)
+            now_s = context.runtime.clock()
+            context.answers.look(now_s, longest_s, context.health, context.logger)
 
     async def beat(self, state: Callable[[], wire.Heartbeat], every_s: float) -> None:
         """Say every so often that this learner is alive; a lost heartbeat is not repeated."""
@@ -269,4 +298,5 @@ class Publisher:
         async with self._announcing[manifest.fragment]:
             await _publish(self._context, subject, manifest, identity)
         now_s = self._context.runtime.clock()
+        self._context.answers.announced(now_s)
         self._post(sync.Published(now_s, manifest.fragment, manifest.seq))

@@ -64,6 +64,7 @@ class Replica:
         anchor: str = "device",
     ) -> None:
         self._settings = [sync_of(settings, fragment) for fragment in layout.fragments]
+        self._averaged = [fragment.averaged for fragment in layout.fragments]
         self._like = like
         self._placement = make_placement(layout, like, shardings)
         self._kernels = [
@@ -125,10 +126,11 @@ class Replica:
         if payload is not None:
             move = self._overwrite if settings.adopt == "overwrite" else self._rebase
             part = move(fragment, part, payload)
-        if resolved:
-            codes = self._in_flight.pop(fragment)
-            if settings.adopt == "rebase":
-                part = kernels.settle(part, codes)
+        if payload is not None and settings.adopt == "overwrite":
+            # It takes the place of all that was trained, of what is in flight too.
+            self._in_flight.pop(fragment, None)
+        elif resolved:
+            part = self._settled(fragment, part)
         self._take(leaves, part)
 
     def roll_back(self, fragment: int, view: View) -> None:
@@ -164,6 +166,16 @@ class Replica:
         """The parameters, with a fragment's replaced."""
         changed = leaves | self._placement.outward(part)
         self.trained = tree.from_names(self._like, changed)
+
+    def _settled(self, fragment: int, part: Leaves) -> Leaves:
+        """The leaves without an update that a record has resolved: none sends its work again.
+
+        Averaged state is no work: its next update says what it is by then.
+        """
+        codes = self._in_flight.pop(fragment, None)
+        if codes is None or self._averaged[fragment]:
+            return part
+        return self._kernels[fragment].settle(part, codes)
 
     def _view(self, fragment: int) -> Blocks:
         """A view on the devices."""

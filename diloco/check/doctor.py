@@ -10,16 +10,18 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from diloco.check import directions, fleet, members, remake, service, symptoms
+from diloco.check import directions, fleet, members, service, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
+from diloco.check.beside import beside
 from diloco.check.listing import Listing, list_now, read_listing
+from diloco.check.objects import check_objects
 from diloco.check.rules import Judged, judge
 from diloco.check.symptoms import Finding
 from diloco.check.wholeness import wholeness
@@ -48,6 +50,9 @@ from diloco.model.scores import all_kept, scores_of
 from diloco.projections.history import History, read_history
 from diloco.projections.live import read_heartbeats, read_leases
 from diloco.projections.timeseries import read_time_series
+
+if TYPE_CHECKING:
+    from diloco.check.remake import Progress as Heard
 
 ORDER = ("error", "warning", "note", "ok")
 # A run goes on while it is looked at: what garbage collection took meanwhile is not missing.
@@ -110,9 +115,7 @@ def run_doctor(target: str, *, deep: bool, json: bool) -> int:
     return Exit.FAILED if amiss else Exit.ENDED
 
 
-async def examine(
-    target: str, *, deep: bool = False, progress: remake.Progress | None = None
-) -> Report:
+async def examine(target: str, *, deep: bool = False, progress: "Heard | None" = None) -> Report:
     """Everything that can be found out about RUN.
 
     Args:
@@ -279,19 +282,21 @@ def _compare(run: OpenRun) -> list[Finding]:
 
 def _try_task(config: Config, layout: str | None = None) -> list[Finding]:
     """Whether the task can be built here, and gives the run's layout."""
+    try:
+        return beside(try_task, config, layout)
+    except TaskError as error:
+        return [_not_built(config, error)]
+
+
+def try_task(config: Config, layout: str | None) -> list[Finding]:
+    """As `_try_task`, in this process, which loads JAX and the task."""
     from diloco.learner import tree
     from diloco.learner.contract import run_task
 
     try:
         digest = tree.task_layout(run_task(config.settings()), config.sync).digest
     except (DilocoError, ImportError, OSError) as error:
-        sentence = f"task {config.task.build!r} cannot be built here, so its layout is not checked"
-        return [
-            Finding(
-                severity="note", about="layout", sentence=f"{sentence}: {error}",
-                advice="only learners and `run create` need it", runbook=symptoms.RUN_MISMATCH,
-            )
-        ]  # fmt: skip
+        return [_not_built(config, error)]
     if layout is None or digest == layout:
         return [Finding(severity="ok", about="layout", sentence=f"the task's layout is {digest}")]
     return [
@@ -305,8 +310,16 @@ def _try_task(config: Config, layout: str | None = None) -> list[Finding]:
     ]
 
 
+def _not_built(config: Config, error: Exception) -> Finding:
+    sentence = f"task {config.task.build!r} cannot be built here, so its layout is not checked"
+    return Finding(
+        severity="note", about="layout", sentence=f"{sentence}: {error}",
+        advice="only learners and `run create` need it", runbook=symptoms.RUN_MISMATCH,
+    )  # fmt: skip
+
+
 async def _examine_run(
-    report: Report, context: RunContext, *, deep: bool, progress: remake.Progress | None
+    report: Report, context: RunContext, *, deep: bool, progress: "Heard | None"
 ) -> None:
     """Tape, learners, fragments and objects."""
     history, read_at_s, found, objects, judged = await _look(context, deep=deep, progress=progress)
@@ -370,7 +383,7 @@ class _Look(NamedTuple):
     judged: Judged | None
 
 
-async def _look(context: RunContext, *, deep: bool, progress: remake.Progress | None) -> _Look:
+async def _look(context: RunContext, *, deep: bool, progress: "Heard | None") -> _Look:
     """Read tape and store, again if something was amiss and the run has gone on meanwhile."""
     for look in range(1, LOOKS + 1):
         before = await read_listing(context)
@@ -380,7 +393,10 @@ async def _look(context: RunContext, *, deep: bool, progress: remake.Progress | 
         found = audit(history)
         objects = await context.runtime.call(_check_objects, history, before)
         if deep:
-            await context.runtime.call(remake.remake, history, objects, progress)
+            # It merges with JAX, which takes its time to load, and its memory.
+            from diloco.check.remake import remake
+
+            await context.runtime.call(remake, history, objects, progress)
         judged = await judge(context) if deep else None
         amiss = found.breaches or objects.breaches or (judged is not None and judged.breaches)
         if not amiss or look == LOOKS:
@@ -391,7 +407,7 @@ async def _look(context: RunContext, *, deep: bool, progress: remake.Progress | 
 
 
 def _check_objects(history: History, before: Listing) -> Objects:
-    return remake.check_objects(history, before=before)
+    return check_objects(history, before=before)
 
 
 def show(report: Report, console: Console) -> None:

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from diloco.aggregator import checkpoint
 from diloco.check.symptoms import LAGGING_LEARNER, PERMISSIONS, Finding
+from diloco.common import checkpoint_files
 from diloco.common.errors import ConfigError, WireError
 from diloco.common.store import DirectoryStore, ObjectStore
 from diloco.common.tape import RunContext
@@ -70,7 +70,7 @@ def newest_checkpoint(store: ObjectStore, run: str) -> tuple[str, float] | None:
         StoreError: the store cannot be read.
     """
     try:
-        file = checkpoint.load_file(store, run, None)
+        file = checkpoint_files.load_file(store, run, None)
     except (ConfigError, WireError):
         return None
     return file.name, file.created_at_s

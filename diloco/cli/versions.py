@@ -3,7 +3,8 @@
 import re
 from datetime import UTC, datetime
 
-from diloco.aggregator import checkpoint, rollback
+from diloco.aggregator import rollback
+from diloco.common import checkpoint_files
 from diloco.common.errors import ConfigError
 from diloco.common.tape import Recorded, RunContext
 
@@ -21,7 +22,7 @@ async def find_targets(
     """
     count = len(context.layout.fragments)
     if re.fullmatch(r"\d{4}-\d{12}", to):
-        file = checkpoint.load_file(context.store, context.run, to)
+        file = checkpoint_files.load_file(context.store, context.run, to)
         if file.specification.epoch != context.epoch:
             raise ConfigError(
                 f"checkpoint {to} is of epoch {file.specification.epoch}, the run is in epoch "

@@ -9,7 +9,7 @@ from diloco.aggregator.context import Context
 from diloco.cli.opening import find_config, open_run, operator_context, who
 from diloco.cli.settings import assign, parse_assigned
 from diloco.cli.versions import find_targets
-from diloco.common import log, names, wire
+from diloco.common import checkpoint_files, log, names, wire
 from diloco.common.bus import jetstream
 from diloco.common.config import (
     RunSettings,
@@ -176,7 +176,7 @@ async def resume(target: str, name: str | None) -> Resumed:
     """
     config = load_config(find_config(target))
     store, run = open_store(config.store.url, emulator=config.store.emulator), config.run.name
-    file = checkpoint.load_file(store, run, name)
+    file = checkpoint_files.load_file(store, run, name)
     layout_digest = file.specification.layout
     layout = parse_layout(store.get(names.layout_object(run, layout_digest)), layout_digest)
     settings = parse_settings(file.specification.settings)

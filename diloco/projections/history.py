@@ -53,6 +53,10 @@ def _spooled(spool: Spool, kind: type[Body]) -> Spooled[tuple[int, Body]]:
     return found
 
 
+def _manifests(spool: Spool) -> Spooled[tuple[int, wire.Manifest]]:
+    return _spooled(spool, wire.Manifest)
+
+
 class Chains(dict[int, Chain]):
     """The records of each fragment; of one that has none, an empty chain."""
 
@@ -138,7 +142,7 @@ class History:
         """Lists that lie in the spool, unless they come from another history."""
         if self.entries is None:
             self.entries = Entries(self.spool, self.times_s)
-            self.manifests = _spooled(self.spool, wire.Manifest)
+            self.manifests = _manifests(self.spool)
 
     @property
     def whole_from(self) -> int:
@@ -233,6 +237,14 @@ class History:
 
     def _refuse(self, entry: Entry, why: str) -> None:
         self.garbage.append(Garbage(entry.seq, entry.time_s, entry.subject, why))
+
+    def let_go_of_messages(self) -> None:
+        """Keep records and times alone, where what learners announced has been looked at.
+
+        Of a long tape their indexes are most of what is in memory.
+        """
+        self.entries, self.manifests = Entries(self.spool, self.times_s), _manifests(self.spool)
+        self.manifest_seqs, self.manifests_of = array("q"), {}
 
     def versions(self) -> list[int]:
         """Newest version of each fragment."""

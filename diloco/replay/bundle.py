@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from diloco.check.evidence import Newest, newer_than
-from diloco.check.remake import named
+from diloco.check.objects import named
 from diloco.cli.opening import OpenRun, open_run
 from diloco.cli.versions import find_targets
 from diloco.common import names, wire

@@ -20,6 +20,8 @@ from diloco.common.tape import record_digest
 # Fields that hold nothing but a name, and a table or a list of them.
 NAMES = frozenset({"run", "learner", "aggregator", "host", "by"})
 TABLES = frozenset({"positions", "quarantined"})
+# Settings that say something of learners by their names.
+BY_LEARNER = (("run", "tokens_per_step"), ("bounds", "learners"))
 # Words of the protocol, and what names nobody; a learner may be called like one of them.
 WORDS = frozenset({
     "kind", "what", "codec", "attempt_id", "release", "lock", "base_digest", "layout", "previous",
@@ -42,6 +44,9 @@ def _names_of(key: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         if key in TABLES:
             yield from value
+        if key == "settings":
+            told = (value.get(section, {}).get(name) for section, name in BY_LEARNER)
+            yield from (name for one in told if isinstance(one, dict) for name in one)
         for inner, one in value.items():
             yield from _names_of(inner, one)
     elif isinstance(value, list):
@@ -167,10 +172,20 @@ class Redactor:
             found["reason"] = self.text(fields["reason"])  # Somebody's own words.
         return found
 
+    def _settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Those of a run, which name it, and learners where they say something of one."""
+        run = settings.get("run", {})
+        found = settings | {"run": run | {"name": self.name(run.get("name", ""))}}
+        for section, key in BY_LEARNER:
+            told = found.get(section, {}).get(key)
+            if isinstance(told, dict):
+                own = {self.name(name): value for name, value in told.items()}
+                found[section] = found[section] | {key: own}
+        return found
+
     def _value(self, key: str, value: Any) -> Any:
         if key == "settings" and isinstance(value, dict):
-            run = value.get("run", {})
-            return value | {"run": run | {"name": self.name(run.get("name", ""))}}
+            return self._settings(value)
         if isinstance(value, dict):
             if key in TABLES:
                 return {self.name(name): count for name, count in value.items()}

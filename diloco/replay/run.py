@@ -18,10 +18,7 @@ from diloco.cli.versions import find_targets
 from diloco.common import names
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext, records_of
-from diloco.learner.contract import model_of
-from diloco.learner.task import held_out_loss
 from diloco.model import files as model_file
-from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History, read_history
 from diloco.replay import (
     blame,
@@ -104,6 +101,9 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         now_s = context.runtime.clock()
         tape = tape_of(history, listing, window_s=window_s, now_s=now_s, lost=lost)
         tape = replace(tape, missing=await _still_missing(context, tape.missing))
+        # Merging wants memory of its own, and of the tape its records.
+        history.let_go_of_messages()
+        del listing
         return await _verify(context, history, chosen, tape, window_s, options, console)
 
 
@@ -212,6 +212,11 @@ async def _blame(
     options: Options,
     console: Console,
 ) -> int:
+    # Who scores nothing loads no task, nor what tasks are made with.
+    from diloco.learner.contract import model_of
+    from diloco.learner.task import held_out_loss
+    from diloco.model.view import GlobalModel
+
     # After the tape: a run that goes on has stored what its newest records name by now.
     there = await context.runtime.call(list_now, context.store, context.run)
     chains = {fragment: whatif.mergeable(chain, there) for fragment, chain in chosen.items()}

@@ -30,7 +30,6 @@ from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings, changes
 from diloco.common.errors import ConfigError
 from diloco.common.tape import RunContext
-from diloco.model.view import GlobalModel
 from diloco.projections.history import Chain, History
 from diloco.replay.decide import heard, inputs_again, rules_of, whole_from
 from diloco.replay.redecide import redecide
@@ -413,6 +412,7 @@ async def play(
     """
     from diloco.learner.contract import model_of
     from diloco.learner.task import held_out_loss
+    from diloco.model.view import GlobalModel
 
     task = await asyncio.to_thread(model_of, history.settings)
     model = await GlobalModel.of_run(context, task)

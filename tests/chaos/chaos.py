@@ -46,7 +46,7 @@ from stage import BrokenError, Stage, mount_disk, unmount_disk  # noqa: E402
 
 from diloco.check.audit import audit  # noqa: E402
 from diloco.check.doctor import examine, show  # noqa: E402
-from diloco.check.remake import check_objects  # noqa: E402
+from diloco.check.objects import check_objects  # noqa: E402
 from diloco.cli.opening import open_run  # noqa: E402
 from diloco.common import names, wire  # noqa: E402
 from diloco.common.bus import Message, jetstream  # noqa: E402

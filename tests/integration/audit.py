@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from harness import PATIENCE_S, World
 
 from diloco.check.audit import audit
-from diloco.check.remake import check_objects, remake
+from diloco.check.objects import check_objects
+from diloco.check.remake import remake
 from diloco.cli.opening import open_run
 from diloco.common import tape
 from diloco.common.tape import Item

@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import structlog
 from audit import read_items, read_tape
 from harness import ENDLESS, World, eventually
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -17,7 +19,7 @@ from safetensors.numpy import save_file
 
 import diloco
 from diloco.cli.opening import open_run
-from diloco.common import names
+from diloco.common import names, wire
 from diloco.common.errors import (
     ConfigError,
     DilocoError,
@@ -87,12 +89,13 @@ def train(island, steps=None):
 def own_run(new_world, request):
     """A run without a task, created from parameters; nothing aggregates."""
 
-    def make(learner=None):
+    def make(learner=None, **changes):
         run = {**ENDLESS, "tokens_per_step": 8}
         learner = {"heartbeat_interval_s": 0.25, "drain_timeout_s": 1.0, **(learner or {})}
         world = new_world(create=False, run=run, learner=learner)
         del world.document["task"]
-        world.document["sync"] = SYNC
+        world.document["sync"] = {**SYNC, **changes.get("sync", {})}
+        world.document["quorum"] = changes.get("quorum", {})
         world.variant("run", {})
         asyncio.run(in_a_notebook(world))
         return world
@@ -206,6 +209,33 @@ def test_a_loss_that_is_no_number_ends_the_loop_before_anything_of_it_is_sent(ow
     assert said(world, "a") == ["join"]
 
 
+@pytest.mark.parametrize("codec", ["float32", "bfloat16", "int8", "int4"])
+def test_parameters_that_are_no_number_end_the_loop_before_they_are_sent(own_run, codec):
+    """Though the loss is one: where it is clipped, or of other tensors."""
+    world = own_run(sync={"codec": codec})
+    spoil = lambda params: {**params, "first": params["first"].at[3, 5].set(jnp.inf)}  # noqa: E731
+
+    def body(island):
+        params = island.params
+        for step in range(400):
+            params = island.step(spoil(params) if step == 1 else params, loss=1.0)
+            time.sleep(0.01)  # It comes from beside the loop, when the codes are there.
+
+    words = r"infinite or not a number, in .* fragment \d: .*first"
+    with pytest.raises(DivergedError, match=words):
+        run_loop(world, body)
+    # Its rows lie in several fragments: of the one that has them nothing is on the tape.
+    bodies = [getattr(one, "body", None) for one in read_items(world)]
+    (spoiled,) = (
+        fragment.index
+        for fragment in read_tape(world).layout.fragments
+        for piece in fragment.pieces
+        if piece.tensor == "first" and piece.start <= 3 < piece.start + piece.shape[0]
+    )
+    assert spoiled not in {one.fragment for one in bodies if isinstance(one, wire.Manifest)}
+    assert "leave" not in said(world, "a")
+
+
 def test_an_interrupt_is_a_leave(own_run):
     world = own_run()
     with pytest.raises(KeyboardInterrupt):
@@ -220,6 +250,29 @@ def test_parameters_that_a_step_took_and_did_not_give_back_are_not_sent(own_run)
         _, params, _ = train(island, 1)
         take(params)
     assert said(world, "a") == ["join", "leave"]
+
+
+def test_a_loop_that_nobody_answers_says_so_and_trains_on(own_run):
+    """A run without an aggregator: once, though its updates are announced again and again."""
+    world = own_run(sync={"reannounce_timeout_s": 0.2}, quorum={"deadline_s": 0.5})
+    joining = diloco.join(world.config_path, learner="a", like=initial())
+    with structlog.testing.capture_logs() as lines, joining as island:
+        told = lambda: [one for one in lines if one["event"] == "unanswered"]  # noqa: E731
+        params = island.params
+        while not told() or island.position < 50:
+            params = island.step(params, loss=1.0)
+            time.sleep(0.02)
+        (line,) = told()
+        assert line["waited_s"] >= 0
+        assert "diloco aggregator --config" in line["advice"]
+        status = asyncio.run(_look(world))
+        assert any("no version and no verdict" in one.sentence for one in status.alerts)
+        # And once there is one, that too.
+        world.aggregator()
+        while not any(one["event"] == "answered" for one in lines):
+            params = island.step(params, loss=1.0)
+            time.sleep(0.02)
+    assert len(told()) == 1
 
 
 def test_signals_ask_the_loop_to_end_and_are_put_back(own_run):
@@ -286,9 +339,13 @@ def test_what_is_no_figure_is_refused_by_name(own_run, given, said):
 def test_other_parameters_than_the_loops_are_refused_at_the_step(own_run):
     world = own_run()
     cut = lambda island: {**island.params, "first": island.params["first"][:1]}  # noqa: E731
-    words = r"first: \[1, 96\] given, \[12, 96\] expected"
+    words = r"first: float32\[1, 96\] given, float32\[12, 96\] expected"
     with pytest.raises(RunMismatchError, match=words):
         run_loop(world, lambda island: [island.step(cut(island), loss=1.0) for _ in range(9)])
+    half = lambda island: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), island.params)  # noqa: E731
+    words = r"first: bfloat16\[12, 96\] given, float32\[12, 96\] expected"
+    with pytest.raises(TypeError, match=words):
+        run_loop(world, lambda island: [island.step(half(island), loss=1.0) for _ in range(9)])
     with pytest.raises(RunMismatchError, match="shift: none given"):
         run_loop(world, lambda island: [island.step({"x": 1}, loss=1.0) for _ in range(9)])
 

@@ -1,8 +1,10 @@
 """Shares of the data in a fleet that comes and goes: a daemon that is killed, a loop of one's own."""
 
+import asyncio
 import time
 
 import jax
+import nats
 import numpy as np
 import optax
 import pytest
@@ -15,7 +17,7 @@ pytest.importorskip("grain")
 import shares_task
 
 import diloco
-from diloco.common import wire
+from diloco.common import names, wire
 from diloco.common.exits import Exit
 from diloco.common.tape import Entry
 
@@ -144,3 +146,24 @@ def test_hosts_of_a_learner_read_their_rows_of_its_shares_and_keep_what_is_not_t
     key = jax.random.key(world.config.run.seed)
     assert len(hosts) == 2
     np.testing.assert_array_equal(params["frozen/base"], begun.init(key).frozen["base"])
+
+
+def test_a_run_that_has_no_place_for_claims_is_refused_in_a_sentence(new_world):
+    """As of an earlier release, which made streams without them."""
+    world = new_world(
+        run={**ENDLESS, "tokens_per_step": shares_task.BATCH}, task={"build": "shares_task:build"}
+    )
+
+    async def forget_claims():
+        client = await nats.connect(world.url)
+        js = client.jetstream()
+        config = (await js.stream_info(names.tape_stream(world.name))).config
+        config.subjects.remove(names.claim(world.name, "*"))
+        await js.update_stream(config)
+        await client.close()
+
+    asyncio.run(forget_claims())
+    learner = world.learner("a")
+    assert learner.wait() == Exit.MISMATCH
+    assert "has no place for claims of shares of the data" in learner.log()
+    assert "GrainData(...) without `shares`" in learner.log()

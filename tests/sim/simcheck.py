@@ -176,7 +176,8 @@ class Checkers:
         elif not self._world.tail_lost:
             let_go = self.overwritten[manifest.fragment].check_data(update, covers)
             chain.fates["let_go"] += let_go
-            self._world.injected["averaged"] += let_go > 0
+            averaged = self._world.layout.fragments[manifest.fragment].averaged
+            self._world.injected["averaged" if averaged else "overwrite"] += let_go > 0
 
     def _covers(self, update: UpdateId, manifest: wire.Manifest) -> Covers:
         world = self._world

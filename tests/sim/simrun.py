@@ -24,8 +24,7 @@ from simtensors import Ledger, Light, Numbers
 from simtrial import Outcome, Trial, faults, settings
 from simworld import SimLearner, World, ended
 
-from diloco.aggregator import checkpoint
-from diloco.common import wire
+from diloco.common import checkpoint_files, wire
 from diloco.common.config import BusSection, GcSection
 from diloco.common.errors import ObjectMissingError
 
@@ -358,7 +357,7 @@ class Scenario:
         # A process that goes on finds something if the new tape is soon as long as the lost one.
         early = 0.25 if plan.has("outlived") else 1.0
         await asyncio.sleep(early * rng.uniform(0.2, 0.5) * plan.minutes * 60)
-        while not checkpoint.checkpoints(world.store, world.run_name):
+        while not checkpoint_files.checkpoints(world.store, world.run_name):
             await self.operator.command(self.operator.mark, rng)
             await asyncio.sleep(rng.uniform(0.5, 2.0))
         await asyncio.sleep(early * rng.uniform(0.0, 0.2) * plan.minutes * 60)

@@ -67,6 +67,7 @@ WORLDS = (
     "revoked",
     "tail_lost",
     "averaged",
+    "overwrite",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
@@ -131,6 +132,7 @@ def settings(plan: Trial) -> dict[str, Any]:
             "interval_steps": interval,
             "fragments": plan.fragments,
             "min_steps": rng.choice([1, 2, 4]),
+            "adopt": "overwrite" if plan.has("overwrite") else "rebase",
             "codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
             "delta_codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
             "block": 16,

@@ -31,7 +31,7 @@ from diloco.aggregator import checkpoint
 from diloco.aggregator.context import Context as AggregatorContext
 from diloco.aggregator.daemon import aggregate, load_run
 from diloco.aggregator.leases import Leases
-from diloco.common import names, wire
+from diloco.common import checkpoint_files, names, wire
 from diloco.common.bus import Message, subject_matches
 from diloco.common.config import (
     BusSection,
@@ -248,7 +248,7 @@ class World:
 
     async def resume(self, actor: Actor) -> None:
         """As `diloco.operate.change.resume`: begin a new tape from the newest checkpoint."""
-        file = checkpoint.load_file(actor.store, self.run_name, None)
+        file = checkpoint_files.load_file(actor.store, self.run_name, None)
         epoch = await checkpoint.next_epoch(actor.bus, actor.store, file)
         await make_streams(actor.bus, self.run_name, self.streams, epoch)
         context = replace(self._context(actor, "resume"), epoch=epoch)

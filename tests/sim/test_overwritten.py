@@ -1,7 +1,9 @@
 """Where versions overwrite what learners have not sent, a tape is as sound as any other."""
 
 import pytest
+from simrun import simulate
 from simtensors import Light
+from simtrial import KINDS, Trial
 from simworld import SimLearner
 from test_decided_again import history_of
 from test_run_in_virtual_time import finished, make_world, run_fleet
@@ -22,3 +24,13 @@ def test_steps_let_go_by_an_overwrite_are_no_gap(what):
     assert audit(history).breaches == []
     for fragment, chain in history.records.items():
         assert {one.outcome for one in decide(history, fragment, chain)} <= {"same", "unknown"}
+
+
+@pytest.mark.parametrize("seed", [11, 13, 30])
+def test_what_a_verdict_rejects_is_sent_once(seed):
+    """With the production arithmetic, whose ledger says what each update covers."""
+    trial = Trial(seed=seed, minutes=1.0, dense=True, kinds=(*KINDS, "overwrite"))
+    assert trial.has("overwrite")
+    outcome = simulate(trial)
+    assert outcome.violation is None
+    assert outcome.fates["rejected"] > 0

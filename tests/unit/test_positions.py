@@ -13,7 +13,7 @@ from diloco.aggregator.expiry import reached_before
 from diloco.aggregator.swap import swap
 from diloco.check.audit import audit
 from diloco.check.rules import judge
-from diloco.common import names, wire
+from diloco.common import checkpoint_files, names, wire
 from diloco.common.bus import MemoryBus, Message
 from diloco.common.config import BusSection
 from diloco.common.errors import RunMismatchError, WireError
@@ -63,7 +63,7 @@ def test_a_run_with_5000_learners_is_resumed_twice(run_async):
             await lab.join("a")
             await lab.send_many("a", 2)
             marked = await checkpoint.mark(lab.context)
-        file = checkpoint.load_file(lab.store, RUN, marked.name)
+        file = checkpoint_files.load_file(lab.store, RUN, marked.name)
         assert (file.specification.positions, file.data_positions) == ({"a": 16}, ())
 
         # As `mark` leaves them, had they all been there.
@@ -79,7 +79,7 @@ def test_a_run_with_5000_learners_is_resumed_twice(run_async):
         assert (await judge(context)).breaches == []
 
         marked = await checkpoint.mark(context)
-        again = checkpoint.load_file(lab.store, RUN, marked.name)
+        again = checkpoint_files.load_file(lab.store, RUN, marked.name)
         context = await resumed(lab, again)
         assert context.epoch == 2
         assert await data_position(context, "a") == 16
@@ -112,7 +112,7 @@ async def outlived(lab: Lab) -> tuple[Context, Context]:
         await lab.join("a")
         await lab.send_many("a", 2)
         marked = await checkpoint.mark(lab.context)
-    file = checkpoint.load_file(lab.store, RUN, marked.name)
+    file = checkpoint_files.load_file(lab.store, RUN, marked.name)
     now = await resumed(lab, file)
     # Its connection finds the new server under the old address.
     return dataclasses.replace(lab.context, bus=now.bus), now
@@ -183,7 +183,7 @@ def test_few_learners_become_more_than_fit(run_async):
             await lab.send_many("a", 2)
             await lab.send_many("b", 1)
             marked = await checkpoint.mark(lab.context)
-        file = checkpoint.load_file(lab.store, RUN, marked.name)
+        file = checkpoint_files.load_file(lab.store, RUN, marked.name)
         assert file.data_positions == entries({"a": 16, "b": 8})
         context = await resumed(lab, file)
         assert [await data_position(context, learner) for learner in ("a", "b")] == [16, 8]

@@ -7,11 +7,12 @@ from runlab import RUN, Lab
 
 from diloco.aggregator import checkpoint
 from diloco.aggregator.quarantine import quarantine, quarantined_learners
+from diloco.common import checkpoint_files
 
 
 def kept(lab: Lab, name: str) -> list[tuple[str, ...]]:
     """Who is shut out in each fragment of what a checkpoint resumes."""
-    return [r.policy.quarantined for r in checkpoint.load_file(lab.store, RUN, name).records]
+    return [r.policy.quarantined for r in checkpoint_files.load_file(lab.store, RUN, name).records]
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["in a verdict", "by no record yet"])

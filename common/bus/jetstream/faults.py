@@ -7,7 +7,12 @@ import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from diloco.common.bus.limits import stream_is_full
-from diloco.common.errors import BusError, BusUnavailableError, StreamMissingError
+from diloco.common.errors import (
+    BusError,
+    BusUnavailableError,
+    StreamMissingError,
+    SubjectUntakenError,
+)
 
 WRONG_LAST_SEQUENCE = (10071, 10164)
 STREAM_EXISTS = 10058
@@ -42,7 +47,7 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
     """Our error for one of nats-py's, by whose fault it is and whether to retry."""
     text = f"{subject!r}: {error}"
     if isinstance(error, NoStreamResponseError | nats.errors.NoRespondersError):
-        return BusUnavailableError(
+        return SubjectUntakenError(
             f"{subject!r}: no responders",
             hint="no stream takes this subject, or its leader is being elected; create the run",
         )

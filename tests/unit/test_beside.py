@@ -1,0 +1,46 @@
+"""What is computed in a process of its own: its answer comes back, and what it loads does not."""
+
+import subprocess
+import sys
+
+import pytest
+
+from diloco.check.beside import beside
+
+SCRIPT = """
+import os, sys
+from diloco.check.beside import beside
+from diloco.common.errors import TaskError
+
+def work(what):
+    import jax
+    return what, os.getpid()
+
+def abort():
+    os._exit(3)
+
+if __name__ == "__main__":
+    said, pid = beside(work, "done")
+    assert (said, pid != os.getpid()) == ("done", True)
+    assert "jax" not in sys.modules
+    try:
+        beside(abort)
+    except TaskError as error:
+        print(error.message)
+"""
+
+
+def test_it_loads_nothing_here_and_may_even_abort(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(program)], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the process that was to build the task ended by itself\n"
+
+
+def test_where_jax_is_loaded_already_it_works_here():
+    assert "jax" in sys.modules
+    with pytest.raises(ZeroDivisionError):
+        beside(lambda: 1 // 0)

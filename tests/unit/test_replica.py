@@ -1,0 +1,81 @@
+"""A learner's tensors: what an update carries once the one before it was answered."""
+
+import numpy as np
+import pytest
+
+from diloco.common.config import SyncSection
+from diloco.common.layout import Tensor, TensorHint, make_layout
+from diloco.learner.replica import Replica
+
+SIZE = 32
+TENSORS = [Tensor(name=name, shape=(SIZE,), dtype="float32") for name in ("state", "w")]
+# The fragment of each.
+TRAINED, AVERAGED = 0, 1
+
+
+def hint(name, _shape):
+    return TensorHint(kind="averaged" if name == "state" else "trained")
+
+
+def replica_of(adopt):
+    layout = make_layout(TENSORS, fragments=2, block=16, hint=hint)
+    assert [fragment.averaged for fragment in layout.fragments] == [False, True]
+    settings = SyncSection(codec="float32", block=16, fragments=2, adopt=adopt)
+    zeros = np.zeros(SIZE, np.float32)
+    return Replica(settings, layout, {"state": zeros, "w": zeros}, [zeros, zeros])
+
+
+def move(replica, by):
+    """Train: the parameters go down, so that what is sent is above zero."""
+    replica.trained = {name: leaf - by for name, leaf in replica.trained.items()}
+
+
+def sent(replica, fragment=TRAINED):
+    codes = replica.collect(fragment, replica.send(fragment)).codes
+    (value,) = set(codes.reshape(-1).tolist())
+    return value
+
+
+def version(replica, values):
+    return replica.place_view(TRAINED, np.full(SIZE, values, np.float32))
+
+
+@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
+def test_what_a_verdict_rejects_is_not_sent_again(adopt):
+    replica = replica_of(adopt)
+    move(replica, 1.0)
+    assert sent(replica) == 1.0
+    move(replica, 0.25)
+    replica.adopt(TRAINED, None, resolved=True)
+    assert sent(replica) == 0.25
+
+
+def test_nor_is_it_taken_from_what_has_overwritten_it():
+    """A version came between the update and its verdict: nothing of it is left to take away."""
+    replica = replica_of("overwrite")
+    move(replica, 1.0)
+    sent(replica)
+    replica.adopt(TRAINED, version(replica, 5.0), resolved=False)
+    move(replica, 0.25)
+    replica.adopt(TRAINED, None, resolved=True)
+    assert sent(replica) == 0.25
+
+
+def test_averaged_state_is_sent_as_it_is_by_then():
+    replica = replica_of("rebase")
+    move(replica, 1.0)
+    sent(replica, AVERAGED)
+    move(replica, 0.25)
+    replica.adopt(AVERAGED, None, resolved=True)
+    assert sent(replica, AVERAGED) == 1.25
+
+
+def test_a_rollback_forgets_what_is_in_flight():
+    replica = replica_of("overwrite")
+    move(replica, 1.0)
+    sent(replica)
+    replica.roll_back(TRAINED, version(replica, 5.0))
+    move(replica, 0.25)
+    # Its rejection comes, and is void to the core: nothing is asked of the tensors.
+    replica.adopt(TRAINED, None, resolved=False)
+    assert sent(replica) == 0.25
