@@ -21,8 +21,8 @@ from diloco.model.scores import record_at, scores_of
 from diloco.projections.agreement import Pairs, pair_cosines
 from diloco.projections.timeseries import TimeSeries, read_time_series
 from diloco.report import figures_learners, figures_rounds, figures_run
-from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
+from diloco.report.numbers import Shown
 from diloco.report.page import Page, Section, render
 from diloco.report.summary import (
     events,

@@ -8,7 +8,7 @@ import numpy as np
 
 from diloco.cli.units import byte_unit, human_count, human_time
 from diloco.projections.timeseries import TimeSeries
-from diloco.report.figures_run import Shown, goodput, spent
+from diloco.report.numbers import Shown, goodput, spent
 from diloco.report.page import Fact, Table
 
 # Of a learner's updates, so many are looked back on; losses so many times apart are told apart.

@@ -16,8 +16,8 @@ from diloco.model.scores import _missing as missing
 from diloco.model.scores import keep, kept
 from diloco.projections.timeseries import read_time_series
 from diloco.report.build import DRAWINGS, sample_pairs, write
-from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
+from diloco.report.numbers import Shown
 from diloco.report.page import Fact, Page, Section, Table, render
 from diloco.report.summary import settings
 
