@@ -12,12 +12,13 @@ FEWEST = 12
 
 
 class Binned(NamedTuple):
-    """Values in bins along x: centres and quantiles of those bins that hold any."""
+    """Values in bins along x: centres, quantiles and means of those bins that hold any."""
 
     centre: Column
     low: Column
     middle: Column
     high: Column
+    mean: Column
 
 
 def binned(x: Column, y: Column, bins: int) -> Binned:
@@ -31,4 +32,5 @@ def binned(x: Column, y: Column, bins: int) -> Binned:
     quantiles = np.asarray([np.quantile(y[part], (0.1, 0.5, 0.9)) for part in parts])
     centre = np.asarray([x[part].mean() for part in parts])
     quantiles = quantiles.reshape(-1, 3)
-    return Binned(centre, quantiles[:, 0], quantiles[:, 1], quantiles[:, 2])
+    mean = np.asarray([y[part].mean() for part in parts])
+    return Binned(centre, quantiles[:, 0], quantiles[:, 1], quantiles[:, 2], mean)
