@@ -52,6 +52,8 @@ def as_bytes(document: Document) -> bytes:
 
 def now(status: Status, series: TimeSeries, at_s: float) -> Document:
     """How a run fares at this moment."""
+    # The rounds of a run that has ended do not move away.
+    until_s = series.ends_s if status.state == "ended" else at_s
     fragments = sorted(status.fragments, key=lambda one: -one.version_s)[:FRAGMENTS]
     fragments.sort(key=lambda one: one.fragment)
     return {
@@ -71,7 +73,7 @@ def now(status: Status, series: TimeSeries, at_s: float) -> Document:
         "states": Counter(one.state for one in status.learners),
         "fragments": [_fragment(one) for one in fragments],
         "fragments_of": len(status.fragments),
-        "rounds": _rounds(series, {one.fragment for one in fragments}, at_s),
+        "rounds": _rounds(series, {one.fragment for one in fragments}, until_s),
     }
 
 
