@@ -8,7 +8,6 @@ from typing import NamedTuple
 from diloco.common import wire
 from diloco.common.errors import (
     BusUnavailableError,
-    DilocoError,
     StoreError,
     StoreUnavailableError,
 )
@@ -66,7 +65,7 @@ class LiveRun:
         self._taken = 0
         self._caught_up = False
         self.progress: Progress | None = Progress(0, 0)
-        self.failure: DilocoError | None = None
+        self.failure: Exception | None = None
 
     async def follow(self) -> None:
         """Read the tape, and go on with it, until it is cancelled."""
@@ -83,7 +82,7 @@ class LiveRun:
                 if await self._followed():
                     return
                 await asyncio.sleep(RETRY_S)
-        except DilocoError as error:
+        except Exception as error:  # noqa: BLE001 - told on the page; what goes on beside goes on
             self.failure = error
 
     async def _followed(self) -> bool:

@@ -122,5 +122,7 @@ class Page:
         self._board.show("figures", frames.as_bytes(frames.figures(shown, self._run.clock())))
 
 
-def _words(error: DilocoError) -> str:
-    return f"{error.message}{f' ({error.hint})' if error.hint else ''}"
+def _words(error: Exception) -> str:
+    if isinstance(error, DilocoError):
+        return f"{error.message}{f' ({error.hint})' if error.hint else ''}"
+    return f"a bug: {error!r}"
