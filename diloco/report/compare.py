@@ -15,7 +15,7 @@ from diloco.figures import style
 from diloco.report import numbers
 from diloco.report.build import drawn, footer, gather, staging, writing
 from diloco.report.numbers import Shown
-from diloco.report.page import Page, Section, Table, render
+from diloco.report.page import Fact, Page, Section, Table, render
 from diloco.report.summary import facts, warnings
 
 
@@ -86,12 +86,14 @@ def in_short(runs: Sequence[Named]) -> Table:
     """The facts of each run in a column."""
     told = [{fact.name: fact for fact in facts(run.shown)} for run in runs]
     order = dict.fromkeys(name for one in told for name in one)
-    cells = [
-        {name: f"{fact.value} {fact.note}".rstrip() for name, fact in one.items()} for one in told
-    ]
+    cells = [{name: _with_note(fact) for name, fact in one.items()} for one in told]
     rows = tuple((name, *(one.get(name, "-") for one in cells)) for name in order)
     columns = ("", *(run.name for run in runs))
     return Table(columns, rows, frozenset(columns))
+
+
+def _with_note(fact: Fact) -> str:
+    return f"{fact.value} ({fact.note})" if fact.note else fact.value
 
 
 def differing(runs: Sequence[Named]) -> Table:

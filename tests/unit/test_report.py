@@ -101,8 +101,8 @@ def test_runs_are_compared_figure_by_figure_and_setting_by_setting(
     runs = compare.named(["one", "two"], [shown, Shown(slower, shown.lanes, shown.scores)])
     page = compare.write(runs, tmp_path).read_text()
     told = {row[0]: row[1:] for row in compare.in_short(runs).rows}
-    assert told["versions"] == ("403 of 2 fragments",) * 2
-    assert told["held-out loss"] == ("3.000 from 5.000",) * 2
+    assert told["versions"] == ("403 (of 2 fragments)",) * 2
+    assert told["held-out loss"] == ("3.000 (from 5.000)",) * 2
     before = str(shown.series.settings.outer.learning_rate)
     assert compare.differing(runs).rows == (("outer.learning_rate", before, "0.25"),)
     assert page.count("data:image/svg+xml;base64,") == 2
