@@ -29,7 +29,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test wheel-test test-slow test-extras test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack bench headline quality quality-large sim terraform lock clean
 
@@ -86,6 +86,15 @@ test-extras: install ## test what needs torch, TensorBoard and W&B, in .venv-ext
 
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)
+
+# Of npm, and for these tests alone: what users run has no build step and no npm.
+test-browser: install ## try the live page in a Chromium, by keyboard and with axe-core; needs Node
+	@cd tests/browser && npm ci --silent --no-audit --no-fund
+	@$(RUN) pytest tests/browser $(ARGS)
+
+picture: install ## make docs/dashboard.png of a local run, OF=runs/NAME
+	@cd tests/browser && npm ci --silent --no-audit --no-fund
+	@$(BIN)/python tests/browser/picture.py $(OF)
 
 # RUN_UNITS boots a copy of ROOTFS and runs a script in it; ARGS="-k installed" for one scenario.
 test-systemd: install ## run the systemd units in a container, as root; ROOTFS=... to keep its system

@@ -18,6 +18,7 @@ from diloco.cli.parts import Parted
 from diloco.common.errors import DilocoError
 from diloco.common.exits import Exit
 from diloco.daemons.command import app as daemons
+from diloco.dashboard.command import app as dashboard
 from diloco.local.command import app as local
 from diloco.look.command import app as look
 from diloco.model.command import app as model
@@ -36,7 +37,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 for room in (
-    local, task, plan, daemons, operate, look, check, report, trackers, model, replay, auth,
+    local, task, plan, daemons, operate, look, dashboard, check, report, trackers, model,
+    replay, auth,
 ):  # fmt: skip
     app.add_typer(room)
 

@@ -11,6 +11,7 @@ from diloco.common.wire.fields import (
     Figures,
     Loss,
     Name,
+    Passage,
     Positive,
     Rate,
     Seconds,
@@ -54,6 +55,7 @@ class Score(Body):
     at_s: Seconds = Field(description="when the newest of the rounds closed")
     loss: float = Field(description="the task's, on held-out data")
     metrics: Figures = Field(default={}, description="what else the task measures there, by name")
+    text: Passage = Field(default="", description="what that view wrote; empty: its task cannot")
 
 
 class RoundOpen(Body):

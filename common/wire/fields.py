@@ -48,6 +48,12 @@ Measure = Annotated[float, Field(ge=0)]
 # A loss may be anything, also of a model that has diverged; no sum of them is to overflow.
 Loss = Annotated[float, AfterValidator(lambda loss: max(-GREATEST_S, min(GREATEST_S, loss)))]
 Text = Annotated[str, Field(max_length=2000), AfterValidator(printable)]
+# Of a model's own making: lines stay lines.
+Passage = Annotated[
+    str,
+    Field(max_length=2000),
+    AfterValidator(lambda text: "\n".join(map(printable, text.split("\n")))),
+]
 # What a loss says beside itself, by name.
 MOST_METRICS = 64
 METRIC_NAME = "[a-zA-Z][a-zA-Z0-9_]{0,49}"

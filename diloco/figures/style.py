@@ -6,13 +6,15 @@ that a copy in grey can be read.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from diloco.figures.binned import Binned
 
 Column = npt.NDArray[np.float64]
 
@@ -21,10 +23,6 @@ YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, "#7F7F7F")
 DASHES = ("-", "--", "-.", ":")
 WIDTH_IN = 9.6
-# Lines of text or lanes that are shown one by one; more become one summary.
-LANES = 40
-# Values that a quantile is taken of.
-FEWEST = 12
 
 _RULES: dict[Any, Any] = {
     "axes.axisbelow": True,
@@ -64,29 +62,6 @@ def panels(count: int, height_in: float, **options: Any) -> tuple[Figure, list[A
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     made = figure.subplots(1, count, squeeze=False, **options)
     return figure, list(made[0])
-
-
-class Binned(NamedTuple):
-    """Values in bins along x: centres and quantiles of those bins that hold any."""
-
-    centre: Column
-    low: Column
-    middle: Column
-    high: Column
-
-
-def binned(x: Column, y: Column, bins: int) -> Binned:
-    """10 %, 50 % and 90 % quantiles of `y` in bins of equal numbers of values along `x`.
-
-    At most `bins`, and fewer where a bin would hold less than a dozen values.
-    """
-    order = np.argsort(x, kind="stable")
-    count = int(np.clip(len(order) // FEWEST, 1, bins))
-    parts = [part for part in np.array_split(order, count) if part.size]
-    quantiles = np.asarray([np.quantile(y[part], (0.1, 0.5, 0.9)) for part in parts])
-    centre = np.asarray([x[part].mean() for part in parts])
-    quantiles = quantiles.reshape(-1, 3)
-    return Binned(centre, quantiles[:, 0], quantiles[:, 1], quantiles[:, 2])
 
 
 def band(axes: Axes, values: Binned, colour: str, label: str, style: str = "-") -> None:

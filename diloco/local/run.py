@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -22,13 +23,14 @@ from rich.live import Live
 from rich.markup import escape
 
 from diloco.cli.folders import make_folder
-from diloco.cli.opening import open_run
+from diloco.cli.opening import OpenRun, open_run
 from diloco.common.accelerators import find_accelerators, unused
 from diloco.common.config import Config, allows_accelerators, make_config, warnings
 from diloco.common.errors import ConfigError, RunMismatchError
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
 from diloco.common.tape import effective_settings, has_ended, last_record
+from diloco.dashboard.page import served
 from diloco.local import begun, screen
 from diloco.local.document import local_document
 from diloco.local.fleet import Fleet
@@ -268,8 +270,9 @@ class LocalRun:
         if not await self._is_created():
             with self.console.status("creating the run: first parameters, streams, version 0 ..."):
                 await self._create()
-        async with open_run(self.config_path, name="local") as opened:
+        async with open_run(self.config_path, name="local") as opened, self._page(opened) as url:
             context = opened.context
+            self.console.print(f"dashboard: {url}", soft_wrap=True)
             self.steps = (await effective_settings(context))[0].run.steps
             if await has_ended(context.bus, context.run):
                 self.console.print("it has ended: begin another run from its parameters")
@@ -289,6 +292,11 @@ class LocalRun:
         summary = self._summary(follower, first.loss, last.loss)
         self._tell(summary)
         self._save_picture(self._frame(follower), summary)
+
+    def _page(self, opened: OpenRun) -> AbstractAsyncContextManager[str]:
+        """The run's page, on the usual port or one that is free, until this command ends."""
+        again = f"diloco dashboard {self.config_path.parent}"
+        return served(opened.context, opened.specification.created_at_s, port=None, again=again)
 
     async def _is_created(self) -> bool:
         """Whether there is a run to resume; one that was not wholly created is completed."""

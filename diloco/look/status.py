@@ -3,7 +3,7 @@
 `diloco doctor` looks deeper, at everything that is stored.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from diloco.check import fleet, members, symptoms
@@ -13,6 +13,7 @@ from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
 from diloco.common.tape import (
+    Item,
     Recorded,
     RunContext,
     effective_settings,
@@ -52,13 +53,17 @@ class LearnerStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentStatus:
-    """One fragment; `round_updates` were merged by its newest version, which took `round_s`."""
+    """One fragment; `round_updates` were merged by its newest version, which took `round_s`.
+
+    `waiting` updates are not answered yet; the first of them came `waiting_s` ago.
+    """
 
     fragment: int
     version: int
     global_step: int
     owner: str | None
     waiting: int
+    waiting_s: float
     version_s: float
     round_updates: int
     round_s: float
@@ -69,11 +74,13 @@ class FragmentStatus:
 class Status:
     """A run as it is now; times are ages in seconds.
 
-    `trends` has each learner's merged updates of lately, their times since the epoch.
+    `current` is False where the bus is away: all else is as it was. `trends` has each learner's
+    merged updates of lately, their times since the epoch.
     """
 
     run: str
     state: str
+    current: bool
     epoch: int
     global_step: int
     steps: int
@@ -92,20 +99,35 @@ class Status:
 
 
 class Watch:
-    """Knows how a run fares, from the end of its tape on."""
+    """Knows how a run fares, from the end of its tape on.
 
-    def __init__(self, context: RunContext) -> None:
+    Args:
+        context: the run's.
+        beside: is given each message of the tape that is read, too.
+    """
+
+    def __init__(self, context: RunContext, beside: Callable[[Item], None] | None = None) -> None:
         self._context = context
-        self._follower = Follower(context)
+        self._follower = Follower(context, beside)
         self._next_seq = 1
         self._leases: dict[int, wire.Lease] = {}
         self._filled = Filled(0, 0)
         self._settings = context.settings
 
-    async def begin(self) -> Status:
-        """Read what there is; the run as it is now."""
+    @property
+    def observed(self) -> LiveState:
+        """What was read."""
+        return self._follower.state
+
+    async def first_seq(self) -> int:
+        """Where `begin` begins to read the tape as it is now."""
+        context = self._context
+        return max(1, await context.bus.last_sequence(context.tape) - WINDOW)
+
+    async def begin(self, start_seq: int | None = None) -> Status:
+        """Read what there is, from `first_seq` on, or from that of some moments ago."""
         context, observed = self._context, self._follower.state
-        self._next_seq = max(1, await context.bus.last_sequence(context.tape) - WINDOW)
+        self._next_seq = start_seq or await self.first_seq()
         async for item in read_tape(context, self._next_seq):
             self._follower.take(item)
             self._next_seq = item.seq + 1
@@ -116,10 +138,10 @@ class Watch:
         observed.learners |= await read_heartbeats(context, _known(observed))
         return await self.now()
 
-    async def follow(self) -> None:
-        """Go on from there; returns once the run has ended."""
+    async def follow(self, start_seq: int | None = None) -> None:
+        """Go on from there, or from a sequence; returns once the run has ended."""
         if not self._follower.state.ended:
-            await self._follower.follow(self._next_seq)
+            await self._follower.follow(start_seq or self._next_seq)
 
     async def now(self) -> Status:
         """The run as it is now; where the bus is away, as it was."""
@@ -133,10 +155,14 @@ class Watch:
                 severity="error", about="bus", sentence=error.message,
                 advice=error.hint or "", runbook=symptoms.NATS_AWAY,
             )  # fmt: skip
-            return self._status((away,))
-        return self._status(())
+            return self._status((away,), current=False)
+        return self._status((), current=True)
 
-    def _status(self, more: tuple[Finding, ...]) -> Status:
+    def as_it_was(self) -> Status:
+        """The run as the bus last told of it."""
+        return self._status((), current=False)
+
+    def _status(self, more: tuple[Finding, ...], *, current: bool) -> Status:
         context, observed = self._context, self._follower.state
         now_s = context.runtime.clock()
         lives, answers = _Lives(observed), members.answers(observed.recent)
@@ -150,6 +176,7 @@ class Watch:
         return Status(
             run=context.run,
             state=_state(observed, paused=self._settings.run.paused),
+            current=current,
             epoch=context.epoch,
             global_step=observed.global_step,
             steps=self._settings.run.steps,
@@ -177,6 +204,7 @@ class Watch:
             global_step=record.global_step,
             owner=lease.aggregator if lease is not None and lease.state == "held" else None,
             waiting=len(observed.waiting[index]),
+            waiting_s=max(0.0, now_s - min(observed.waiting[index].values(), default=now_s)),
             version_s=max(0.0, now_s - stored_at_s),
             round_updates=len(record.inputs),
             round_s=record.closed_at_s - record.opened_at_s if record.inputs else 0.0,

@@ -6,6 +6,7 @@ collection has taken.
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # Kept scores that are read, evenly over the run.
 KEPT = 400
+# Of the text that a view writes beside its score, where its task can: pieces, and how it is drawn.
+PIECES, TEMPERATURE = 240, 0.7
+MOST_TEXT = 2000
 
 
 class Scorer:
@@ -98,7 +102,7 @@ class Scorer:
     async def _score(
         self, records: Sequence[wire.Record], seqs: Sequence[int], views: Sequence[np.ndarray]
     ) -> wire.Score:
-        figures = await asyncio.to_thread(self._evaluate, views)
+        figures, text = await asyncio.to_thread(self._evaluate, views)
         merged = sum(record.totals.tokens_merged for record in records)
         return wire.Score(
             run=self._context.run,
@@ -110,12 +114,21 @@ class Scorer:
             at_s=max(record.closed_at_s for record in records),
             loss=figures.pop("loss"),
             metrics=figures,
+            text=text,
         )
 
-    def _evaluate(self, views: Sequence[np.ndarray]) -> dict[str, float]:
+    def _evaluate(self, views: Sequence[np.ndarray]) -> tuple[dict[str, float], str]:
+        import jax
+
         from diloco.learner.task import scores
 
-        return scores(self._task.evaluate(self._model.params(views)))
+        params, write = self._model.params(views), self._task.sample
+        figures = scores(self._task.evaluate(params))
+        if write is None:
+            return figures, ""
+        # The same beginning and the same key each time: what differs is the model.
+        pieces = write(params, "", jax.random.key(0), TEMPERATURE)
+        return figures, "".join(itertools.islice(pieces, PIECES))[:MOST_TEXT]
 
     async def follow(self, tell: Callable[[wire.Score], Awaitable[None]], every_s: float) -> None:
         """Score the newest view, and again as it moves; returns once the run has ended.
@@ -183,22 +196,29 @@ async def keep(context: RunContext, score: wire.Score) -> None:
     await context.runtime.call(context.store.put, name, data)
 
 
-async def kept(context: RunContext) -> list[wire.Score]:
+async def kept(context: RunContext, known: dict[str, wire.Score] | None = None) -> list[wire.Score]:
     """Scores that were kept, of this epoch, in order of time; thinned to about `KEPT`.
 
-    Raises:
-        StoreError: the store is away.
-    """
-    return await all_kept(context, thinned=True)
-
-
-async def all_kept(context: RunContext, *, thinned: bool = False) -> list[wire.Score]:
-    """Scores that were kept, of this epoch, in order of time.
+    Args:
+        context: the run's.
+        known: those that were read before, by object; new ones are added.
 
     Raises:
         StoreError: the store is away.
     """
-    found = {score.record_seqs: score async for score in _read_kept(context, thinned=thinned)}
+    return await all_kept(context, thinned=True, known=known)
+
+
+async def all_kept(
+    context: RunContext, *, thinned: bool = False, known: dict[str, wire.Score] | None = None
+) -> list[wire.Score]:
+    """Scores that were kept, of this epoch, in order of time; arguments as `kept`.
+
+    Raises:
+        StoreError: the store is away.
+    """
+    reading = _read_kept(context, thinned=thinned, known=known)
+    found = {score.record_seqs: score async for score in reading}
     return sorted(found.values(), key=lambda score: score.at_s)
 
 
@@ -211,12 +231,17 @@ async def kept_losses(context: RunContext) -> dict[int, float]:
     return {hash(score.record_seqs): score.loss async for score in _read_kept(context)}
 
 
-async def _read_kept(context: RunContext, *, thinned: bool = False) -> AsyncIterator[wire.Score]:
+async def _read_kept(
+    context: RunContext, *, thinned: bool = False, known: dict[str, wire.Score] | None = None
+) -> AsyncIterator[wire.Score]:
+    known = {} if known is None else known
     listed = await context.runtime.call(context.store.list, names.scores_prefix(context.run))
     for info in listed[:: 1 + len(listed) // KEPT if thinned else 1]:
         with contextlib.suppress(ObjectMissingError, WireError):
-            data = await context.runtime.call(context.store.get, info.name)
-            score = wire.decode(wire.Score, data)
+            if info.name not in known:
+                data = await context.runtime.call(context.store.get, info.name)
+                known[info.name] = wire.decode(wire.Score, data)
+            score = known[info.name]
             if (score.run, score.epoch) == (context.run, context.epoch):
                 yield score
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from diloco.common import names, wire
@@ -116,10 +116,16 @@ class LiveState:
 
 
 class Follower:
-    """Keeps a `LiveState` by a bus, for as long as `follow` runs."""
+    """Keeps a `LiveState` by a bus, for as long as `follow` runs.
 
-    def __init__(self, context: RunContext) -> None:
+    Args:
+        context: the run's.
+        beside: is given each message of the tape too.
+    """
+
+    def __init__(self, context: RunContext, beside: Callable[[Item], None] | None = None) -> None:
         self._context = context
+        self._beside = beside
         self.state = LiveState()
         self.changed = asyncio.Event()
 
@@ -145,6 +151,8 @@ class Follower:
         Raises:
             IntegrityError, RunMismatchError: as `check_record`.
         """
+        if self._beside is not None:
+            self._beside(item)
         # Who may say stop and end is believed whatever else is said: as the daemons do.
         match names.parse_subject(item.subject):
             case names.Subject(kind="end"):

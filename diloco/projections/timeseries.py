@@ -59,8 +59,20 @@ class Table:
 
     def __getitem__(self, name: str) -> Column:
         """A column, float64 [rows]."""
-        rows = np.frombuffer(self._values, np.float64).reshape(-1, len(self._index))
-        return rows[:, self._index[name]].copy()
+        return self._rows()[:, self._index[name]].copy()
+
+    def newest(self, count: int) -> dict[str, Column]:
+        """The last rows, at most so many, by column."""
+        rows = self._rows()[-count:]
+        return {name: rows[:, place].copy() for name, place in self._index.items()}
+
+    def replace(self, columns: dict[str, Column]) -> None:
+        """Have these rows in place of all."""
+        rows = np.stack([columns[name] for name in self._index], axis=1)
+        self._values = array("d", np.ascontiguousarray(rows, np.float64).tobytes())
+
+    def _rows(self) -> Column:
+        return np.frombuffer(self._values, np.float64).reshape(-1, len(self._index))
 
 
 class Refused(NamedTuple):

@@ -2,8 +2,9 @@
 
 import asyncio
 import io
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,8 +22,8 @@ from diloco.model.scores import record_at, scores_of
 from diloco.projections.agreement import Pairs, pair_cosines
 from diloco.projections.timeseries import TimeSeries, read_time_series
 from diloco.report import figures_learners, figures_rounds, figures_run
-from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
+from diloco.report.numbers import Shown
 from diloco.report.page import Page, Section, render
 from diloco.report.summary import (
     events,
@@ -134,11 +135,21 @@ def run_report(target: str, *, out: Path | None, evaluations: int) -> Path:
     Args:
         target: RUN, as `diloco.cli.opening` has it.
         out: folder of the files; None for `report` in a local run's folder, else `report-{run}`.
-        evaluations: views to score on held-out data, spread over the run; 0 for none.
+        evaluations: views to score on held-out data, spread over the run, where no score was kept;
+            0 for none.
 
     Raises:
         DilocoError: no such run; bus or store are away; the folder cannot be written.
     """
+    with staging() as stage:
+        shown = asyncio.run(gather(target, evaluations, stage))
+        folder = out or _folder(target, shown.series.run)
+        return write(shown, folder, stage)
+
+
+@contextmanager
+def staging() -> Iterator[Stage]:
+    """Show on a terminal how far a report has come."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("opening the run", total=None)
@@ -146,17 +157,18 @@ def run_report(target: str, *, out: Path | None, evaluations: int) -> Path:
         def stage(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        shown = asyncio.run(gather(target, evaluations, stage))
-        folder = out or _folder(target, shown.series.run)
-        return write(shown, folder, stage)
+        yield stage
 
 
 def _folder(target: str, run: str) -> Path:
     return Path(target) / "report" if Path(target).is_dir() else Path(f"report-{run}")
 
 
-async def gather(target: str, evaluations: int, stage: Stage) -> Shown:
-    """Everything that the report shows; arguments and errors as `run_report`."""
+async def gather(target: str, evaluations: int, stage: Stage, *, pairs: bool = True) -> Shown:
+    """Everything that the report shows; arguments and errors as `run_report`.
+
+    Without `pairs` no updates are compared.
+    """
     async with open_run(target, name="report", reads=True) as run:
         context = run.context
         series = await read_time_series(
@@ -165,14 +177,14 @@ async def gather(target: str, evaluations: int, stage: Stage) -> Shown:
             lambda done, total: stage("reading the tape", done, total),
         )
         shown = Shown(series, make_lanes(series))
-        shown.pairs = await sample_pairs(context, series, stage)
-        if evaluations:
-            shown.scores = await scores_of(
-                context,
-                series,
-                evaluations,
-                lambda done, total: stage("evaluating views on held-out data", done, total),
-            )
+        if pairs:
+            shown.pairs = await sample_pairs(context, series, stage)
+        shown.scores = await scores_of(
+            context,
+            series,
+            evaluations,
+            lambda done, total: stage("evaluating views on held-out data", done, total),
+        )
     return shown
 
 
@@ -209,41 +221,51 @@ def write(shown: Shown, folder: Path, stage: Stage) -> Path:
         ConfigError: the folder cannot be written.
     """
     sections = []
-    path = folder / "report.html"
-    try:
-        make_folder(folder)
-        with style.look():
-            for count, drawing in enumerate(DRAWINGS):
-                stage("drawing", count, len(DRAWINGS))
-                sections.append(_draw(drawing, shown, folder))
+    with writing(folder), style.look():
+        for count, drawing in enumerate(DRAWINGS):
+            stage("drawing", count, len(DRAWINGS))
+            words = Section(drawing.key, drawing.title, drawing.caption)
+            sections.append(drawn(words, drawing.draw(shown), drawing.nothing, folder))
         page = Page(
             title=f"Run {shown.series.run}",
             subtitle=subtitle(shown),
             facts=facts(shown),
             sections=[*sections, *_tables(shown)],
-            footer=_footer(),
+            footer=footer(),
             warnings=warnings(shown),
         )
+        path = folder / "report.html"
         path.write_text(render(page), encoding="utf-8")
+    return path
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A folder that is there, for files that the block writes into it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        make_folder(folder)
+        yield
     except OSError as error:
         raise ConfigError(
             f"cannot write the report to {str(folder)!r}: {error}",
             hint="give another folder with --out",
         ) from error
-    return path
 
 
-def _draw(drawing: Drawing, shown: Shown, folder: Path) -> Section:
-    """A drawing as a section, and as a picture in a file of its own."""
-    picture = folder / f"{drawing.key}.png"
-    figure = drawing.draw(shown)
+def drawn(words: Section, figure: Figure | None, nothing: str, folder: Path) -> Section:
+    """A section with its figure, which becomes a picture in a file of its own too."""
+    picture = folder / f"{words.key}.png"
     if figure is None:
         picture.unlink(missing_ok=True)
-        return Section(drawing.key, drawing.title, drawing.nothing)
+        return replace(words, caption=nothing)
     figure.savefig(picture, dpi=PNG_DPI)
     data = io.BytesIO()
     figure.savefig(data, format="svg", metadata={"Date": None})
-    return Section(drawing.key, drawing.title, drawing.caption, data.getvalue())
+    return replace(words, figure=data.getvalue())
 
 
 def _tables(shown: Shown) -> list[Section]:
@@ -274,6 +296,7 @@ def _tables(shown: Shown) -> list[Section]:
     return sections
 
 
-def _footer() -> str:
+def footer() -> str:
+    """When the report was written."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"Written by diloco report, {now}. What each figure means: docs/report.md."

@@ -5,8 +5,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from diloco.figures import style
-from diloco.projections.timeseries import Column
-from diloco.report.figures_run import Shown
+from diloco.figures.binned import Column, binned
+from diloco.report.figures_run import name_time
+from diloco.report.numbers import Shown
 
 # Points of a curve, and learners that have one of their own: those that stand out most.
 POINTS = 60
@@ -36,7 +37,7 @@ def beside(shown: Shown) -> Figure | None:
     right.axhline(0, color="black", lw=0.7)
     left.legend(loc="best", fontsize=7)
     for axes in (left, middle, right):
-        shown.name_time(axes)
+        name_time(shown, axes)
         axes.set_xlabel(f"time ({shown.unit.name})")
     return figure
 
@@ -45,8 +46,8 @@ def _line(axes: Axes, place: int, times: Column, values: Column, name: str) -> N
     colour = style.CYCLE[place % len(style.CYCLE)]
     values = np.maximum(values, 1e-9)
     if len(values) > 4 * POINTS:
-        binned = style.binned(times, values, POINTS)
-        times, values = binned.centre, binned.middle
+        found = binned(times, values, POINTS)
+        times, values = found.centre, found.middle
     axes.plot(times, values, style.DASHES[place % 4], lw=1.3, color=colour, label=name)
 
 

@@ -1,7 +1,5 @@
 """Figures of rounds: how stale and how heavy updates are, traffic, where time goes, agreement."""
 
-import itertools
-
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,10 +7,11 @@ from matplotlib.figure import Figure
 
 from diloco.cli import units
 from diloco.figures import style
-from diloco.projections.timeseries import Column
-from diloco.report.figures_run import POINTS, Shown
+from diloco.figures.binned import Column, binned
+from diloco.report import numbers
+from diloco.report.figures_run import name_time
+from diloco.report.numbers import PHASES, POINTS, Shown
 
-PHASES = ("wait", "open", "grace", "merge", "publish")
 # Fragments that a figure tells apart by lines; more become an image.
 LINES = 8
 
@@ -40,7 +39,7 @@ def _weights(shown: Shown, axes: Axes) -> None:
     learner = inputs["learner"]
     axes.set(title="weight in its round", xlabel="share of the round's weight (%)")
     names = sorted(series.learners)
-    if len(names) <= style.LANES // 2:
+    if len(names) <= numbers.LANES // 2:
         index = {name: place for place, name in enumerate(series.learners)}
         style.quantile_bars(axes, [(name, percent[learner == index[name]]) for name in names])
     else:
@@ -54,41 +53,20 @@ def traffic(shown: Shown) -> Figure | None:
     series = shown.series
     if not len(series.updates):
         return None
-    edges = shown.edges()
-    rounds, seconds = series.rounds, np.diff(edges)
-    up, _ = np.histogram(series.updates["time_s"], edges, weights=series.updates["bytes"])
-    read = rounds["down_bytes"] * rounds["live"]
-    down, _ = np.histogram(rounds["stored_s"], edges, weights=read)
+    edges, up, down = numbers.traffic(shown)
     figure, (axes,) = style.panels(1, 2.9)
-    unit = units.byte_unit(max(float((up / seconds).max()), float((down / seconds).max())))
+    unit = units.byte_unit(max(float(up.max()), float(down.max())))
     looks = (
         (up, style.BLUE, "-", "up: all learners' updates"),
         (down, style.VERMILLION, "--", "down: versions, read by every live learner"),
     )
-    for sums, colour, dash, label in looks:
-        style.steps(axes, shown.since(edges), sums / seconds / unit.scale, colour, dash, label)
-    shown.name_time(axes)
+    for rate, colour, dash, label in looks:
+        style.steps(axes, shown.since(edges), rate / unit.scale, colour, dash, label)
+    name_time(shown, axes)
     axes.set_ylabel(f"{unit.name} per second")
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside upper right", ncols=2)
     return figure
-
-
-def phases(shown: Shown) -> dict[str, Column]:
-    """Seconds of each round in each of `PHASES`, float64 [rounds]; NaN where unknown."""
-    rounds = shown.series.rounds
-    closed_s, opened_s = rounds["closed_s"], rounds["opened_s"]
-    quorum_s = np.where(rounds["quorum_s"] > 0, rounds["quorum_s"], closed_s)
-    quorum_s = np.clip(quorum_s, opened_s, closed_s)
-    before_s = np.full(len(rounds), np.nan)
-    fragment, stored_s = rounds["fragment"], rounds["stored_s"]
-    for index in range(shown.series.fragments):
-        (mine,) = np.nonzero(fragment == index)
-        before_s[mine[1:]] = stored_s[mine[:-1]]
-    edges = (before_s, opened_s, quorum_s, closed_s, rounds["merged_s"], stored_s)
-    # Clocks of aggregator and server differ a little.
-    lengths = [np.maximum(after - before, 0.0) for before, after in itertools.pairwise(edges)]
-    return dict(zip(PHASES, lengths, strict=True))
 
 
 _PHASE_LOOKS = {
@@ -109,7 +87,7 @@ def anatomy(shown: Shown) -> Figure | None:
     if not len(shown.series.rounds):
         return None
     figure, (left, right) = style.panels(2, 3.1, width_ratios=(1, 1.4))
-    lengths = phases(shown)
+    lengths = numbers.phases(shown)
     rows = []
     for name, values in lengths.items():
         known = values[np.isfinite(values)]
@@ -118,14 +96,10 @@ def anatomy(shown: Shown) -> Figure | None:
     left.set_xscale("log")
     left.xaxis.set_major_formatter(lambda value, _: _seconds(value))
     left.set(title="length of each phase")
-    closed = shown.since(shown.series.rounds["closed_s"])
-    edges = np.linspace(0, shown.span_s / shown.unit.scale, min(60, 2 + len(closed) // 8) + 1)
-    place = np.clip(np.digitize(closed, edges) - 1, 0, len(edges) - 2)
-    counts = np.bincount(place, minlength=len(edges) - 1)
+    edges, means = numbers.phases_over_time(shown, lengths)
     base = np.zeros(len(edges) - 1)
     for name in PHASES[1:]:
-        sums = np.bincount(place, lengths[name], minlength=len(edges) - 1)
-        top = base + sums / np.maximum(counts, 1)
+        top = base + means[name]
         colour, hatch = _PHASE_LOOKS[name]
         with mpl.rc_context({"hatch.color": "#303030"}):
             right.stairs(
@@ -134,7 +108,7 @@ def anatomy(shown: Shown) -> Figure | None:
             )  # fmt: skip
         base = top
     right.set(title="from opening to the record, mean", ylabel="seconds")
-    shown.name_time(right)
+    name_time(shown, right)
     right.set_ylim(bottom=0)
     figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=4)
     return figure
@@ -148,7 +122,7 @@ def agreement(shown: Shown) -> Figure | None:
         return None
     figure, (left, right) = style.panels(2, 3.3, width_ratios=(1.5, 1))
     if len(cosines):
-        values = style.binned(shown.since(cosines["time_s"]), cosines["cosine"], POINTS // 5)
+        values = binned(shown.since(cosines["time_s"]), cosines["cosine"], POINTS // 5)
         style.band(left, values, style.BLUE, "mean cosine in a round")
     else:
         left.text(0.5, 0.5, "no round by radial averaging\nhad two updates", ha="center",
@@ -156,7 +130,7 @@ def agreement(shown: Shown) -> Figure | None:
     left.axhline(0, color="black", lw=0.7)
     left.set(title="over time", ylabel="cosine")
     left.set_ylim(min(-0.05, *cosines["cosine"], 0) - 0.05 if len(cosines) else -1, 1)
-    shown.name_time(left)
+    name_time(shown, left)
     if matrix is None:
         right.set_axis_off()
         right.text(0.5, 0.5, "not compared: shards are gone\nfrom the store, or large",
@@ -168,7 +142,7 @@ def agreement(shown: Shown) -> Figure | None:
 
 def _pairs(shown: Shown, figure: Figure, axes: Axes, matrix: Column) -> None:
     names = shown.series.learners
-    order = np.argsort(names)[: style.LANES]
+    order = np.argsort(names)[: numbers.LANES]
     shown_matrix = matrix[np.ix_(order, order)]
     image = axes.imshow(shown_matrix, vmin=0, vmax=1, cmap="cividis")
     axes.set_title("between learners")
@@ -193,7 +167,7 @@ def fragments(shown: Shown) -> Figure | None:
     figure, (left, right) = style.panels(2, 3.2, width_ratios=(1, 1.6))
     of, cosines = series.cosines["fragment"], series.cosines["cosine"]
     names = range(series.fragments)
-    if series.fragments <= style.LANES // 2:
+    if series.fragments <= numbers.LANES // 2:
         style.quantile_bars(left, [(str(index), cosines[of == index]) for index in names])
         left.set_ylabel("fragment")
         left.axvline(0, color="black", lw=0.7)
@@ -210,11 +184,11 @@ def _norms(shown: Shown, figure: Figure, axes: Axes) -> None:
     norms = inputs["norm"] / inputs["steps"]
     fragment, times = inputs["fragment"], shown.since(inputs["time_s"])
     axes.set_title("norm of its updates, per step")
-    shown.name_time(axes)
+    name_time(shown, axes)
     if count <= LINES:
         for index in range(count):
             mine = fragment == index
-            values = style.binned(times[mine], norms[mine], POINTS // 5)
+            values = binned(times[mine], norms[mine], POINTS // 5)
             axes.plot(values.centre, values.middle, style.DASHES[index % 4], lw=1.3,
                       color=style.CYCLE[index % len(style.CYCLE)], label=str(index))  # fmt: skip
         axes.set_yscale("log")
@@ -242,7 +216,7 @@ def rejected(shown: Shown) -> Figure | None:
     reasons: dict[str, int] = {}
     for (reason, _), count in series.refusal_reasons.items():
         reasons[reason] = reasons.get(reason, 0) + count
-    rows = sorted(reasons.items(), key=lambda item: -item[1])[: style.LANES]
+    rows = sorted(reasons.items(), key=lambda item: -item[1])[: numbers.LANES]
     figure, (left, right) = style.panels(2, 1.9 + 0.22 * len(rows), width_ratios=(1, 1.4))
     left.barh(range(len(rows)), [count for _, count in rows], 0.6, color=style.VERMILLION)
     for place, (_, count) in enumerate(rows):
@@ -257,5 +231,5 @@ def rejected(shown: Shown) -> Figure | None:
     right.stairs(sums, shown.since(edges), fill=True, color=style.VERMILLION, alpha=0.8)
     right.set(title="over time", ylabel="updates rejected")
     right.set_ylim(bottom=0)
-    shown.name_time(right)
+    name_time(shown, right)
     return figure

@@ -1,7 +1,5 @@
 """Figures of a run as a whole: is it learning, what did each learner do, what came of the time."""
 
-from dataclasses import dataclass, field
-
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,66 +7,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from diloco.cli import units
-from diloco.common import wire
 from diloco.figures import style
-from diloco.projections.agreement import Pairs
-from diloco.projections.timeseries import Column, TimeSeries
+from diloco.figures.binned import Column
+from diloco.report import numbers
 from diloco.report.lanes import STATES, Lane
+from diloco.report.numbers import Shown, Spent
 
-# Points of a curve, and marks of a lane, beyond which they are summed up.
-POINTS = 300
+# Marks of a lane, beyond which they are summed up.
 MARKS = 400
 
 
-@dataclass
-class Shown:
-    """Everything that the figures show."""
-
-    series: TimeSeries
-    lanes: list[Lane]
-    scores: list[wire.Score] = field(default_factory=list)
-    pairs: Pairs | None = None
-
-    @property
-    def begin_s(self) -> float:
-        """Where time axes begin."""
-        return self.series.begins_s
-
-    @property
-    def span_s(self) -> float:
-        """How long they are."""
-        return max(self.series.ends_s - self.begin_s, 1e-3)
-
-    @property
-    def unit(self) -> units.Unit:
-        """Of time axes."""
-        return units.time_unit(self.span_s)
-
-    def since(self, times_s: Column) -> Column:
-        """Times on a time axis."""
-        return (times_s - self.begin_s) / self.unit.scale
-
-    def name_time(self, axes: Axes) -> None:
-        """Make a time axis of x."""
-        since = "oldest message" if self.series.trimmed else "first learner joined"
-        axes.set_xlabel(f"time since the {since} ({self.unit.name})")
-        axes.set_xlim(0, self.span_s / self.unit.scale)
-
-    def edges(self) -> Column:
-        """Edges of bins for rates: each long enough for some updates of every learner."""
-        steps = [lane.step_s for lane in self.lanes if lane.step_s]
-        interval = self.series.settings.sync.interval_steps / self.series.fragments
-        width_s = 4 * interval * max(steps, default=0.0)
-        count = int(np.clip(self.span_s / max(width_s, 1e-9), 8, 160))
-        return np.linspace(self.begin_s, self.begin_s + self.span_s, count + 1)
-
-
-def tokens_at(series: TimeSeries, times_s: Column) -> Column:
-    """Tokens merged by then, on average over fragments."""
-    stored_s, tokens = series.inputs["time_s"], series.inputs["tokens"]
-    summed = np.concatenate([[0.0], np.cumsum(tokens)]) / max(series.fragments, 1)
-    trimmed = max(series.tokens_merged() - summed[-1], 0.0)
-    return np.asarray(summed[np.searchsorted(stored_s, times_s, side="right")] + trimmed)
+def name_time(shown: Shown, axes: Axes) -> None:
+    """Make a time axis of x."""
+    axes.set_xlabel(shown.since_what)
+    axes.set_xlim(0, shown.span_s / shown.unit.scale)
 
 
 def loss(shown: Shown) -> Figure | None:
@@ -78,29 +30,23 @@ def loss(shown: Shown) -> Figure | None:
     if not losses.size:
         return None
     figure, (left, right) = style.panels(2, 3.5, sharey=True)
-    scored_s = np.asarray([score.at_s for score in shown.scores])
     scored = np.asarray([score.loss for score in shown.scores])
-    # Version 0 was there before anybody joined; what is before a trimmed tape has no place.
-    places_s = np.maximum(scored_s, shown.begin_s)
-    if series.trimmed:
-        places_s[scored_s < shown.begin_s] = np.nan
-    tokens = tokens_at(series, times_s)
-    unit = units.count_unit(float(tokens.max()))
-    places = [
-        (left, tokens / unit.scale, np.asarray([s.tokens for s in shown.scores]) / unit.scale),
-        (right, shown.since(times_s), shown.since(places_s)),
-    ]
-    for axes, x, x_scored in places:
-        style.band(axes, style.binned(x, losses, POINTS // 2), style.BLUE, "training (updates)")
+    unit = units.count_unit(float(numbers.tokens_at(series, times_s).max()))
+    places = (
+        (left, numbers.losses_over_tokens(shown, unit)),
+        (right, numbers.losses_over_time(shown)),
+    )
+    for axes, found in places:
+        style.band(axes, found.training, style.BLUE, "training (updates)")
         if scored.size:
             axes.plot(
-                x_scored, scored, "--o", color=style.VERMILLION, ms=4, lw=1.2,
+                found.scored, scored, "--o", color=style.VERMILLION, ms=4, lw=1.2,
                 label="held-out data", clip_on=False, zorder=3,
             )  # fmt: skip
     left.set_xlabel(f"tokens merged ({unit.name})" if unit.name else "tokens merged")
     left.set_ylabel("loss")
     left.set_xlim(left=0 if not series.trimmed else None)
-    shown.name_time(right)
+    name_time(shown, right)
     low, high = float(losses.min()), float(losses.max())
     if low > 0 and high > 30 * low:
         left.set_yscale("log")
@@ -122,7 +68,7 @@ def timeline(shown: Shown) -> Figure | None:
     """A lane for each learner, with marks for versions."""
     if not shown.lanes:
         return None
-    lanes = _most_troubled(shown.lanes)
+    lanes = numbers.most_troubled(shown.lanes)
     figure, (axes,) = style.panels(1, 1.5 + 0.34 * len(lanes))
     _version_lane(shown, axes)
     merged_s = _merged_times(shown)
@@ -131,7 +77,7 @@ def timeline(shown: Shown) -> Figure | None:
         marks = merged_s.get(lane.learner, np.zeros(0))
         if marks.size <= MARKS:
             axes.vlines(shown.since(marks), place + 0.2, place + 0.36, color="black", lw=0.6)
-    shown.name_time(axes)
+    name_time(shown, axes)
     axes.set_ylim(len(lanes) + 0.5, -0.6)
     axes.set_yticks(range(len(lanes) + 1), ["versions", *(lane.learner for lane in lanes)])
     axes.tick_params(axis="y", length=0, pad=9)
@@ -145,12 +91,6 @@ def timeline(shown: Shown) -> Figure | None:
     if len(lanes) < len(shown.lanes):
         axes.set_title(f"the {len(lanes)} of {len(shown.lanes)} learners that trained least")
     return figure
-
-
-def _most_troubled(lanes: list[Lane]) -> list[Lane]:
-    """Those to be shown: all, or those who trained least, in order of name."""
-    chosen = sorted(lanes, key=lambda lane: lane.seconds("training"))[: style.LANES]
-    return sorted(chosen, key=lambda lane: lane.learner)
 
 
 def _version_lane(shown: Shown, axes: Axes) -> None:
@@ -195,72 +135,25 @@ def throughput(shown: Shown) -> Figure | None:
     if not len(series.updates):
         return None
     figure, (axes,) = style.panels(1, 2.9)
-    edges = shown.edges()
-    rates = [
-        (_rate(series.updates["time_s"], series.updates["tokens"], edges), "trained"),
-        (_rate(series.inputs["time_s"], series.inputs["tokens"], edges), "merged"),
-    ]
-    rates = [(rate / series.fragments, label) for rate, label in rates]
+    found = numbers.throughput(shown)
+    rates = [(found.first, "trained"), (found.second, "merged")]
     unit = units.count_unit(max(float(rate.max()) for rate, _ in rates))
     looks = ((style.BLUE, "-"), (style.VERMILLION, "--"))
     for (rate, label), (colour, dash) in zip(rates, looks, strict=True):
-        style.steps(axes, shown.since(edges), rate / unit.scale, colour, dash, label)
-    shown.name_time(axes)
+        style.steps(axes, shown.since(found.edges_s), rate / unit.scale, colour, dash, label)
+    name_time(shown, axes)
     axes.set_ylabel(f"tokens per second{f' ({unit.name})' if unit.name else ''}")
     axes.set_ylim(bottom=0)
     figure.legend(loc="outside upper right", ncols=2)
     return figure
 
 
-def _rate(times_s: Column, amounts: Column, edges_s: Column) -> Column:
-    """Amounts a second in each bin."""
-    sums, _ = np.histogram(times_s, bins=edges_s, weights=amounts)
-    return np.asarray(sums / np.diff(edges_s))
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What came of a learner's time, in seconds; `merged` is in the model."""
-
-    merged: float
-    other: float
-    stalled: float
-    down: float
-
-    @property
-    def total(self) -> float:
-        """Since its first join, less the time it was away."""
-        return self.merged + self.other + self.stalled + self.down
-
-
-def spent(shown: Shown) -> dict[str, Spent]:
-    """What came of each learner's time."""
-    inputs = shown.series.inputs
-    learner, steps = inputs["learner"], inputs["steps"]
-    found = {}
-    for lane in shown.lanes:
-        index = shown.series.learners.index(lane.learner)
-        merged = float(steps[learner == index].sum()) / shown.series.fragments * lane.step_s
-        worked = lane.seconds("training") + lane.seconds("catching up")
-        merged = min(merged, worked)
-        found[lane.learner] = Spent(
-            merged, worked - merged, lane.seconds("stalled"), lane.seconds("down")
-        )
-    return found
-
-
-def goodput(times: dict[str, Spent]) -> float:
-    """Share of all learners' time whose work is in the model."""
-    total = sum(time.total for time in times.values())
-    return sum(time.merged for time in times.values()) / total if total else 0.0
-
-
 def time_spent(shown: Shown) -> Figure | None:
     """What came of each learner's time."""
-    times = spent(shown)
+    times = numbers.spent(shown)
     if not times:
         return None
-    names = [lane.learner for lane in _most_troubled(shown.lanes)]
+    names = [lane.learner for lane in numbers.most_troubled(shown.lanes)]
     figure, (axes,) = style.panels(1, 1.3 + 0.3 * (len(names) + 1))
     every = [times[name] for name in names]
     whole = Spent(*(sum(getattr(t, part) for t in times.values()) for part in _PARTS))

@@ -76,23 +76,29 @@ class _Updates:
     step_time_s: Column
 
 
-def make_lanes(series: TimeSeries) -> list[Lane]:
-    """A lane for each learner, in order of name."""
+def make_lanes(series: TimeSeries, stretches: int = STRETCHES) -> list[Lane]:
+    """A lane for each learner, in order of name; a life is cut into `stretches` at most."""
     table = series.updates
-    columns = {
-        name: table[name] for name in ("incarnation", "time_s", "position", "steps", "step_time_s")
-    }
     owner = table["learner"]
+    order = np.argsort(owner, kind="stable")
+    columns = {
+        name: table[name][order]
+        for name in ("incarnation", "time_s", "position", "steps", "step_time_s")
+    }
+    edges = np.searchsorted(owner[order], np.arange(len(series.learners) + 1))
+    lives: dict[str, list[Life]] = {name: [] for name in series.learners}
+    for life in series.lives:
+        lives[life.learner].append(life)
     lanes = []
-    for index, learner in enumerate(series.learners):
-        mine = owner == index
-        updates = _Updates(**{name: values[mine] for name, values in columns.items()})
-        lanes.append(_lane(series, learner, updates))
+    for learner, begin, end in zip(series.learners, edges[:-1], edges[1:], strict=True):
+        updates = _Updates(**{name: values[begin:end] for name, values in columns.items()})
+        lanes.append(_lane(series, learner, lives[learner], updates, stretches))
     return sorted(lanes, key=lambda lane: lane.learner)
 
 
-def _lane(series: TimeSeries, learner: str, updates: _Updates) -> Lane:
-    known_lives = [life for life in series.lives if life.learner == learner]
+def _lane(
+    series: TimeSeries, learner: str, known_lives: list[Life], updates: _Updates, stretches: int
+) -> Lane:
     joins = [life.joined_s for life in known_lives if life.joined_s >= series.begins_s]
     lives = [_shown(series, life) for life in known_lives]
     known = updates.step_time_s[updates.step_time_s > 0]
@@ -103,7 +109,7 @@ def _lane(series: TimeSeries, learner: str, updates: _Updates) -> Lane:
         following = lives[index + 1] if index + 1 < len(lives) else None
         mine = updates.incarnation == life.incarnation
         ends_s = _end_of(series, life, updates.time_s[mine], following)
-        lane.spans += _alive(life, updates, mine, ends_s, step_s)
+        lane.spans += _alive(life, updates, mine, ends_s, (step_s, stretches))
         if life.left_s is None and (following or ends_s < series.ends_s):
             lane.kills.append(ends_s)
             until_s = following.joined_s if following else series.ends_s
@@ -135,9 +141,14 @@ def _end_of(series: TimeSeries, life: Life, times_s: Column, following: Life | N
 
 
 def _alive(
-    life: Life, updates: _Updates, mine: npt.NDArray[np.bool_], ends_s: float, step_s: float
+    life: Life,
+    updates: _Updates,
+    mine: npt.NDArray[np.bool_],
+    ends_s: float,
+    cut: tuple[float, int],
 ) -> list[Span]:
-    """A life's time from its join on, in states."""
+    """A life's time from its join on, in states; `cut`: usual time of a step, most stretches."""
+    step_s, stretches = cut
     width_s = ends_s - life.joined_s
     if width_s <= 0:
         return []
@@ -145,7 +156,7 @@ def _alive(
     spans = [Span(life.joined_s, merged_s, "catching up")] if merged_s > life.joined_s else []
     if not mine.any() or not step_s:
         return [*spans, Span(merged_s, ends_s, "training")] if merged_s < ends_s else spans
-    pace = width_s / STRETCHES
+    pace = width_s / stretches
     # Steps come one at a time: a stretch of fewer than ten says little.
     count = max(1, int(width_s / max(pace, 10 * step_s)))
     edges_s = np.linspace(life.joined_s, ends_s, count + 1)

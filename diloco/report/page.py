@@ -8,32 +8,40 @@ from dataclasses import dataclass, field
 from html import escape
 
 _STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; color: #111;
-  background: #fff; max-width: 62rem; margin: 2rem auto; padding: 0 1.2rem; }
+:root { color-scheme: light dark;
+  --text: light-dark(#111, #e6e8ea); --soft: light-dark(#444, #a5adb4);
+  --page: light-dark(#fff, #121416); --line: light-dark(#ccc, #363c42); }
+body { font: 15px/1.5 system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif;
+  color: var(--text); background: var(--page); max-width: 62rem; margin: 2rem auto;
+  padding: 0 1.2rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .2rem; }
-h2 { font-size: 1.15rem; margin: 2.4rem 0 .2rem; border-top: 1px solid #ccc; padding-top: .9rem; }
+h2 { font-size: 1.15rem; margin: 2.4rem 0 .2rem; border-top: 1px solid var(--line);
+  padding-top: .9rem; }
 p { margin: .3rem 0 .8rem; max-width: 46rem; }
-p.note { color: #444; }
+p.note { color: var(--soft); }
 p.warning { border-left: 4px solid #D55E00; padding-left: .7rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr));
   gap: .9rem 1.2rem; margin: 1.2rem 0; }
-dt { color: #555; font-size: .82rem; }
+dt { color: var(--soft); font-size: .82rem; }
 dd { margin: 0; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-dd small { font-weight: 400; font-size: .82rem; color: #444; display: block; }
+dd small { font-weight: 400; font-size: .82rem; color: var(--soft); display: block; }
 img { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums;
   width: 100%; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd;
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
   vertical-align: top; white-space: nowrap; }
 td.text:last-child { white-space: normal; }
-th { border-bottom: 1px solid #111; font-weight: 600; }
+th { border-bottom: 1px solid var(--text); font-weight: 600; }
 td.text, th.text { text-align: left; }
 div.table { overflow-x: auto; }
 nav { font-size: .86rem; }
-nav a { color: #0072B2; margin-right: .9rem; }
-footer { margin: 3rem 0 1rem; color: #555; font-size: .82rem; }
+nav a { color: light-dark(#0072b2, #6cb8ea); margin-right: .9rem; }
+footer { margin: 3rem 0 1rem; color: var(--soft); font-size: .82rem; }
+/* Black on white turned about, hues kept: figures are drawn once. */
+@media (prefers-color-scheme: dark) { img { filter: invert(.93) hue-rotate(180deg); } }
 @media print {
+  :root { color-scheme: light; }
+  img { filter: none; }
   body { max-width: none; margin: 0; font-size: 10.5pt; }
   section { break-inside: avoid; }
   nav { display: none; }

@@ -1,5 +1,6 @@
 """A run in a few figures and tables, for the head and the end of its report."""
 
+import itertools
 import json
 from datetime import UTC, datetime
 from typing import Literal
@@ -8,7 +9,7 @@ import numpy as np
 
 from diloco.cli.units import byte_unit, human_count, human_time
 from diloco.projections.timeseries import TimeSeries
-from diloco.report.figures_run import Shown, goodput, spent
+from diloco.report.numbers import Shown, goodput, spent
 from diloco.report.page import Fact, Table
 
 # Of a learner's updates, so many are looked back on; losses so many times apart are told apart.
@@ -104,18 +105,24 @@ def _losses(shown: Shown) -> list[Fact]:
     return found
 
 
-def recent_of(series: TimeSeries, learner: str, column: str) -> float | None:
-    """Median of a learner's last updates that were merged."""
-    own = series.inputs["learner"] == series.learners.index(learner)
-    values = series.inputs[column][own]
-    return float(np.median(values[-RECENT:])) if values.size else None
+def recent(series: TimeSeries, column: str) -> dict[str, float]:
+    """Median of the last updates of each learner that were merged; of nobody who has none."""
+    learner = series.inputs["learner"]
+    order = np.argsort(learner, kind="stable")
+    values = series.inputs[column][order]
+    edges = np.searchsorted(learner[order], np.arange(len(series.learners) + 1)).tolist()
+    spans = zip(series.learners, itertools.pairwise(edges), strict=True)
+    return {
+        name: float(np.median(values[max(begin, end - RECENT) : end]))
+        for name, (begin, end) in spans
+        if end > begin
+    }
 
 
 def _spread(shown: Shown) -> str:
     """The lowest and the highest learner's loss, where they are far apart."""
     series = shown.series
-    found = [(recent_of(series, name, "loss"), name) for name in series.learners]
-    losses = sorted((loss, name) for loss, name in found if loss is not None)
+    losses = sorted((loss, name) for name, loss in recent(series, "loss").items())
     if len(losses) < 2 or not 0 < FAR * losses[0][0] < losses[-1][0]:
         return ""
     (low, best), (high, worst) = losses[0], losses[-1]
@@ -142,6 +149,7 @@ def learners(shown: Shown) -> Table:
     updates, inputs, refusals_of = series.updates, series.inputs, series.refusals
     sent_by, merged_by, refused_by = updates["learner"], inputs["learner"], refusals_of["learner"]
     tokens, sizes, stale = updates["tokens"], updates["bytes"], inputs["staleness"]
+    losses, norms = recent(series, "loss"), recent(series, "norm")
     rows = []
     for lane in shown.lanes:
         index = series.learners.index(lane.learner)
@@ -159,8 +167,8 @@ def learners(shown: Shown) -> Table:
                 f"{int(merged.sum()):,}",
                 f"{int((refused_by == index).sum()):,}",
                 f"{stale[merged].mean():.2f}" if merged.any() else "-",
-                _number(recent_of(series, lane.learner, "loss")),
-                _number(recent_of(series, lane.learner, "norm")),
+                _number(losses.get(lane.learner)),
+                _number(norms.get(lane.learner)),
                 f"{sizes[sent].sum() / unit.scale:.3g} {unit.name}",
                 f"{time.merged / time.total:.0%}" if time.total else "-",
                 human_time(time.down) if time.down else "-",

@@ -110,6 +110,7 @@ def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
     assert summary["eval_loss_last"] < 0.5 * summary["eval_loss_first"]
     assert 0 <= summary["stall_fraction"] < 1
     assert summary["updates_rejected"] == 0
+    assert "dashboard: http://127.0.0.1:" in err
 
     tape = read_tape(World(run_dir, tomllib.loads((run_dir / "run.toml").read_text())))
     tape.check()

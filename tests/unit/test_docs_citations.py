@@ -17,7 +17,8 @@ def files() -> Iterator[Path]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             inside = path.relative_to(ROOT).parts
-            passed_over = path == Path(__file__) or _linked(inside)
+            installed = "node_modules" in inside
+            passed_over = path == Path(__file__) or _linked(inside) or installed
             if path.suffix in KINDS and path.is_file() and not passed_over:
                 yield path
     yield from (ROOT / name for name in ("README.md", "CHANGELOG.md", "Makefile", "pyproject.toml"))

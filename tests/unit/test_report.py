@@ -4,6 +4,7 @@ import asyncio
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from runlab import Lab
 
 from bench.forger import Forger
 from diloco.common import wire
+from diloco.common.config import RunSettings
 from diloco.model.scores import _missing as missing
-from diloco.model.scores import keep, kept
+from diloco.model.scores import keep, kept, scores_of
 from diloco.projections.timeseries import read_time_series
+from diloco.report import compare
 from diloco.report.build import DRAWINGS, sample_pairs, write
-from diloco.report.figures_run import Shown
 from diloco.report.lanes import make_lanes
+from diloco.report.numbers import Shown
 from diloco.report.page import Fact, Page, Section, Table, render
 from diloco.report.summary import settings
 
@@ -87,6 +90,40 @@ def test_the_head_says_how_the_run_was(written: Path) -> None:
     assert facts["held-out loss"] == "3.000"
     assert int(facts["updates rejected"]) > 5
     assert set(facts) >= {"duration", "global step", "tokens merged", "training loss", "goodput"}
+
+
+def test_runs_are_compared_figure_by_figure_and_setting_by_setting(
+    shown: Shown, tmp_path: Path
+) -> None:
+    changed = shown.series.settings.model_dump()
+    changed["outer"] |= {"learning_rate": 0.25}
+    slower = replace(shown.series, run="slower", settings=RunSettings.model_validate(changed))
+    runs = compare.named(["one", "two"], [shown, Shown(slower, shown.lanes, shown.scores)])
+    page = compare.write(runs, tmp_path).read_text()
+    told = {row[0]: row[1:] for row in compare.in_short(runs).rows}
+    assert told["versions"] == ("403 (of 2 fragments)",) * 2
+    assert told["held-out loss"] == ("3.000 (from 5.000)",) * 2
+    before = str(shown.series.settings.outer.learning_rate)
+    assert compare.differing(runs).rows == (("outer.learning_rate", before, "0.25"),)
+    assert page.count("data:image/svg+xml;base64,") == 2
+    with Image.open(tmp_path / "loss.png") as picture:
+        assert picture.width > 1000
+    assert "Runs lab, slower" in page
+
+
+def test_runs_of_the_same_name_are_told_apart_by_what_was_given(shown: Shown) -> None:
+    assert [run.name for run in compare.named(["x/a", "y/a"], [shown, shown])] == ["x/a", "y/a"]
+
+
+def test_stored_scores_are_shown_when_none_is_to_be_made() -> None:
+    async def look() -> list[wire.Score]:
+        lab = Lab()
+        await lab.create()
+        await keep(lab.context, score(24))
+        series = await read_time_series(lab.context, 0.0)
+        return await scores_of(lab.context, series, 0)
+
+    assert asyncio.run(look()) == [score(24)]
 
 
 def test_every_setting_is_told(shown: Shown) -> None:

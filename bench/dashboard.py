@@ -1,0 +1,162 @@
+"""What a live page costs: `diloco dashboard` of a long run, or of a large fleet, that goes on.
+
+    .venv/bin/python -m bench.dashboard [--versions 400] [--learners 1000] [--seconds 30]
+
+The tape is made up, on a real nats-server (bench/forger.py). The command runs in a process of its
+own, with one page open. Measured: how long it reads what the tape holds, its processor time while
+the run stands still and while versions come, its memory, and the bytes of what a page is sent.
+"""
+
+import argparse
+import asyncio
+import http.client
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench import report
+from bench.forger import Forger, publish
+from diloco.cli.opening import open_run
+from diloco.common.nats_server import NatsServer
+from diloco.common.tape import last_record
+from diloco.dashboard.server import FILES
+
+PATIENCE_S = 600.0
+
+
+class Viewer(threading.Thread):
+    """An open page: reads the stream of events, and asks for learners as the page does."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self.address = address
+        self.newest: dict[str, bytes] = {}
+        self.counts: dict[str, int] = {}
+        self.largest: dict[str, int] = {}
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection(self.address, timeout=PATIENCE_S)
+        connection.request("GET", "/events")
+        event = ""
+        for line in connection.getresponse():
+            key, _, value = line.strip().partition(b": ")
+            if key == b"event":
+                event = value.decode()
+            elif key == b"data":
+                self.note(event, value)
+                if event == "figures":
+                    self.note("learners", self.get("/learners"))
+
+    def note(self, what: str, data: bytes) -> None:
+        self.newest[what] = data
+        self.counts[what] = self.counts.get(what, 0) + 1
+        self.largest[what] = max(self.largest.get(what, 0), len(data))
+
+    def get(self, path: str) -> bytes:
+        connection = http.client.HTTPConnection(self.address, timeout=PATIENCE_S)
+        connection.request("GET", path)
+        body = connection.getresponse().read()
+        connection.close()
+        return body
+
+    def until_figures(self) -> None:
+        ends_s = time.monotonic() + PATIENCE_S
+        while "figures" not in self.newest:
+            assert time.monotonic() < ends_s, "no figures came"
+            time.sleep(0.05)
+
+
+class Watched:
+    """The command's process over a stretch of time."""
+
+    def __init__(self, process: psutil.Process, viewer: Viewer) -> None:
+        self.process, self.viewer = process, viewer
+
+    def look(self, what: str, seconds: float) -> None:
+        self.begin()
+        time.sleep(seconds)
+        self.tell(what)
+
+    def begin(self) -> None:
+        self.began_s, self.used_s = time.perf_counter(), self.used()
+        self.events = dict(self.viewer.counts)
+
+    def tell(self, what: str) -> None:
+        took_s = time.perf_counter() - self.began_s
+        share = (self.used() - self.used_s) / took_s
+        came = {
+            key: self.viewer.counts[key] - self.events.get(key, 0) for key in self.viewer.counts
+        }
+        memory = self.process.memory_info().rss / 1e6
+        print(f"{what}: {took_s:.0f} s, {share:.1%} of a core, {memory:.0f} MB; events {came}")
+
+    def used(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+async def more(run_dir: Path, learners: int, seconds: float, every_s: float) -> int:
+    """Versions that come one by one."""
+    ends_s, made = time.monotonic() + seconds, 0
+    async with open_run(run_dir) as run:
+        forger = Forger(run.context, [f"learner-{i}" for i in range(learners)])
+        await forger.forge(0)
+        newest = [(await last_record(run.context, 0))[0]]
+        while time.monotonic() < ends_s:
+            began_s = time.monotonic()
+            await publish(run.context.bus, [*forger.round(newest, 0)])
+            made += 1
+            await asyncio.sleep(max(0.0, every_s - (time.monotonic() - began_s)))
+    return made
+
+
+def measure(run_dir: Path, learners: int, seconds: float) -> None:
+    command = [sys.executable, "-m", "diloco", "dashboard", str(run_dir), "--port", "0"]
+    began_s = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        address = started.stdout.readline().split("http://")[1].strip().rstrip("/")
+        process, viewer = psutil.Process(started.pid), Viewer(address)
+        viewer.start()
+        viewer.until_figures()
+        watched = Watched(process, viewer)
+        read_s = time.perf_counter() - began_s
+        memory = process.memory_info().rss / 1e6
+        print(
+            f"first figures: {read_s:.1f} s, {watched.used():.1f} s of processor, {memory:.0f} MB"
+        )
+        watched.look("still", seconds)
+        watched.begin()
+        made = asyncio.run(more(run_dir, learners, seconds, 1.0))
+        watched.tell(f"{made} versions came")
+        files = sum(len(viewer.get(f"/{name}")) for name in ("", *FILES))
+        print(json.dumps({"page": files, **viewer.largest}))
+        first: dict[str, Any] = json.loads(viewer.newest["learners"])
+        print(f"a page of learners has {len(first['rows'])} of {first['of']:,}")
+        process.terminate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what a live page costs")
+    parser.add_argument("--versions", type=int, default=400)
+    parser.add_argument("--learners", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder)
+        with NatsServer(run_dir / "nats", sync_interval="2m") as server:
+            report.prepare(run_dir, server.url)
+            asyncio.run(report.make_tape(run_dir, options.versions, options.learners))
+            print(f"{options.versions:,} versions, {options.learners:,} learners")
+            measure(run_dir, options.learners, options.seconds)
+
+
+if __name__ == "__main__":
+    main()

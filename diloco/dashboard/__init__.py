@@ -1,0 +1,1 @@
+"""`diloco dashboard`: a run on one page, as it goes."""

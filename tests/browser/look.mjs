@@ -1,0 +1,100 @@
+// Looks at a page in a real Chromium, as a person at a keyboard would, and prints what it found as
+// one JSON object: node look.mjs URL CHROMIUM FOLDER [SECONDS]
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { setTimeout as pause } from "node:timers/promises";
+import puppeteer from "puppeteer-core";
+
+const [url, executablePath, folder, seconds = "3"] = process.argv.slice(2);
+const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const errors = [], foreign = [], barriers = [], wide = [];
+
+const browser = await puppeteer.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
+const page = await browser.newPage();
+page.on("console", (message) => ["error", "warn"].includes(message.type()) && errors.push(message.text()));
+page.on("pageerror", (error) => errors.push(String(error)));
+page.on("request", (request) => {
+  const asked = request.url();
+  if (!asked.startsWith(url) && !asked.startsWith("data:")) foreign.push(asked);
+});
+
+const text = (selector) => page.$eval(selector, (found) => found.textContent.trim());
+const drawn = () => page.waitForFunction(() => document.querySelectorAll("#facts dt").length > 5, { timeout: 60_000 });
+
+async function look(theme, width, name) {
+  await page.emulateMediaFeatures([{ name: "prefers-color-scheme", value: theme }]);
+  await page.setViewport({ width, height: 900 });
+  await page.goto(url);
+  await drawn();
+  await pause(1500);
+  // The page's policy lets no script in but its own: axe comes by the debugger's door.
+  await page.evaluate(axe);
+  const found = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
+  for (const one of found.violations) {
+    barriers.push(`${theme} ${width}: ${one.id}: ${one.nodes.map((node) => node.html).slice(0, 3).join(" ")}`);
+  }
+  const over = await page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+  if (over > 0) wide.push(`${theme} ${width}: ${over} pixels too wide`);
+  await page.screenshot({ path: `${folder}/${name}.png`, fullPage: true });
+}
+
+for (const theme of ["light", "dark"]) for (const width of [1600, 400]) await look(theme, width, `${theme}-${width}`);
+
+// Figures move.
+await page.setViewport({ width: 1280, height: 900 });
+const figures = () => page.evaluate(() => ["#steps", "#facts", "#rounds"].map((id) => document.querySelector(id).textContent));
+const before = await figures();
+await pause(1000 * Number(seconds));
+const after = await figures();
+const moved = before.filter((one, index) => one !== after[index]).length;
+
+// Every control by keyboard alone.
+const reached = [], dead = [];
+await page.evaluate(() => { document.activeElement.blur(); scrollTo(0, 0); });
+for (let count = 0; count < 60; count += 1) {
+  await page.keyboard.press("Tab");
+  const found = await page.evaluate(() => {
+    const one = document.activeElement;
+    if (one === document.body) return null;
+    const style = getComputedStyle(one.matches("input[type=radio]") ? one.nextElementSibling : one);
+    return { name: one.id || one.name || one.getAttribute("aria-labelledby") || one.getAttribute("href") || one.tagName,
+      seen: style.outlineStyle !== "none" };
+  });
+  if (!found) break;
+  reached.push(found.name);
+  if (!found.seen) dead.push(found.name);
+}
+
+async function press(selector, ...keys) {
+  await page.focus(selector);
+  for (const key of keys) await page.keyboard.press(key);
+  await pause(700);
+}
+
+await press("#theme input:checked", "ArrowRight");
+const theme = await page.evaluate(() => document.documentElement.dataset.theme ?? "auto");
+await press("#along input:checked", "ArrowRight");
+const along = await page.$eval("#along input:checked", (one) => one.value);
+await press("#loss .canvas", "Home");
+const readout = await text("#loss .readout");
+await page.focus("#find");
+await page.keyboard.type("no-such-learner");
+await pause(1500);
+const none = await text("#lanes tbody");
+await press("#settings summary", "Enter");
+const settings = await page.$$eval("#settings tbody tr", (rows) => rows.length);
+await page.reload();
+await drawn();
+const remembered = await page.evaluate(() => document.documentElement.dataset.theme ?? "auto");
+
+// A runbook is a page of its own.
+await page.goto(`${url}runbooks/disk-full.md`);
+await page.evaluate(axe);
+const found = await page.evaluate(() => window.axe.run(document, { resultTypes: ["violations"] }));
+barriers.push(...found.violations.map((one) => `runbook: ${one.id}`));
+const runbook = await text("h1");
+await browser.close();
+
+console.log(JSON.stringify({
+  errors, foreign, barriers, wide, moved, reached, dead, theme, along, readout, none, settings, remembered, runbook,
+}));

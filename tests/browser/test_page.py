@@ -1,0 +1,85 @@
+"""The live page in a real Chromium: `make test-browser` installs what drives it.
+
+Without a Chromium, Node or the tools of package.json these are skipped; what the page is sent is
+tested without them (tests/unit/test_dashboard.py).
+"""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from runlab import Lab
+from test_dashboard import beat, score
+
+from bench.forger import Forger
+from diloco.dashboard.page import served
+from diloco.model.scores import keep
+
+HERE = Path(__file__).parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NODE = shutil.which("node")
+MISSING = [
+    what
+    for what, there in {
+        "no Chromium": CHROMIUM,
+        "no Node": NODE,
+        "no tools, which make test-browser installs": (HERE / "node_modules").is_dir(),
+    }.items()
+    if not there
+]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} here")
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def look(url: str, folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [str(NODE), str(HERE / "look.mjs"), url, str(CHROMIUM), str(folder)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+async def run_with_everything(folder: Path) -> dict[str, Any]:
+    """Looked at while versions are made: three learners, one of whom says what no page may obey."""
+    lab = Lab(fragments=2)
+    await lab.create()
+    forger = Forger(lab.context, ["a", "b", "c"], 97, 40)
+    await forger.forge(120)
+    await keep(lab.context, score())
+    await beat(lab, "a", forger.lives["a"], state="failed", trouble=HOSTILE)
+    for name in ("b", "c"):
+        await beat(lab, name, forger.lives[name])
+    page = served(lab.context, 0.0, port=0, again="diloco dashboard lab")
+    async with page as url, lab.aggregating():
+        await lab.join("real")
+        looking = asyncio.ensure_future(asyncio.to_thread(look, url, folder))
+        while not looking.done():
+            await lab.send_many("real", 1)
+            await asyncio.sleep(1.0)
+        return looking.result()
+
+
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    found = asyncio.run(run_with_everything(tmp_path))
+    assert found["errors"] == []
+    assert found["foreign"] == []
+    assert found["barriers"] == []
+    assert found["wide"] == []
+    assert found["moved"] == 3, "steps, facts and rounds move with the run"
+    assert {"theme", "along", "find", "SUMMARY"} <= set(found["reached"])
+    assert found["dead"] == [], "what has the focus shows it"
+    assert (found["theme"], found["remembered"]) == ("light", "light")
+    assert found["along"] == "tokens"
+    assert "at " in found["readout"]
+    assert found["none"] == "No learner of that name."
+    assert found["settings"] > 20
+    assert found["runbook"] == "A disk is full"
