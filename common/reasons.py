@@ -68,7 +68,7 @@ class Reason(StrEnum):
     EPOCH = "epoch", "no update", "it is of another tape", _MISMATCH
     RATE = (
         "rate", "no update",
-        "more than bounds.max_updates_per_s; an honest learner announces the update again",
+        "more, or longer ones, than bounds.max_updates_per_s; an honest learner announces it again",
         _CREDENTIALS,
     )
     SETTINGS = "settings", "no update", "settings that cannot be changed so"
