@@ -114,6 +114,10 @@ class Reason(StrEnum):
     UNREADABLE = (
         "unreadable", "objects", "a shard is no plain object: it is encoded, or a link",
     )
+    SLOW = (
+        "slow", "objects",
+        "twice reading its shards took longer than a least rate allows, while others' were read",
+    )
     TRUNCATED = "truncated", "objects", "a shard is shorter than it must be"
     BAD_MAGIC = "bad_magic", "objects", "a shard's header is not one"
     CODEC_MISMATCH = "codec_mismatch", "objects", "a shard's header says another codec"

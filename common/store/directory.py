@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import stat
@@ -15,6 +16,7 @@ from diloco.common.errors import (
     StoreMissingError,
     StoreUnavailableError,
 )
+from diloco.common.store.deadline import Deadline
 from diloco.common.store.protocol import (
     RESERVED,
     ObjectInfo,
@@ -39,6 +41,8 @@ _PASSING = {
 }
 
 
+# A reader looks at the time after so many bytes: a network file system may be slow.
+_PIECE_BYTES = 8 << 20
 # What opening a link answers (it is not followed), and a pipe or a device that nobody serves.
 _NO_FILE = {errno.ELOOP, errno.ENXIO}
 
@@ -101,17 +105,23 @@ class DirectoryStore:
             finally:
                 temp.unlink(missing_ok=True)
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         """The bytes of `name`.
 
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
             ObjectUnreadableError: it is no file of its own: a link, a pipe, a device.
+            StoreSlowError: it took longer than `within_s`.
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is not an object name.
         """
-        return self._read(name, lambda file, size: _read_all(name, file, size, limit_bytes))
+        deadline = Deadline(name, within_s)
+        return self._read(
+            name, lambda file, size: _read_all(name, file, size, limit_bytes, deadline)
+        )
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
         """The bytes [start, stop) of `name`.
@@ -254,9 +264,20 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return [*entries]
 
 
-def _read_all(name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None) -> bytes:
+def _read_all(
+    name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None, deadline: Deadline
+) -> bytes:
     check_size(name, size_bytes, limit_bytes)
-    return file.read(size_bytes)
+    # A BytesIO that is filled through its buffer gives out `bytes` without another copy.
+    buffer, filled = io.BytesIO(bytes(size_bytes)), 0
+    with buffer.getbuffer() as window:
+        while filled < size_bytes:
+            deadline.check()
+            count = file.readinto(window[filled : filled + _PIECE_BYTES])  # type: ignore[attr-defined]
+            if not count:
+                break
+            filled += count
+    return buffer.getvalue() if filled == size_bytes else buffer.getvalue()[:filled]
 
 
 def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: int) -> bytes:

@@ -45,13 +45,21 @@ class ObjectStore(Protocol):
             StoreUnavailableError: a transient fault; nothing or everything was stored.
         """
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         """The bytes of `name`.
+
+        Args:
+            name: of the object.
+            limit_bytes: as many at most.
+            within_s: give up after so long; None for never, beyond what a backend waits for itself.
 
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
             ObjectUnreadableError: it is no plain object, whoever made it so.
+            StoreSlowError: it took longer than `within_s`.
             StoreUnavailableError: a transient fault.
         """
 

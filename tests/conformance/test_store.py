@@ -27,6 +27,7 @@ from diloco.common.errors import (
     ObjectTooLargeError,
     ObjectUnreadableError,
     StoreError,
+    StoreSlowError,
     StoreUnavailableError,
 )
 from diloco.common.store import DirectoryStore, MemoryStore, ObjectInfo, ObjectStore, open_store
@@ -141,6 +142,13 @@ def test_what_is_not_there(store: ObjectStore) -> None:
             store.get_range(name, 0, 1)
     assert store.list("x") == []
     assert store.list("a/b/c/") == []
+
+
+def test_a_read_that_has_no_time_is_given_up(store: ObjectStore) -> None:
+    store.put("o", b"bytes")
+    with pytest.raises(StoreSlowError, match="'o' was not read within"):
+        store.get("o", within_s=-1.0)
+    assert store.get("o", within_s=600.0) == b"bytes"
 
 
 @pytest.mark.parametrize("size", [1, 5, 9 << 20])
