@@ -13,9 +13,10 @@ from diloco.aggregator.core.effects import Fetch
 from diloco.aggregator.patience import Limited, Patience
 from diloco.aggregator.shard_reader import read_payload
 from diloco.aggregator.tasks import Tasks
-from diloco.common import log, metrics
+from diloco.common import log, metrics, wire
 from diloco.common.errors import ObjectMissingError, StoreSlowError, WireError
 from diloco.common.reasons import Reason
+from diloco.common.store import Keeps
 
 # Payloads of one fragment that may be in memory before they are merged.
 FETCHES = 2
@@ -120,9 +121,7 @@ class Fetcher:
         began_s = context.runtime.clock()
         store = Limited(context.store, patience.within_s)
         try:
-            payload = await context.runtime.call(
-                read_payload, store, fetch.manifest, self._grid, self._arithmetic
-            )
+            payload = await context.runtime.call(self._read_kept, store, fetch.manifest)
         except StoreSlowError as error:
             self._free.release()
             patience.lost(error, others_read=self._others_read_since(began_s, learner))
@@ -132,6 +131,13 @@ class Fetcher:
             raise
         self._began_s[learner] = began_s
         return payload
+
+    def _read_kept(self, store: Limited, manifest: wire.Manifest) -> Payload:
+        """Verify what recovery will read again, though its sender may remove it by then."""
+        if isinstance(self._context.store, Keeps):
+            for shard in manifest.shards:
+                self._context.store.keep(shard.name, shard.size_bytes)
+        return read_payload(store, manifest, self._grid, self._arithmetic)
 
     def _others_read_since(self, since_s: float, learner: str) -> bool:
         """Whether an update of somebody else was read whose reading began since then."""

@@ -125,9 +125,9 @@ class Downloads:
 
         def attempt() -> int:
             nonlocal opened
-            deadline.check()
             response, opened = opened, None
             if response is None:
+                deadline.check()
                 left = len(part) - filled
                 response = self._bucket.read(name, start + filled, left, generation)
             return _read_into(response, part[filled:], deadline)
@@ -140,6 +140,7 @@ def _read_into(response: requests.Response, part: memoryview, deadline: Deadline
     """Read an answer's body into `part`; the bytes read, some at least, if it breaks off."""
     count = 0
     with response, deadline.interrupting(lambda: _interrupt(response)):
+        deadline.check()
         try:
             for piece in response.iter_content(PIECE_BYTES):
                 part[count : count + len(piece)] = piece
