@@ -7,6 +7,7 @@
 - `records.py`: the records of a fragment.
 - `objects.py`: the objects that messages name.
 - `positions.py`: where the data of earlier epochs' learners goes on.
+- `sequences.py`: which sequence numbers an epoch's tape has.
 - `file.py`: a tape in one file.
 """
 
@@ -45,6 +46,7 @@ from diloco.common.tape.run import (
     parse_changed,
     settings_at,
 )
+from diloco.common.tape.sequences import begins_tape, first_sequence, place_on_tape, same_tape
 
 __all__ = [
     "Entry",
@@ -54,6 +56,7 @@ __all__ = [
     "Recorded",
     "RunContext",
     "Unreadable",
+    "begins_tape",
     "by_learner",
     "changed_settings",
     "check_length",
@@ -64,6 +67,7 @@ __all__ = [
     "decode_as",
     "effective_settings",
     "entries",
+    "first_sequence",
     "get_object",
     "has_ended",
     "is_tape_file",
@@ -72,6 +76,7 @@ __all__ = [
     "lost_for_good",
     "messages_of",
     "parse_changed",
+    "place_on_tape",
     "read_item",
     "read_message",
     "read_positions",
@@ -80,6 +85,7 @@ __all__ = [
     "read_tape_file",
     "record_digest",
     "records_of",
+    "same_tape",
     "settings_at",
     "store_positions",
     "tape_file_run",
