@@ -31,7 +31,7 @@ RUN := $(BIN)/python -m
 .DELETE_ON_ERROR:
 .PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-systemd chaos fuzz mutants lint types \
 	imports check \
-	attack bench headline quality quality-large sim terraform lock clean
+	attack attack-live bench headline quality quality-large sim terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ docs: reference ## build the site of the documentation into site/
 reference: install ## write the generated parts of docs/ anew
 	@$(RUN) docs.generate
 
+attack-live: install ## the same by real processes beside a real nats-server; ARGS="--only links"
+	@$(RUN) bench.attack_live $(ARGS)
+
 bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
 	@for name in $(BENCHES); do \
 		echo "== bench.$$name"; \
@@ -153,6 +156,9 @@ quality: install ## sweep the quality of training, for some hours of one core; R
 
 attack: install ## one liar of four: what its attacks do to a run, in virtual time; ARGS="--seeds 3"
 	@$(RUN) bench.attack $(ARGS)
+
+attack-live: install ## the same by processes, beside a nats-server with credentials; ARGS="--only links"
+	@$(RUN) bench.attack_live $(ARGS)
 
 quality-large: install ## quality of SIZE=10m or 35m on an accelerator, PIECE=9 minutes at a time
 	@$(RUN) bench.large --folder $(LARGE) --size $(SIZE) --minutes $(PIECE) $(ARGS)

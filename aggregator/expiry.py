@@ -20,7 +20,7 @@ from diloco.common import names, wire
 from diloco.common.errors import SwapLostError, WireError
 from diloco.common.holdings import EXPIRY, Holdings, lost_batches
 from diloco.common.service import first_of
-from diloco.common.tape import decode, decode_as, same_tape
+from diloco.common.tape import check_length, decode, decode_as, same_tape
 
 
 class Expiry:
@@ -126,6 +126,7 @@ async def reached_before(context: Context, learner: str, joined: int) -> dict[in
         if message.seq >= joined:
             break
         with contextlib.suppress(WireError):
+            check_length(context.layout, message.subject, len(message.payload))
             match decode(message.subject, message.payload):
                 case wire.Leave(incarnation=life, position=position) if same_tape(life, joined):
                     found[None] = max(position, found.get(None, 0))

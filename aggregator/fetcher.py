@@ -10,11 +10,13 @@ from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.context import Context
 from diloco.aggregator.core import events
 from diloco.aggregator.core.effects import Fetch
+from diloco.aggregator.patience import Limited, Patience
 from diloco.aggregator.shard_reader import read_payload
 from diloco.aggregator.tasks import Tasks
-from diloco.common import log, metrics
-from diloco.common.errors import ObjectMissingError, WireError
+from diloco.common import log, metrics, wire
+from diloco.common.errors import ObjectMissingError, StoreSlowError, WireError
 from diloco.common.reasons import Reason
+from diloco.common.store import Keeps
 
 # Payloads of one fragment that may be in memory before they are merged.
 FETCHES = 2
@@ -46,6 +48,8 @@ class Fetcher:
         self._logger = logger
         self._free = asyncio.Semaphore(FETCHES)
         self._passed: Counter[str] = Counter()
+        # When the reading of each learner's last update began that passed.
+        self._began_s: dict[str, float] = {}
         self._tasks = tasks
         self._arithmetic = context.arithmetic or PRODUCTION
 
@@ -83,14 +87,16 @@ class Fetcher:
         once it has failed twice while the updates of others passed.
 
         Raises:
-            ObjectMissingError, WireError: as `read_payload`; reason "internal" for the last.
+            ObjectMissingError, WireError: as `read_payload`; reason "internal" for the last, "slow"
+                as `Patience.lost`.
         """
         failures, pause_s = 0, FIRST_PAUSE_S
+        patience = Patience(fetch.manifest)
         passed = self._passed_of_others(fetch)
         while True:
             try:
                 return await self._context.runtime.retry(
-                    "reading shards", lambda: self._read(fetch), logger=self._logger
+                    "reading shards", lambda: self._read(fetch, patience), logger=self._logger
                 )
             except (ObjectMissingError, WireError):
                 raise
@@ -108,14 +114,31 @@ class Fetcher:
     def _passed_of_others(self, fetch: Fetch) -> int:
         return sum(self._passed.values()) - self._passed[fetch.update.learner]
 
-    async def _read(self, fetch: Fetch) -> Payload:
+    async def _read(self, fetch: Fetch, patience: Patience) -> Payload:
         """One attempt; who waits for the next one keeps nobody's place."""
         await self._free.acquire()
+        context, learner = self._context, fetch.update.learner
+        began_s = context.runtime.clock()
+        store = Limited(context.store, patience.within_s)
         try:
-            context = self._context
-            return await context.runtime.call(
-                read_payload, context.store, fetch.manifest, self._grid, self._arithmetic
-            )
+            payload = await context.runtime.call(self._read_kept, store, fetch.manifest)
+        except StoreSlowError as error:
+            self._free.release()
+            patience.lost(error, others_read=self._others_read_since(began_s, learner))
+            raise
         except BaseException:
             self._free.release()
             raise
+        self._began_s[learner] = began_s
+        return payload
+
+    def _read_kept(self, store: Limited, manifest: wire.Manifest) -> Payload:
+        """Verify what recovery will read again, though its sender may remove it by then."""
+        if isinstance(self._context.store, Keeps):
+            for shard in manifest.shards:
+                self._context.store.keep(shard.name, shard.size_bytes)
+        return read_payload(store, manifest, self._grid, self._arithmetic)
+
+    def _others_read_since(self, since_s: float, learner: str) -> bool:
+        """Whether an update of somebody else was read whose reading began since then."""
+        return any(at_s >= since_s for name, at_s in self._began_s.items() if name != learner)

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.patience import Reads
 from diloco.common import shards, slices, wire
 from diloco.common.codec import (
     Encoded,
@@ -17,7 +18,6 @@ from diloco.common.codec import (
 )
 from diloco.common.errors import ObjectTooLargeError, ObjectUnreadableError, WireError
 from diloco.common.reasons import Reason
-from diloco.common.store import ObjectStore
 
 if TYPE_CHECKING:
     from diloco.aggregator.arrays.arithmetic import Arithmetic
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def read_payload(
-    store: ObjectStore,
+    store: Reads,
     manifest: wire.Manifest,
     grid: Grid,
     arithmetic: "Arithmetic | None" = None,
@@ -36,7 +36,7 @@ def read_payload(
         ObjectMissingError: a shard is not there, though the manifest says that it is.
         WireError: a shard is not what the manifest says; "oversize" (then nothing is read),
             "checksum", "unreadable", or as `shards.unpack`; "shards" as `slices.partition`.
-        StoreUnavailableError: a transient fault.
+        StoreUnavailableError: a transient fault; StoreSlowError: a `Limited` store's time is over.
     """
     # Who only looks at updates needs no JAX.
     from diloco.aggregator.arrays.arithmetic import PRODUCTION
@@ -46,7 +46,7 @@ def read_payload(
     return payload_of(grid, manifest.codec, parts, arithmetic or PRODUCTION)
 
 
-def read_input(store: ObjectStore, grid: Grid, taken: wire.Input) -> tuple[Encoded, ...]:
+def read_input(store: Reads, grid: Grid, taken: wire.Input) -> tuple[Encoded, ...]:
     """The verified parts of an update that a record names as an input.
 
     Raises:
@@ -56,7 +56,7 @@ def read_input(store: ObjectStore, grid: Grid, taken: wire.Input) -> tuple[Encod
 
 
 def read_parts(
-    store: ObjectStore, codec: Any, entries: Sequence[wire.Shard], grid: Grid
+    store: Reads, codec: Any, entries: Sequence[wire.Shard], grid: Grid
 ) -> Iterator[Encoded]:
     """An update as one part for each of the grid's ranges in order, however its sender cut it.
 
@@ -85,7 +85,7 @@ def cut_alike(entries: Sequence[wire.Shard], grid: Grid) -> bool:
 
 
 def _assemble(
-    store: ObjectStore, codec: Any, entries: Sequence[wire.Shard], grid: Grid
+    store: Reads, codec: Any, entries: Sequence[wire.Shard], grid: Grid
 ) -> tuple[Encoded, ...]:
     blocks = grid.size // grid.block
     most = max(stop - start for start, stop in grid.ranges) // grid.block
@@ -106,9 +106,7 @@ def _assemble(
     )
 
 
-def _read_shard(
-    store: ObjectStore, codec: Any, entry: wire.Shard, count: int, block: int
-) -> Encoded:
+def _read_shard(store: Reads, codec: Any, entry: wire.Shard, count: int, block: int) -> Encoded:
     try:
         data = store.get(entry.name, entry.size_bytes)
     except ObjectTooLargeError as error:

@@ -6,7 +6,9 @@ from diloco.aggregator.core import events
 from diloco.common import names, wire
 from diloco.common.bus import Message
 from diloco.common.config import RunSettings
-from diloco.common.tape import RunContext, decode, parse_changed
+from diloco.common.errors import WireError
+from diloco.common.layout import Layout
+from diloco.common.tape import RunContext, check_length, decode, parse_changed
 
 
 class RecordStored(NamedTuple):
@@ -20,6 +22,17 @@ class SettingsStored(NamedTuple):
 
     settings: RunSettings
     event: events.Changed
+
+
+class UpdateStored(NamedTuple):
+    """A message under an update's subject: the machine knows whether its sender can pay for more.
+
+    What is too long for its fragment comes without its bytes, and with `why`.
+    """
+
+    message: Message
+    event: events.Undecoded
+    why: WireError | None = None
 
 
 class EndStored(NamedTuple):
@@ -42,7 +55,7 @@ def subjects(run: str, fragment: int) -> list[str]:
 
 def decode_message(
     context: RunContext, fragment: int, message: Message
-) -> events.Event | RecordStored | SettingsStored | EndStored | None:
+) -> events.Event | UpdateStored | RecordStored | SettingsStored | EndStored | None:
     """What a message of `subjects` is for the fragment's owner; None if it is for another's.
 
     Raises:
@@ -55,7 +68,20 @@ def decode_message(
     if message.subject == names.settings(context.run):
         settings = parse_changed(context.settings, message)
         return SettingsStored(settings, events.Changed(message.time_s, message.seq))
+    parsed = names.parse_subject(message.subject)
+    if parsed is not None and parsed.kind == "update" and parsed.learner is not None:
+        return _update_stored(context.layout, message, parsed.learner)
     return decode_event(message, fragment)
+
+
+def _update_stored(layout: Layout, message: Message, learner: str) -> UpdateStored:
+    size_bytes = len(message.payload)
+    event = events.Undecoded(message.time_s, message.seq, learner, size_bytes)
+    try:
+        check_length(layout, message.subject, size_bytes)
+    except WireError as error:
+        return UpdateStored(message._replace(payload=b""), event, error)
+    return UpdateStored(message, event)
 
 
 def decode_event(message: Message, fragment: int) -> events.Event | None:
@@ -69,10 +95,12 @@ def decode_event(message: Message, fragment: int) -> events.Event | None:
         # By its subject alone, as all daemons take it: a run that nobody could stop is worse.
         return events.Stopped(message.time_s, message.seq)
     body = decode(message.subject, message.payload)
-    return event_of(body, message.seq, message.time_s, fragment)
+    return event_of(body, message.seq, message.time_s, fragment, len(message.payload))
 
 
-def event_of(body: wire.Body, seq: int, stored_at_s: float, fragment: int) -> events.Event | None:
+def event_of(
+    body: wire.Body, seq: int, stored_at_s: float, fragment: int, size_bytes: int
+) -> events.Event | None:
     """The machine's event in what a message of the tape says; None if it has none of it."""
     match body:
         case wire.Quarantine() as word:
@@ -84,7 +112,7 @@ def event_of(body: wire.Body, seq: int, stored_at_s: float, fragment: int) -> ev
         case wire.Leave() as leave if fragment in leave.fragments:
             return events.Finished(stored_at_s, seq, leave.learner, leave.incarnation)
         case wire.Manifest() as manifest if manifest.fragment == fragment:
-            return events.Announced(stored_at_s, seq, manifest)
+            return events.Announced(stored_at_s, seq, manifest, size_bytes)
         case wire.Stop():
             return events.Stopped(stored_at_s, seq)
     return None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from diloco.aggregator.arrays.fragment import Payload
 from diloco.aggregator.committer import Committer
 from diloco.aggregator.context import Context
-from diloco.aggregator.core import events, machine, memory, policy, rounds
+from diloco.aggregator.core import admission, events, machine, memory, policy, rounds
 from diloco.aggregator.core.effects import (
     AskCut,
     Commit,
@@ -33,6 +33,8 @@ from diloco.aggregator.tape_events import (
     EndStored,
     RecordStored,
     SettingsStored,
+    UpdateStored,
+    decode_event,
     decode_message,
     subjects,
 )
@@ -43,9 +45,13 @@ from diloco.common.errors import SwapLostError, WireError
 
 # Events that may wait for a fragment's machine before its tape reader waits for it.
 QUEUE = 1024
+# ... or once they hold so many bytes that are not decoded.
+QUEUE_BYTES = 16 << 20
 
 # What the tape and the fetches have for the machine, with the payload that it is about.
-Item = tuple[events.Event | RecordStored | SettingsStored | EndStored, Payload | None]
+Item = tuple[
+    events.Event | UpdateStored | RecordStored | SettingsStored | EndStored, Payload | None
+]
 
 
 # After a sum that broke: lack of memory passes, and a bug must not fill the log.
@@ -91,6 +97,8 @@ class Tenure:
         self._samples = samples
         self._logger = context.logger.bind(fragment=self.fragment)
         self._queue: asyncio.Queue[Item] = asyncio.Queue(QUEUE)
+        self._undecoded_bytes = 0
+        self._room = asyncio.Event()
         self._heard_seq = recovered.record_seq
         self._tasks = Tasks()
         self._fetcher = Fetcher(
@@ -158,9 +166,17 @@ class Tenure:
             except WireError as error:
                 event = None
                 await self._samples.take(message.subject, error.reason, error.message)
+            if isinstance(event, UpdateStored):
+                await self._await_room(len(event.message.payload))
             if event is not None:
                 await self._queue.put((event, None))
             await self._last_update.passed(message.seq)
+
+    async def _await_room(self, size_bytes: int) -> None:
+        while self._undecoded_bytes > QUEUE_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        self._undecoded_bytes += size_bytes
 
     # The machine
 
@@ -176,6 +192,8 @@ class Tenure:
                     self._check_ours()
                 case SettingsStored():
                     await self._change(event)
+                case UpdateStored():
+                    await self._take(await self._decoded(event), None)
                 case _:
                     await self._take(event, payload)
             if payload is not None:
@@ -197,6 +215,20 @@ class Tenure:
                 async with asyncio.timeout(due_s - clock()):
                     return await self._queue.get()
         return events.Timer(max(due_s, clock())), None
+
+    async def _decoded(self, stored: UpdateStored) -> events.Event:
+        """A message of an update's subject, decoded if its sender can pay for that."""
+        self._undecoded_bytes -= len(stored.message.payload)
+        self._room.set()
+        if not admission.may_announce(self.rules, self.state, stored.event):
+            return stored.event
+        try:
+            if stored.why is not None:
+                raise stored.why
+            return decode_event(stored.message, self.fragment) or stored.event
+        except WireError as error:
+            await self._samples.take(stored.message.subject, error.reason, error.message)
+            return stored.event
 
     def _check_ours(self) -> None:
         """Refuse to go on from a state that is not the newest record's.
@@ -247,8 +279,8 @@ class Tenure:
                 assert payload is not None
                 await self._merge(payload, effect)
             case Ignored():
-                subject = names.update(self._context.run, effect.manifest.learner, self.fragment)
-                await self._samples.take(subject, effect.reason, f"seq {effect.manifest.seq}")
+                subject = names.update(self._context.run, effect.learner, self.fragment)
+                await self._samples.take(subject, effect.reason, effect.detail)
             case Commit():
                 made = await self._committer.begin(self.rules, effect)
                 if made is not None:

@@ -177,8 +177,8 @@ class _Owner:
                 self.take(events.CutKnown(world.now_s, self.state.seen_seq))
             case Commit():
                 self._commit(effect)
-            case Ignored(manifest, reason):
-                raise AssertionError((manifest, reason))
+            case Ignored(learner, reason, detail):
+                raise AssertionError((learner, reason, detail))
 
     def _commit(self, commit: Commit) -> None:
         world, state, rules = self.world, commit.state, self.rules

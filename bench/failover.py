@@ -149,12 +149,17 @@ class Fleet:
             file.close()
 
 
-def prepare(folder: Path, url: str, parameters: int) -> Config:
+def prepare(folder: Path, url: str, parameters: int, *, deadline_s: float = 600.0) -> Config:
     """The run's file."""
     document = {
         "run": {"name": "failover", "steps": 1 << 40},
         "sync": {"fragments": FRAGMENTS},
-        "quorum": {"pace": 0.1, "min_learners": 1 << 10, "liveness_timeout_s": 1e6},
+        "quorum": {
+            "pace": 0.1,
+            "min_learners": 1 << 10,
+            "liveness_timeout_s": 1e6,
+            "deadline_s": deadline_s,
+        },
         "bus": {"url": url},
         "store": {"url": str(folder / "store")},
         "task": {"options": {"parameters": parameters}},

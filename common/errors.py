@@ -151,6 +151,10 @@ class StoreUnavailableError(StoreError):
     retry = True
 
 
+class StoreSlowError(StoreUnavailableError):
+    """Reading an object took longer than its reader would wait."""
+
+
 class StoreMissingError(StoreUnavailableError):
     """The folder of the store is not there: not mounted, or no run was created in it."""
 

@@ -68,7 +68,7 @@ class Reason(StrEnum):
     EPOCH = "epoch", "no update", "it is of another tape", _MISMATCH
     RATE = (
         "rate", "no update",
-        "more than bounds.max_updates_per_s; an honest learner announces the update again",
+        "more, or longer ones, than bounds.max_updates_per_s; an honest learner announces it again",
         _CREDENTIALS,
     )
     SETTINGS = "settings", "no update", "settings that cannot be changed so"
@@ -113,6 +113,10 @@ class Reason(StrEnum):
     CHECKSUM = "checksum", "objects", "a shard is not what the manifest says"
     UNREADABLE = (
         "unreadable", "objects", "a shard is no plain object: it is encoded, or a link",
+    )
+    SLOW = (
+        "slow", "objects",
+        "twice reading its shards took longer than a least rate allows, while others' were read",
     )
     TRUNCATED = "truncated", "objects", "a shard is shorter than it must be"
     BAD_MAGIC = "bad_magic", "objects", "a shard's header is not one"

@@ -48,12 +48,12 @@ class Fault:
             `after_bytes` of the request's body, or of the answer's if it has none; "lost" does what
             was asked and breaks the connection instead of answering; "stall" waits `stall_s`, or
             until the server is closed, and breaks the connection; "truncate" ends the answer
-            orderly after `after_bytes`; "flip" changes the byte at `after_bytes` of the body.
+            orderly after `after_bytes`; "trickle" sends a byte of the answer every `stall_s`; "flip" changes the byte at `after_bytes` of the body.
         method: of the requests, and `contains` a part of their target; "" matches all.
         times: requests that it happens to.
     """
 
-    kind: Literal["status", "reset", "lost", "stall", "truncate", "flip"]
+    kind: Literal["status", "reset", "lost", "stall", "truncate", "trickle", "flip"]
     method: str = ""
     contains: str = ""
     times: int = 1
@@ -608,6 +608,13 @@ class _Handler(BaseHTTPRequestHandler):
         with self.gcs.path(stored).open("rb") as file:
             self._send_file(file, start, stop, status, headers)
 
+    def _trickle(self, data: bytes, every_s: float) -> None:
+        for at in range(len(data)):
+            if self.gcs.closing.wait(every_s):
+                raise BrokenError
+            self.wfile.write(data[at : at + 1])
+            self.wfile.flush()
+
     def _send_file(
         self, file: Any, start: int, stop: int, status: int, headers: dict[str, str]
     ) -> None:
@@ -630,6 +637,9 @@ class _Handler(BaseHTTPRequestHandler):
             data = _flipped(data, fault.after_bytes)
         if fault.kind in ("reset", "truncate"):
             data = data[: fault.after_bytes]
+        if fault.kind == "trickle":
+            self._trickle(data, fault.stall_s)
+            return
         self.wfile.write(data)
         if fault.kind == "truncate":
             self.connection.shutdown(socket.SHUT_WR)

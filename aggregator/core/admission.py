@@ -47,17 +47,45 @@ def quarantined(state: State, manifest: wire.Manifest) -> tuple[Reason, str] | N
     return None
 
 
-def allow(rules: FragmentRules, state: State, learner: str, now_s: float) -> tuple[State, bool]:
-    """Whether a learner may announce one more update now; takes it from its allowance."""
+def may_announce(rules: FragmentRules, state: State, event: events.Undecoded) -> bool:
+    """Whether a message of an update's subject is to be decoded: its sender has something left."""
+    return _allowance(rules, state, event.learner, event).left >= 1
+
+
+def spend(
+    rules: FragmentRules,
+    state: State,
+    learner: str,
+    event: events.Announced | events.Undecoded,
+) -> tuple[State, bool]:
+    """Take what a message costs from its sender's allowance; whether it had any."""
     # A bucket of tokens for each learner: a flood of manifests would otherwise fill the records of
-    # everybody. Taken before the verdict, since judging is what costs us time.
-    before = state.allowances.get(learner, Allowance(math.inf, now_s))
-    left = policy.allowance(rules.bounds, before.left, before.at_s, now_s)
-    allowed = left >= 1
+    # everybody, and long ones our time. It may go below zero: whoever sends what is long waits the
+    # longer for its next.
+    before = _allowance(rules, state, learner, event)
+    allowed = before.left >= 1
+    after = before._replace(left=before.left - allowed * policy.cost(event.size_bytes))
+    # What the record before this life had met was paid for then: paid again, a crash of ours would
+    # shut out an honest learner. It is paid from a bucket of this life's own, or whoever floods us
+    # would have all of it decoded when we come back.
+    if event.stream_seq <= state.known_seq:
+        return state._replace(met_again={**state.met_again, learner: after}), allowed
+    return state._replace(allowances={**state.allowances, learner: after}), allowed
+
+
+def _allowance(
+    rules: FragmentRules,
+    state: State,
+    learner: str,
+    event: events.Announced | events.Undecoded,
+) -> Allowance:
+    """What a learner has when its message was stored."""
+    buckets = state.met_again if event.stream_seq <= state.known_seq else state.allowances
     # Also backwards: a server's clock that was set back must not end the filling. What is then
     # earned twice is no more than the most that an allowance holds.
-    after = Allowance(left - allowed, now_s)
-    return state._replace(allowances={**state.allowances, learner: after}), allowed
+    before = buckets.get(learner, Allowance(math.inf, event.stored_at_s))
+    left = policy.allowance(rules.bounds, before.left, before.at_s, event.stored_at_s)
+    return Allowance(left, event.stored_at_s)
 
 
 def charge(state: State, refused: Refused) -> State:

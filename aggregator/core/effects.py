@@ -55,8 +55,9 @@ class Commit(NamedTuple):
 class Ignored(NamedTuple):
     """A message that is no update of the protocol: count it, keep a sample, do nothing."""
 
-    manifest: wire.Manifest
+    learner: str
     reason: str
+    detail: str
 
 
 Effect = Fetch | Merge | Discard | OpenRound | AskCut | Commit | Ignored | Quarantine

@@ -37,11 +37,24 @@ class Finished(NamedTuple):
 
 
 class Announced(NamedTuple):
-    """A manifest of this fragment, from the tape."""
+    """A manifest of this fragment, from the tape, and the length of its message."""
 
     stored_at_s: float
     stream_seq: int
     manifest: wire.Manifest
+    size_bytes: int = 0
+
+
+class Undecoded(NamedTuple):
+    """A message under an update's subject that nobody can decode, or that nobody has to.
+
+    Whoever has no allowance left has nothing decoded (`admission.may_announce`).
+    """
+
+    stored_at_s: float
+    stream_seq: int
+    learner: str
+    size_bytes: int
 
 
 class Stopped(NamedTuple):
@@ -136,5 +149,5 @@ class Committed(NamedTuple):
     record_seq: int
 
 
-FromTape = Joined | Departed | Finished | Announced | Stopped | Changed | Quarantined
+FromTape = Joined | Departed | Finished | Announced | Undecoded | Stopped | Changed | Quarantined
 Event = FromTape | Fetched | Failed | Broke | Liveness | Timer | Tick | CutKnown | Made | Committed

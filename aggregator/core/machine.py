@@ -47,6 +47,7 @@ from diloco.aggregator.core.state import (
     with_observation,
     without_pending,
 )
+from diloco.common import wire
 from diloco.common.reasons import Reason
 
 # So many observations get a record of their own, lest one of a long wait be too long to be read.
@@ -127,9 +128,13 @@ def _on_finished(rules: FragmentRules, state: State, event: events.Finished) -> 
 def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -> Result:
     manifest = event.manifest
     update = UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
+    # Before all else: decoding it is what costs us time, whatever it says.
+    state, allowed = admission.spend(rules, state, manifest.learner, event)
+    if not allowed:
+        return state, (_ignored(manifest, Reason.RATE),)
     if manifest.epoch != rules.epoch:
         # Its incarnation is of another tape: nothing here may be marked with it.
-        return state, (Ignored(manifest, Reason.EPOCH),)
+        return state, (_ignored(manifest, Reason.EPOCH),)
     # Announcing again is how a learner makes up for a lost message, and the tape itself delivers
     # more than once: an update has one answer, in one record (invariant 2).
     if memory.is_known(state, update):
@@ -137,13 +142,7 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
     # The mark of a life is its highest resolved seq: were two under way, resolving the later one
     # first would lose the earlier (invariants 2 and 4).
     if admission.overtakes(state, update):
-        return state, (Ignored(manifest, Reason.IN_FLIGHT),)
-    # What the record before this life had met was paid for then: paid again, a crash of ours would
-    # shut out an honest learner.
-    if event.stream_seq > state.known_seq:
-        state, allowed = admission.allow(rules, state, manifest.learner, event.stored_at_s)
-        if not allowed:
-            return state, (Ignored(manifest, Reason.RATE),)
+        return state, (_ignored(manifest, Reason.IN_FLIGHT),)
     # Judged before its shards are read: an update that can be refused by its manifest alone must
     # cost no bytes.
     verdict = admission.judge(rules, state, event)
@@ -168,6 +167,17 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         },
     )
     return rounds.go_on(rules, state, state.now_s)
+
+
+def _ignored(manifest: wire.Manifest, reason: Reason) -> Ignored:
+    return Ignored(manifest.learner, reason, f"seq {manifest.seq}")
+
+
+def _on_undecoded(rules: FragmentRules, state: State, event: events.Undecoded) -> Result:
+    state, allowed = admission.spend(rules, state, event.learner, event)
+    if allowed:
+        return state, ()
+    return state, (Ignored(event.learner, Reason.RATE, f"{event.size_bytes} bytes not decoded"),)
 
 
 def _on_stopped(rules: FragmentRules, state: State, _event: events.Stopped) -> Result:
@@ -369,6 +379,7 @@ _HANDLERS: dict[type, Callable[[FragmentRules, State, Any], Result]] = {
     events.Departed: _on_departed,
     events.Finished: _on_finished,
     events.Announced: _on_announced,
+    events.Undecoded: _on_undecoded,
     events.Stopped: _on_stopped,
     events.Changed: _on_changed,
     events.Quarantined: _on_quarantined,

@@ -23,6 +23,8 @@ from diloco.common.shards import shard_bytes, shard_ranges
 EMA = 0.5
 # A learner may announce at once what it may announce in so many seconds.
 BURST_S = 10.0
+# So many bytes of a manifest cost as much as one announcement: a usual one has fewer.
+ANNOUNCEMENT_BYTES = 4096
 # A rejection takes so many announcements from its sender: outside of rounds it costs a record.
 REJECTION_COST = 10.0
 
@@ -239,6 +241,11 @@ def _wrong_shards(rules: FragmentRules, manifest: wire.Manifest) -> tuple[Reason
                 f"shard {index} claims {shard.size_bytes} bytes, its codec needs {needed}",
             )
     return None
+
+
+def cost(size_bytes: int) -> float:
+    """What a message of an update's subject takes from its sender's allowance."""
+    return max(1.0, size_bytes / ANNOUNCEMENT_BYTES)
 
 
 def allowance(bounds: BoundsSection, left: float, at_s: float, now_s: float) -> float:

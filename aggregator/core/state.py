@@ -202,6 +202,8 @@ class State(NamedTuple):
     quarantined: frozenset[str] = frozenset()
     # Everybody who ever announced something: a learner that restarts must not get a full allowance.
     allowances: Mapping[str, Allowance] = MappingProxyType({})
+    # Theirs for what this life meets again, which an earlier one has paid from `allowances`.
+    met_again: Mapping[str, Allowance] = MappingProxyType({})
     phase: Phase = "idle"
     # The fragment's last version is committed, or is being so: nothing follows it (invariant 1).
     final: bool = False

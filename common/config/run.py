@@ -285,7 +285,8 @@ class BoundsSection(Section):
     max_updates_per_s: Annotated[float, Field(gt=0)] = Field(
         default=20.0,
         description="rate limit: updates of one fragment that a learner may announce, averaged"
-        " over ten seconds; a rejected one counts as ten. The excess is dropped without a verdict",
+        " over ten seconds; each counts once for every 4 KiB of its manifest, ten times if it is"
+        " rejected. The excess is dropped unread",
     )
     quarantine_offences: Annotated[int, Field(ge=0)] = Field(
         default=16,

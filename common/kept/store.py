@@ -32,13 +32,16 @@ class KeptStore:
         """
         raise StoreError(f"{str(self._kept.path)!r} is a file: it takes no object {name!r}")
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
-        """The bytes of `name`.
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
+        """The bytes of `name`, which lie in a file here: `within_s` is not looked at.
 
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`.
         """
+        del within_s
         whole = self._whole(name)
         check_size(name, whole.size_bytes, limit_bytes)
         return self._kept.read(whole, 0, whole.size_bytes)

@@ -7,6 +7,7 @@ from diloco.common.store.directory import DirectoryStore
 from diloco.common.store.memory import MemoryStore
 from diloco.common.store.opening import open_store
 from diloco.common.store.protocol import (
+    Keeps,
     ObjectInfo,
     ObjectStore,
     check_object_name,
@@ -18,6 +19,7 @@ from diloco.common.store.protocol import (
 
 __all__ = [
     "DirectoryStore",
+    "Keeps",
     "MemoryStore",
     "ObjectInfo",
     "ObjectStore",

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import stat
@@ -11,12 +12,17 @@ from typing import BinaryIO
 
 from diloco.common.errors import (
     ObjectMissingError,
+    ObjectTooLargeError,
+    ObjectUnreadableError,
     StoreError,
     StoreMissingError,
     StoreUnavailableError,
 )
+from diloco.common.store.deadline import Deadline
 from diloco.common.store.protocol import (
+    KEPT,
     RESERVED,
+    TEMP,
     ObjectInfo,
     check_object_name,
     check_range,
@@ -39,6 +45,8 @@ _PASSING = {
 }
 
 
+# A reader looks at the time after so many bytes: a network file system may be slow.
+_PIECE_BYTES = 8 << 20
 # What opening a link answers (it is not followed), and a pipe or a device that nobody serves.
 _NO_FILE = {errno.ELOOP, errno.ENXIO}
 
@@ -48,9 +56,11 @@ class DirectoryStore:
 
     An object is written to `.tmp`, synced, and given its name by a hard link, which fails when
     the name is taken: that makes it create-only and never half visible. What a crash leaves in
-    `.tmp` is never listed and may be removed while nothing runs. A name cannot be both an object
-    and a folder of others. What root writes belongs to whom the folder belongs: a command that an
-    operator runs as root leaves nothing behind that the daemons cannot write to.
+    `.tmp` is never listed and may be removed while nothing runs. What was kept (`keep`) has its
+    name below `.kept` too, and that is what the name stands for, whatever its writer does. A name
+    cannot be both an object and a folder of others. What root writes belongs to whom the folder
+    belongs: a command that an operator runs as root leaves nothing behind that the daemons cannot
+    write to.
 
     Args:
         root: the folder.
@@ -70,8 +80,8 @@ class DirectoryStore:
                     hint="mount it, or correct store.url; diloco run create makes a new one",
                 )
         with _os_errors("open", str(root)):
-            (root / RESERVED).mkdir(parents=True, exist_ok=True)
-            self._keep_owner(root / RESERVED)
+            (root / TEMP).mkdir(parents=True, exist_ok=True)
+            self._keep_owner(root / TEMP)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Store `data` under `name`; on disk, its name included, when this returns.
@@ -101,17 +111,23 @@ class DirectoryStore:
             finally:
                 temp.unlink(missing_ok=True)
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         """The bytes of `name`.
 
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
             ObjectUnreadableError: it is no file of its own: a link, a pipe, a device.
+            StoreSlowError: it took longer than `within_s`.
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is not an object name.
         """
-        return self._read(name, lambda file, size: _read_all(name, file, size, limit_bytes))
+        deadline = Deadline(name, within_s)
+        return self._read(
+            name, lambda file, size: _read_all(name, file, size, limit_bytes, deadline)
+        )
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
         """The bytes [start, stop) of `name`.
@@ -147,21 +163,57 @@ class DirectoryStore:
             check_object_name(folder)
         with _os_errors("list", prefix):
             self._check_there()
-            for info in self._walk(folder):
+            for info in self._walk(self.root, folder):
                 if info.name.startswith(prefix):
+                    yield info
+            for info in self._walk(self.root / KEPT, folder):
+                # Of what stands under both names once.
+                if info.name.startswith(prefix) and not os.path.lexists(self.root / info.name):
                     yield info
 
     def delete(self, name: str) -> None:
-        """Remove `name`; one that is not there is no error.
+        """Remove `name`, kept or not; one that is not there is no error.
 
         Raises:
             StoreUnavailableError: the disk failed.
             StoreError: not permitted, or `name` is not an object name.
         """
         check_object_name(name)
-        with _os_errors("delete", name), contextlib.suppress(NotADirectoryError):
+        with _os_errors("delete", name):
             self._check_there()
-            (self.root / name).unlink(missing_ok=True)
+            for path in (self.root / name, self.root / KEPT / name):
+                with contextlib.suppress(NotADirectoryError):
+                    path.unlink(missing_ok=True)
+
+    def keep(self, name: str, limit_bytes: int) -> None:
+        """Have `name` stand for what it stands for now until it is deleted here.
+
+        Whoever wrote it may remove its file, or put another in its place. What cannot be read as an
+        object of so many bytes is not kept.
+
+        Raises:
+            StoreUnavailableError: the disk is full or failed.
+            StoreError: not permitted, or `name` is not an object name.
+        """
+        check_object_name(name)
+        kept = self.root / KEPT / name
+        with _os_errors("keep", name):
+            self._make_folder(kept.parent)
+            try:
+                _link(self.root / name, kept)
+            except FileNotFoundError:
+                return
+            except PermissionError:
+                # Linux gives nobody a second name of another's file: it is copied.
+                self._keep_copy(name, kept, limit_bytes)
+
+    def _keep_copy(self, name: str, kept: Path, limit_bytes: int) -> None:
+        with contextlib.suppress(ObjectMissingError, ObjectTooLargeError, ObjectUnreadableError):
+            temp = self._write_temp(memoryview(self.get(name, limit_bytes)))
+            try:
+                _link(temp, kept)
+            finally:
+                temp.unlink(missing_ok=True)
 
     def _check_there(self) -> None:
         """Refuse a folder that was unmounted or renamed: its objects are not missing.
@@ -169,23 +221,25 @@ class DirectoryStore:
         Raises:
             FileNotFoundError: the folder is not there, or is not the one that was opened.
         """
-        if not (self.root / RESERVED).is_dir():
+        if not (self.root / TEMP).is_dir():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
 
     def _read(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
         """What `read` takes of an object's file, which it is given with its size."""
         check_object_name(name)
         with _os_errors("read", name):
+            with contextlib.suppress(ObjectMissingError):
+                return self._read_file(self.root / KEPT, name, read)
             try:
-                return self._read_file(name, read)
+                return self._read_file(self.root, name, read)
             except ObjectMissingError:
                 # The folder may have been away just then, and be back by now.
                 self._check_there()
-                return self._read_file(name, read)
+                return self._read_file(self.root, name, read)
 
-    def _read_file(self, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
+    def _read_file(self, root: Path, name: str, read: Callable[[BinaryIO, int], bytes]) -> bytes:
         try:
-            with open(self.root / name, "rb", opener=_open_file) as file:
+            with open(root / name, "rb", opener=_open_file) as file:
                 found = os.fstat(file.fileno())
                 if stat.S_ISDIR(found.st_mode):
                     raise object_missing(name)
@@ -202,7 +256,7 @@ class DirectoryStore:
             )
 
     def _write_temp(self, data: memoryview) -> Path:
-        temp = self.root / RESERVED / secrets.token_hex(16)
+        temp = self.root / TEMP / secrets.token_hex(16)
         descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -232,18 +286,18 @@ class DirectoryStore:
             with contextlib.suppress(PermissionError):
                 os.chown(file, owner.st_uid, owner.st_gid)
 
-    def _walk(self, folder: str) -> Iterator[ObjectInfo]:
+    def _walk(self, root: Path, folder: str) -> Iterator[ObjectInfo]:
         """Every object below `folder` ('' for all); what is deleted meanwhile may be missing."""
         try:
-            entries = _entries(self.root / folder)
+            entries = _entries(root / folder)
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
             name = f"{folder}/{entry.name}" if folder else entry.name
-            if name == RESERVED:
+            if name in RESERVED:
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(name)
+                yield from self._walk(root, name)
                 continue
             with contextlib.suppress(FileNotFoundError):
                 yield ObjectInfo(name, entry.stat().st_size)
@@ -254,9 +308,20 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return [*entries]
 
 
-def _read_all(name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None) -> bytes:
+def _read_all(
+    name: str, file: BinaryIO, size_bytes: int, limit_bytes: int | None, deadline: Deadline
+) -> bytes:
     check_size(name, size_bytes, limit_bytes)
-    return file.read(size_bytes)
+    # A BytesIO that is filled through its buffer gives out `bytes` without another copy.
+    buffer, filled = io.BytesIO(bytes(size_bytes)), 0
+    with buffer.getbuffer() as window:
+        while filled < size_bytes:
+            deadline.check()
+            count = file.readinto(window[filled : filled + _PIECE_BYTES])  # type: ignore[attr-defined]
+            if not count:
+                break
+            filled += count
+    return buffer.getvalue() if filled == size_bytes else buffer.getvalue()[:filled]
 
 
 def _read_range(name: str, file: BinaryIO, size_bytes: int, start: int, stop: int) -> bytes:
@@ -275,9 +340,9 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give `source` the name `target` too; False if that name is taken."""
+    """Give `source`, a link or not, the name `target` too; False if that name is taken."""
     try:
-        target.hardlink_to(source)
+        os.link(source, target, follow_symlinks=False)
     except FileExistsError:
         return False
     return True

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 
+from diloco.common.store.deadline import Deadline
 from diloco.common.store.protocol import (
     ObjectInfo,
     check_object_name,
@@ -33,12 +34,15 @@ class MemoryStore:
             if self._objects.setdefault(name, copy) != copy:
                 raise object_exists(name)
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         """The bytes of `name`.
 
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`.
+            StoreSlowError: `within_s` is no time at all.
             StoreError: `name` is not an object name.
         """
         check_object_name(name)
@@ -47,6 +51,7 @@ class MemoryStore:
         if data is None:
             raise object_missing(name)
         check_size(name, len(data), limit_bytes)
+        Deadline(name, within_s).check()
         return data
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:

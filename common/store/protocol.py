@@ -9,7 +9,7 @@ Rules of every backend:
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from diloco.common.errors import (
     ObjectExistsError,
@@ -20,8 +20,9 @@ from diloco.common.errors import (
     StoreError,
 )
 
-# The first token of names that a backend keeps for itself.
-RESERVED = ".tmp"
+# First tokens of names that a backend keeps for itself.
+TEMP, KEPT = ".tmp", ".kept"
+RESERVED = frozenset({TEMP, KEPT})
 _NAME = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
 _MAX_NAME = 512
 _MAX_TOKEN = 255  # what common file systems allow
@@ -45,13 +46,21 @@ class ObjectStore(Protocol):
             StoreUnavailableError: a transient fault; nothing or everything was stored.
         """
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         """The bytes of `name`.
+
+        Args:
+            name: of the object.
+            limit_bytes: as many at most.
+            within_s: give up after so long; None for never, beyond what a backend waits for itself.
 
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; it was not read.
             ObjectUnreadableError: it is no plain object, whoever made it so.
+            StoreSlowError: it took longer than `within_s`.
             StoreUnavailableError: a transient fault.
         """
 
@@ -75,6 +84,17 @@ class ObjectStore(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error."""
+
+
+@runtime_checkable
+class Keeps(Protocol):
+    """A store whose objects their writers may remove, unless they are kept.
+
+    Others need no such thing: a bucket's rules give no learner the right to delete.
+    """
+
+    def keep(self, name: str, limit_bytes: int) -> None:
+        """Have `name` stand for what it stands for now, whatever its writer does."""
 
 
 def check_range(name: str, start: int, stop: int, size_bytes: int | None = None) -> None:
@@ -113,7 +133,7 @@ def check_object_name(name: str) -> None:
     """Refuse a name that some backend could not hold.
 
     Names are relative: tokens of `[A-Za-z0-9._=-]`, at most 255 long, joined by single '/', no
-    token '.' or '..', 512 characters in all; the first token '.tmp' is kept for backends.
+    token '.' or '..', 512 characters in all; first tokens '.tmp' and '.kept' are a backend's own.
 
     Raises:
         StoreError: `name` breaks a rule.
@@ -123,7 +143,7 @@ def check_object_name(name: str) -> None:
         len(name) > _MAX_NAME
         or not _NAME.fullmatch(name)
         or any(token in {".", ".."} or len(token) > _MAX_TOKEN for token in tokens)
-        or tokens[0] == RESERVED
+        or tokens[0] in RESERVED
     ):
         raise StoreError(
             f"{name[:80]!r} is not an object name",

@@ -1,6 +1,7 @@
 """The run's tape: its messages decoded, its reader, what a run's parts look up on it.
 
 - `messages.py`: the decoder, typed, each body checked against its subject.
+- `lengths.py`: how long an update's message may be.
 - `reader.py`: a whole tape, message by message.
 - `run.py`: the run's context, specification and settings.
 - `records.py`: the records of a fragment.
@@ -11,6 +12,7 @@
 """
 
 from diloco.common.tape.file import is_tape_file, read_tape_file, tape_file_run, write_tape_file
+from diloco.common.tape.lengths import check_length
 from diloco.common.tape.messages import decode, decode_as
 from diloco.common.tape.objects import get_object, lost_for_good
 from diloco.common.tape.positions import by_learner, entries, read_positions, store_positions
@@ -57,6 +59,7 @@ __all__ = [
     "begins_tape",
     "by_learner",
     "changed_settings",
+    "check_length",
     "check_record",
     "data_position",
     "data_reached",

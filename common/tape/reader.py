@@ -13,8 +13,10 @@ from typing import NamedTuple
 from diloco.common import names, wire
 from diloco.common.bus import Bus, Message
 from diloco.common.errors import BusUnavailableError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.layout import Layout
 from diloco.common.reasons import Reason
 from diloco.common.store import ObjectStore
+from diloco.common.tape.lengths import check_length
 from diloco.common.tape.messages import decode
 from diloco.common.tape.objects import get_object
 from diloco.common.tape.records import record_of
@@ -45,12 +47,16 @@ class Entry(NamedTuple):
 
 
 class Garbage(NamedTuple):
-    """A message that is none of the protocol, or speaks for somebody else than its subject."""
+    """A message that is none of the protocol, or speaks for somebody else than its subject.
+
+    Under an update's subject it takes from its sender's allowance what its bytes cost.
+    """
 
     seq: int
     time_s: float
     subject: str
     why: str
+    size_bytes: int = 0
 
 
 class Unreadable(NamedTuple):
@@ -132,28 +138,29 @@ async def read_item(context: RunContext, message: Message) -> Item:
     Raises:
         StoreUnavailableError: it cannot be had now.
     """
-    item = _decoded(message)
+    item = _decoded(message, context.layout)
     if isinstance(item, Entry) and isinstance(item.body, wire.RecordPointer):
         return await context.runtime.call(_with_body, item, item.body, context.store)
     return item
 
 
-def read_message(message: Message, store: ObjectStore) -> Item:
+def read_message(message: Message, store: ObjectStore, layout: Layout) -> Item:
     """As `read_item`; blocks while a record's body is fetched.
 
     Raises:
         StoreUnavailableError: it cannot be had now.
     """
-    item = _decoded(message)
+    item = _decoded(message, layout)
     if isinstance(item, Entry) and isinstance(item.body, wire.RecordPointer):
         return _with_body(item, item.body, store)
     return item
 
 
-def _decoded(message: Message) -> Item:
+def _decoded(message: Message, layout: Layout) -> Item:
     """A message as it stands on the tape: of a large record a pointer."""
     subject, seq, time_s, payload, msg_id = message
     try:
+        check_length(layout, subject, len(payload))
         body = decode(subject, payload)
         if isinstance(body, wire.Record | wire.RecordPointer):
             # Its attempt's id is the message's: by that its author knew that it was committed.
@@ -162,7 +169,7 @@ def _decoded(message: Message) -> Item:
         parsed = names.parse_subject(subject)
         if parsed is not None and parsed.kind == "record" and parsed.fragment is not None:
             return Unreadable(seq, time_s, subject, parsed.fragment, error.message)
-        return Garbage(seq, time_s, subject, error.message)
+        return Garbage(seq, time_s, subject, error.message, len(payload))
     return Entry(seq, time_s, subject, body, len(payload), raw=payload)
 
 

@@ -15,7 +15,8 @@ MESSAGE_BYTES = 1 << 20
 RECORD_BYTES = 256 << 10
 MAX_ITEMS = 1 << 16
 MAX_KEYS = 1 << 12
-# Of a shard; and axes of a slice.
+# Of an update; of a shard; and axes of a slice.
+MAX_SHARDS = 1 << 12
 MAX_SLICES = 1 << 12
 MAX_AXES = 4
 GREATEST = (1 << 63) - 1

@@ -177,8 +177,9 @@ class MemberState(Part):
 class Allowance(Part):
     """How many updates of the fragment a learner may announce at once.
 
-    `bounds.max_updates_per_s` more for each second, up to those of ten seconds. A rejection takes
-    ten.
+    `bounds.max_updates_per_s` more for each second, up to those of ten seconds. A message under an
+    update's subject takes one, whatever it says, and a longer one as many as it has times 4 KiB;
+    what was rejected takes ten. It may be left below zero: with less than one nothing is decoded.
     """
 
     learner: Name = Field(description="who")

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from diloco.common.wire.fields import (
     MAX_AXES,
+    MAX_SHARDS,
     MAX_SLICES,
     Body,
     Count,
@@ -55,7 +56,9 @@ class Shard(Part):
 class Manifest(Body):
     """Announces one update: one outer gradient of one fragment from one learner.
 
-    It is published after every shard is stored.
+    It is published after every shard is stored. Whoever reads it drops one undecoded that is longer
+    than any of its fragment can be: with a shard and a slice for each block, and every field as
+    long as it gets.
     """
 
     kind: ClassVar[str] = "update"
@@ -74,7 +77,7 @@ class Manifest(Body):
     codec: Literal["float32", "bfloat16", "int8", "int4"] = Field(
         description="the run's `sync.codec`"
     )
-    shards: Annotated[Several[Shard], Field(min_length=1, max_length=4096)] = Field(
+    shards: Annotated[Several[Shard], Field(min_length=1, max_length=MAX_SHARDS)] = Field(
         description="1 to 4096, in any order; together they hold each block of the fragment once,"
         " in at most 8192 slices; none is longer than `sync.shard_elements` cuts them"
     )

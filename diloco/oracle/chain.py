@@ -7,7 +7,7 @@ from diloco.common import wire
 from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.layout import Layout
-from diloco.common.tape import Entry
+from diloco.common.tape import Entry, Garbage
 from diloco.oracle import records
 from diloco.oracle.finding import Finding
 from diloco.oracle.hearing import concerns, hear
@@ -53,7 +53,7 @@ class Chain:
         self._created = created
         self._settings = settings
         self._life: Life | None = None
-        self._heard: list[Entry] = []
+        self._heard: list[Entry | Garbage] = []
         self._next_seq = 1
         self._whole_from = 1
         self._versions: dict[int, wire.Record] = {}
@@ -65,9 +65,11 @@ class Chain:
         if concerns(entry, self.fragment):
             self._heard.append(entry)
 
-    def pass_over(self, seq: int) -> None:
+    def pass_over(self, message: Garbage) -> None:
         """A message of the tape that is none of the protocol."""
-        self._garbled.add(seq)
+        self._garbled.add(message.seq)
+        if concerns(message, self.fragment):
+            self._heard.append(message)
 
     def missing_before(self, seq: int) -> None:
         """The tape lacks messages before a sequence; none of those that follow a record matters.
@@ -239,7 +241,9 @@ class Chain:
         """
         if seen.what != "cut" or seen.seq < self._whole_from:
             return
-        manifests = [e.seq for e in self._heard if isinstance(e.body, wire.Manifest)]
+        manifests = [
+            e.seq for e in self._heard if isinstance(e, Entry) and isinstance(e.body, wire.Manifest)
+        ]
         read = [seq for seq in manifests if seq <= life.asked_seq]
         if read and seen.seq < read[-1]:
             life.breach("cut", "seq", f"at least {read[-1]}", seen.seq)

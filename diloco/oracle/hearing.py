@@ -1,11 +1,11 @@
 """What the owner of a fragment hears from the tape: joins, leaves, manifests, settings, words."""
 
-from diloco.common import wire
+from diloco.common import names, wire
 from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
 from diloco.common.errors import WireError
 from diloco.common.reasons import Reason
-from diloco.common.tape import Entry, changed_settings
+from diloco.common.tape import Entry, Garbage, changed_settings
 from diloco.oracle import numbers
 from diloco.oracle.claims import wrong_claim
 from diloco.oracle.credit import Judge
@@ -14,18 +14,25 @@ from diloco.oracle.memory import Credit, Member
 from diloco.oracle.rounds import settle
 
 
-def concerns(entry: Entry, fragment: int) -> bool:
+def concerns(item: Entry | Garbage, fragment: int) -> bool:
     """Whether the owner of a fragment acts on a message."""
-    match entry.body:
+    if isinstance(item, Garbage):
+        parsed = names.parse_subject(item.subject)
+        return parsed is not None and (parsed.kind, parsed.fragment) == ("update", fragment)
+    match item.body:
         case wire.Manifest() as manifest:
             return manifest.fragment == fragment
         case wire.Leave() as leave:
             return not leave.fragments or fragment in leave.fragments
-    return isinstance(entry.body, wire.Join | wire.Stop | wire.Settings | wire.Quarantine)
+    return isinstance(item.body, wire.Join | wire.Stop | wire.Settings | wire.Quarantine)
 
 
-def hear(life: Life, created: RunSettings, entry: Entry) -> None:
+def hear(life: Life, created: RunSettings, entry: Entry | Garbage) -> None:
     """The owner reads the next message of the tape that concerns it."""
+    if isinstance(entry, Garbage):
+        life.read_seq = max(life.read_seq, entry.seq)
+        _pays(life, names.subject_learner(entry.subject) or "", entry)
+        return
     body, seq = entry.body, entry.seq
     if isinstance(body, wire.Settings):
         _settings(life, created, body, seq)
@@ -43,7 +50,8 @@ def hear(life: Life, created: RunSettings, entry: Entry) -> None:
                 life.memory.stopping_at_s = life.now_s
                 settle(life)
         case wire.Manifest():
-            _announcement(life, body, seq, entry.time_s)
+            if _pays(life, body.learner, entry):
+                _announcement(life, body, seq, entry.time_s)
 
 
 def _settings(life: Life, created: RunSettings, body: wire.Settings, seq: int) -> None:
@@ -92,7 +100,7 @@ def _quarantine(life: Life, word: wire.Quarantine) -> None:
 
 
 def _announcement(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> None:
-    if _is_dropped(life, manifest, seq, stored_at_s):
+    if _is_dropped(life, manifest):
         return
     reason = _reason(life, manifest, seq)
     if reason is not None:
@@ -122,19 +130,25 @@ def _credit(life: Life, manifest: wire.Manifest, stored_at_s: float) -> Credit:
     return credit
 
 
-def _is_dropped(life: Life, manifest: wire.Manifest, seq: int, stored_at_s: float) -> bool:
-    """Whether a manifest gets no answer: of another tape, met before, in the way, or too many."""
+def _is_dropped(life: Life, manifest: wire.Manifest) -> bool:
+    """Whether a manifest gets no answer: of another tape, met before, or in the way."""
     update = update_id(manifest)
     if manifest.epoch != life.epoch or life.is_under_way(update) or life.memory.answered(update):
         return True
-    if life.has_unresolved(manifest.learner, manifest.incarnation):
-        return True
-    if seq <= life.known_seq:
-        return False
-    left, at_s = life.memory.allowances.get(manifest.learner, (float("inf"), stored_at_s))
-    left = numbers.refilled(life.settings.bounds, left, stored_at_s - at_s)
-    life.memory.allowances[manifest.learner] = (left - (left >= 1), stored_at_s)
-    return left < 1
+    return life.has_unresolved(manifest.learner, manifest.incarnation)
+
+
+def _pays(life: Life, learner: str, message: Entry | Garbage) -> bool:
+    """Whether a message of an update's subject is looked at, whatever it says.
+
+    What an earlier life has met it has paid for; this one takes that from a purse of its own.
+    """
+    purse = life.again if message.seq <= life.known_seq else life.memory.allowances
+    left, at_s = purse.get(learner, (float("inf"), message.time_s))
+    left = numbers.refilled(life.settings.bounds, left, message.time_s - at_s)
+    may = left >= 1
+    purse[learner] = (left - may * numbers.price(message.size_bytes), message.time_s)
+    return may
 
 
 def _reason(life: Life, manifest: wire.Manifest, seq: int) -> str | None:

@@ -82,6 +82,7 @@ class Life:
         settings: in force.
         memory: of learners and averages.
         known_seq: up to there an earlier life has counted averages and allowances.
+        again: allowances for what that life had met, from when this one meets it.
         now_s: the last time that it was told.
         storing: a record under way, "" for none: no other begins before it stands.
         cut: reason and finality of a cut round; `cut_seq` once the leader has answered, who was
@@ -115,6 +116,7 @@ class Life:
     refused: list[Refused] = field(default_factory=list)
     due: Close | None = None
     breaches: list[Breach] = field(default_factory=list)
+    again: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def averaged(self) -> bool:

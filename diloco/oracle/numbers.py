@@ -22,8 +22,10 @@ MISSES = 3
 # Numbers equal but for rounding; and numbers that stay finite when multiplied.
 SAME = 1e-9
 FINITE = 1e150
-# An allowance is of ten seconds; a rejection costs ten announcements.
+# An allowance is of ten seconds; a rejection costs ten announcements, and a long message one for
+# each 4 KiB.
 ALLOWANCE_S = 10.0
+SHORT_BYTES = 4 << 10
 REJECTION = 10.0
 # Times and sums that a message can hold.
 LONGEST_S = 1e12
@@ -115,6 +117,11 @@ def refilled(bounds: BoundsSection, left: float, since_s: float) -> float:
     """An allowance after some seconds."""
     most = max(1.0, ALLOWANCE_S * bounds.max_updates_per_s)
     return min(most, left + max(0.0, since_s) * bounds.max_updates_per_s)
+
+
+def price(size_bytes: int) -> float:
+    """What a message takes from an allowance."""
+    return size_bytes / SHORT_BYTES if size_bytes > SHORT_BYTES else 1.0
 
 
 def near(expected: float, found: float) -> bool:

@@ -69,7 +69,7 @@ class Oracle:
             found = list(self._take(item))
         elif isinstance(item, Garbage):
             for chain in self.chains:
-                chain.pass_over(item.seq)
+                chain.pass_over(item)
         elif isinstance(item, Unreadable):
             self.chains[item.fragment].lose(item.seq)
         self.findings += found

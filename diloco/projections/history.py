@@ -108,7 +108,8 @@ class History:
         extent: how far it goes, and from where on nothing is missing.
         times_s: when each message was stored.
         entries: all decoded messages but records.
-        garbage: what is no message of the protocol, or of another run, learner or epoch.
+        garbage: what is no message of the protocol, or of another run, learner or epoch;
+            `undecoded` is what of it is not among `entries`.
         unreadable: records that are damaged, or whose body is damaged or gone.
         bodies: names of the objects that hold records.
         settings: of the specification; `changes` are later ones by their sequence.
@@ -124,6 +125,7 @@ class History:
     # Made of the spool, unless they come from another history.
     entries: Entries = None  # type: ignore[assignment]
     garbage: list[Garbage] = field(default_factory=list)
+    undecoded: list[Garbage] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
     bodies: set[str] = field(default_factory=set)
     joins: list[tuple[int, wire.Join]] = field(default_factory=list)
@@ -175,6 +177,7 @@ class History:
         self.times_s.add(item.seq, item.time_s)
         if isinstance(item, Garbage):
             self.garbage.append(item)
+            self.undecoded.append(item)
             return
         if item.stored is not None:
             self.bodies.add(item.stored.name)

@@ -11,12 +11,11 @@ from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
 from diloco.aggregator.core.state import Admitted
 from diloco.aggregator.tape_events import event_of
-from diloco.common import wire
+from diloco.common import names, wire
 from diloco.common.averaged import settings_of
 from diloco.common.config import RunSettings
-from diloco.common.tape import Entry
+from diloco.common.tape import Entry, Garbage
 from diloco.projections.history import Chain, History
-from diloco.projections.spool import Part
 
 
 def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
@@ -54,15 +53,27 @@ def _settings_at(history: History, seq: int) -> RunSettings:
 
 
 class _Told(Sequence[Heard]):
-    """Events of a fragment, made of the tape's messages when they are asked for."""
+    """Events of a fragment, made of the tape's messages when they are asked for.
 
-    def __init__(self, history: History, fragment: int, entries: Sequence[Entry]) -> None:
+    `order` has the index of each in `entries`, or, less than 0, from the end of `undecoded`.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        fragment: int,
+        entries: Sequence[Entry],
+        undecoded: Sequence[Garbage],
+        order: Sequence[int],
+    ) -> None:
         self._history = history
         self._fragment = fragment
         self._entries = entries
+        self._undecoded = undecoded
+        self._order = order
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._order)
 
     @overload
     def __getitem__(self, index: int) -> Heard: ...
@@ -70,8 +81,12 @@ class _Told(Sequence[Heard]):
     def __getitem__(self, index: slice) -> Sequence[Heard]: ...
     def __getitem__(self, index: int | slice) -> Heard | Sequence[Heard]:
         if isinstance(index, slice):
-            return _Told(self._history, self._fragment, self._entries[index])
-        event = _heard(self._history, self._fragment, self._entries[index])
+            order = self._order[index]
+            return _Told(self._history, self._fragment, self._entries, self._undecoded, order)
+        at = self._order[index]
+        if at < 0:
+            return _undecoded(self._undecoded[at])
+        event = _heard(self._history, self._fragment, self._entries[at])
         assert event is not None
         return event
 
@@ -79,13 +94,30 @@ class _Told(Sequence[Heard]):
 def heard(history: History, fragment: int) -> Sequence[Heard]:
     """What the tape tells the machine of a fragment, up to the run's end."""
     about = history.entries.concerning(fragment)
-    chosen = array("q")
+    undecoded = [one for one in history.undecoded if _is_update(one, fragment)]
+    order, passed = array("q"), 0
     for index, entry in enumerate(about):
+        while passed < len(undecoded) and undecoded[passed].seq < entry.seq:
+            order.append(passed - len(undecoded))
+            passed += 1
         if isinstance(entry.body, wire.End):
             break
         if _heard(history, fragment, entry) is not None:
-            chosen.append(index)
-    return _Told(history, fragment, Part(about, chosen))
+            order.append(index)
+    else:
+        order.extend(range(passed - len(undecoded), 0))
+    return _Told(history, fragment, about, undecoded, order)
+
+
+def _is_update(message: Garbage, fragment: int) -> bool:
+    parsed = names.parse_subject(message.subject)
+    return parsed is not None and (parsed.kind, parsed.fragment) == ("update", fragment)
+
+
+def _undecoded(message: Garbage) -> Heard:
+    learner = names.subject_learner(message.subject) or ""
+    event = events.Undecoded(message.time_s, message.seq, learner, message.size_bytes)
+    return Heard(message.seq, event)
 
 
 def _heard(history: History, fragment: int, entry: Entry) -> Heard | None:
@@ -94,7 +126,7 @@ def _heard(history: History, fragment: int, entry: Entry) -> Heard | None:
             return None
         changed = events.Changed(entry.time_s, entry.seq)
         return Heard(entry.seq, changed, rules_of(history, settings, fragment))
-    event = event_of(entry.body, entry.seq, entry.time_s, fragment)
+    event = event_of(entry.body, entry.seq, entry.time_s, fragment, entry.size_bytes)
     return None if event is None else Heard(entry.seq, event)
 
 

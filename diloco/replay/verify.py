@@ -267,11 +267,13 @@ class _ReadAhead:
             if name not in self._coming:
                 self._coming[name] = self._pool.submit(self._store.get, name)
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         """As `ObjectStore.get`."""
         coming = self._coming.pop(name, None)
         if coming is None:
-            return self._store.get(name, limit_bytes)
+            return self._store.get(name, limit_bytes, within_s)
         data = coming.result()
         check_size(name, len(data), limit_bytes)
         return data

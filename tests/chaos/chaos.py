@@ -178,7 +178,7 @@ class Chaos:
         known = self._history
         fresh = History(known.specification, known.settings, known.layout, known.store)
         for message in [*self.follower.messages]:
-            fresh.take(read_message(message, known.store))
+            fresh.take(read_message(message, known.store, known.layout))
         return fresh
 
     async def _read_history(self) -> History:

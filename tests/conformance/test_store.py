@@ -27,6 +27,7 @@ from diloco.common.errors import (
     ObjectTooLargeError,
     ObjectUnreadableError,
     StoreError,
+    StoreSlowError,
     StoreUnavailableError,
 )
 from diloco.common.store import DirectoryStore, MemoryStore, ObjectInfo, ObjectStore, open_store
@@ -141,6 +142,79 @@ def test_what_is_not_there(store: ObjectStore) -> None:
             store.get_range(name, 0, 1)
     assert store.list("x") == []
     assert store.list("a/b/c/") == []
+
+
+@pytest.fixture
+def folder_store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "store")
+
+
+def spoilt(store: DirectoryStore, how: str) -> None:
+    """What a learner does that may write to the folder."""
+    path = store.root / "a/o"
+    path.unlink()
+    if how == "replaced":
+        path.write_bytes(b"other")
+    if how == "a link":
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "a link"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_is_kept_stays_whatever_its_writer_does(
+    folder_store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, how: str, linked: bool
+) -> None:
+    store = folder_store
+    store.put("a/o", b"bytes")
+    if not linked:
+        link = os.link
+
+        def refused(source: Path, target: Path, **options: bool) -> None:
+            if diloco.common.store.directory.TEMP not in source.parts:
+                raise PermissionError(errno.EPERM, "not its owner")
+            link(source, target, **options)
+
+        monkeypatch.setattr(os, "link", refused)
+    for _ in range(2):
+        store.keep("a/o", 5)
+    spoilt(store, how)
+    assert store.get("a/o") == b"bytes"
+    assert store.get_range("a/o", 1, 3) == b"yt"
+    assert [info.name for info in store.list("a/")] == ["a/o"]
+    store.delete("a/o")
+    assert store.list("") == []
+    with pytest.raises(ObjectMissingError):
+        store.get("a/o")
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_what_is_no_object_of_its_size_is_not_kept_or_told_as_before(
+    folder_store: DirectoryStore, monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    store = folder_store
+    store.put("a/long", b"bytes")
+    (store.root / "a/link").symlink_to("/dev/zero")
+    if not linked:
+        monkeypatch.setattr(diloco.common.store.directory, "_link", not_permitted)
+    for name in ("a/long", "a/link", "a/missing"):
+        store.keep(name, 4)
+    with pytest.raises(ObjectTooLargeError):
+        store.get("a/long", 4)
+    with pytest.raises(ObjectUnreadableError):
+        store.get("a/link", 4)
+    with pytest.raises(ObjectMissingError):
+        store.get("a/missing", 4)
+
+
+def not_permitted(*_: object) -> bool:
+    raise PermissionError(errno.EPERM, "not its owner")
+
+
+def test_a_read_that_has_no_time_is_given_up(store: ObjectStore) -> None:
+    store.put("o", b"bytes")
+    with pytest.raises(StoreSlowError, match="'o' was not read within"):
+        store.get("o", within_s=-1.0)
+    assert store.get("o", within_s=600.0) == b"bytes"
 
 
 @pytest.mark.parametrize("size", [1, 5, 9 << 20])

@@ -106,6 +106,27 @@ def check_second_signal_ends_at_once(server: NatsServer, learner: Process) -> No
         os.kill(server.pid, signal.SIGCONT)
 
 
+def test_what_was_merged_is_there_for_recovery_whatever_its_sender_deletes(new_world):
+    sync = {"snapshot_interval_versions": 1000}
+    world = new_world(run=ENDLESS, task=SLOWER, gc=WHOLE, sync=sync)
+    aggregator, learner = world.aggregator(), world.learner("learner-0")
+    until_merged(world, "learner-0", 6)
+    aggregator.kill()
+    tape = read_tape(world)
+    for update, taken in tape.merged().items():
+        for shard in taken.shards:
+            (world.store / shard.name).unlink()
+        assert update.learner == "learner-0"
+    made = max(tape.versions())
+    again = world.aggregator()
+    world.until(lambda: min(read_tape(world).versions()) > made, "further versions")
+    world.stop()
+    assert [learner.wait(), again.wait()] == [0, 0]
+    # Every version is made once more here, from the same shards.
+    read_tape(world).check()
+    again.check_clean_log()
+
+
 def test_an_aggregator_dies_at_any_moment(new_world):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")

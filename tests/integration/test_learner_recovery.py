@@ -123,9 +123,11 @@ class CountingStore(DirectoryStore):
         super().__init__(store.root)
         self.read: list[str] = []
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         self.read.append(name)
-        return super().get(name, limit_bytes)
+        return super().get(name, limit_bytes, within_s)
 
 
 class CountingBus:

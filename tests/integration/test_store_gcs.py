@@ -20,6 +20,7 @@ from diloco.common.errors import (
     ObjectMissingError,
     ObjectUnreadableError,
     StoreError,
+    StoreSlowError,
     StoreUnavailableError,
 )
 from diloco.common.store import ObjectInfo, open_store
@@ -87,6 +88,18 @@ def test_a_passing_fault_of_a_download_is_bridged(
     made = server.fail(**PASSING[fault], method="GET", contains=MEDIA)
     assert store.get("o") == data
     assert made.times == 0
+
+
+@pytest.mark.parametrize("data", [SMALL, LARGE], ids=["small", "large"])
+def test_an_object_that_comes_byte_by_byte_is_given_up_in_time(
+    server: GcsServer, store: GcsStore, data: bytes
+) -> None:
+    store.put("o", data)
+    server.fail("trickle", method="GET", contains=MEDIA, stall_s=0.05)
+    with pytest.raises(StoreSlowError, match="'o' was not read within"):
+        store.get("o", within_s=0.3)
+    # The fault is used up, and the connections are whole.
+    assert store.get("o", within_s=600.0) == data
 
 
 @pytest.mark.parametrize(("start", "stop"), [(7, 99_999), (PART_BYTES - 1, 3 * PART_BYTES + 1)])

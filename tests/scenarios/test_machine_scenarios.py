@@ -127,10 +127,13 @@ class Player:
                 return event
             case "update", who, seq:
                 name, life = self._who(who)
+                size_bytes = int(values.pop("bytes", 0))
                 changes = {FIELDS.get(k, k): _value(v) for k, v in values.items()}
                 honest = make_manifest(lab.rules, name, life, int(seq)).shards
                 sent = make_manifest(lab.rules, name, life, int(seq), **_spoilt(honest, changes))
-                return lab.put(events.Announced, at_s, sent)
+                return lab.put(events.Announced, at_s, sent, size_bytes)
+            case "undecoded", name:
+                return lab.put(events.Undecoded, at_s, name, int(values["bytes"]))
             case "again", who, seq:
                 update = UpdateId(*self._who(who), int(seq))
                 manifests = [e.manifest for e in lab.tape if isinstance(e, events.Announced)]
@@ -145,10 +148,9 @@ class Player:
                 return events.Failed(at_s, update, *(reason or ["crc32c"]), "wrong bytes")
             case ("live" | "dead") as how, who:
                 return events.Liveness(at_s, *self._who(who), how == "live")
-            case "leave", who:
-                return lab.put(events.Departed, at_s, *self._who(who))
-            case "finished", who:
-                return lab.put(events.Finished, at_s, *self._who(who))
+            case ("leave" | "finished") as how, who:
+                what = events.Departed if how == "leave" else events.Finished
+                return lab.put(what, at_s, *self._who(who))
             case ("quarantine" | "release") as how, name:
                 return lab.put(events.Quarantined, at_s, name, how == "quarantine")
             case ["stop"]:
@@ -169,7 +171,7 @@ class Player:
 
     def _told(self, event: events.Event) -> str:
         match event:
-            case events.Announced(_, stream_seq, manifest):
+            case events.Announced(_, stream_seq, manifest, _):
                 return f"{stream_seq}: update {self._name(manifest)}"
             case _:
                 learner = getattr(event, "learner", "")
@@ -203,8 +205,8 @@ class Player:
                 version = f" {state.version + 1}" if what == "version" else ""
                 last = ", the last record" if final else ""
                 return f"commit {what}{version}, {reason}{last}: {', '.join(parts)}"
-            case Ignored(manifest, reason):
-                return f"ignore {self._name(manifest)}: {reason}"
+            case Ignored(learner, reason, detail):
+                return f"ignore {learner} {detail}: {reason}"
             case Quarantine(learner, reason):
                 return f"shut out {learner}: {reason}"
 

@@ -12,7 +12,7 @@ from test_machine_properties import History, name_of
 
 from diloco.aggregator.core import events
 from diloco.common import names, wire
-from diloco.common.tape import Entry
+from diloco.common.tape import Entry, Garbage
 from diloco.oracle.chain import Chain
 from diloco.oracle.finding import Finding
 
@@ -67,6 +67,10 @@ class Judged(History):
         name = self.rng.choice("abc")
         if not self.lives[name]:
             return
+        size_bytes = self.rng.choice([0, 0, 9_000, 400_000])
+        if self.rng.random() < 0.2:
+            self.read(self.lab.put(events.Undecoded, self.now_s, name, size_bytes))
+            return
         life, kind = self.lives[name][-1], self.rng.choice(["epoch", "life", "flight"])
         sent = make_manifest(
             self.lab.rules, name, life + (kind == "life") * 10_000,
@@ -76,7 +80,7 @@ class Judged(History):
             self.sent[name, life] = sent.seq
         if kind != "epoch":
             self.updates.setdefault(name_of(sent), self.lab.stream_seq + 1)
-        self.read(self.lab.put(events.Announced, self.now_s, sent))
+        self.read(self.lab.put(events.Announced, self.now_s, sent, size_bytes))
 
     def spread_norms(self) -> None:
         """Updates that are somewhat longer than most: they are clipped."""
@@ -148,12 +152,16 @@ class Judged(History):
                 )  # fmt: skip
         return wire.Stop(run="lab", global_step=0, reason="steps")
 
-    def entries(self) -> list[Entry]:
+    def item(self, event: events.Event) -> Entry | Garbage:
+        """The message of an event, as a reader of the tape has it."""
+        at, size_bytes = (event.stream_seq, event.stored_at_s), getattr(event, "size_bytes", 1)
+        if isinstance(event, events.Undecoded):
+            return Garbage(*at, names.update("lab", event.learner, 0), "", size_bytes)
+        return Entry(*at, "", self.body(event), size_bytes)
+
+    def items(self) -> list[Entry | Garbage]:
         """The tape, with completed records."""
-        found = [
-            Entry(event.stream_seq, event.stored_at_s, "", self.body(event), 1)
-            for event in self.lab.tape
-        ]
+        found = [self.item(event) for event in self.lab.tape]
         before = None
         for seq, record in zip(self.lab.record_seqs, self.lab.records, strict=True):
             done = self.completed(record, before)
@@ -190,7 +198,10 @@ class Judged(History):
         chain = Chain(LAYOUT, self.settings, {}, 0)
         chain.late_s = 1e-6
         findings = []
-        for entry in self.entries():
+        for entry in self.items():
+            if isinstance(entry, Garbage):
+                chain.pass_over(entry)
+                continue
             chain.hear(entry)
             if isinstance(entry.body, wire.Record):
                 findings += chain.judge(entry.body, entry.seq)

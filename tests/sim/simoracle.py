@@ -72,7 +72,7 @@ class Beside:
         self, message: Message, store: ObjectStore, injected: Mapping[str, int]
     ) -> list[Finding]:
         """The tape's next message; what it breaks, given the faults so far."""
-        item = read_message(message, store)
+        item = read_message(message, store, self._layout)
         body = getattr(item, "body", None)
         if isinstance(body, wire.Specification):
             remaker = Remaker(self._layout, store.get, self._numbers)

@@ -37,10 +37,12 @@ class SimStore(MemoryStore):
         elif self.sound(name) != data:
             raise ObjectExistsError(f"object {name!r} exists with other bytes")
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         found = self._objects.get(name)
         if found is None or limit_bytes is not None:
-            return super().get(name, limit_bytes)
+            return super().get(name, limit_bytes, within_s)
         return found
 
     def rot(self, name: str) -> None:
@@ -89,7 +91,9 @@ class AsStored:
     def __init__(self, store: SimStore) -> None:
         self._store = store
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         return self._store.sound(name)
 
 
@@ -128,11 +132,13 @@ class ActorStore:
             self._inner.unsynced[name] = actor
             raise
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         self._reach()
         if self._inner.hidden and self._is_hidden(name):
             raise ObjectMissingError(f"no object {name!r} yet")
-        return self._inner.get(name, limit_bytes)
+        return self._inner.get(name, limit_bytes, within_s)
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
         self._reach()

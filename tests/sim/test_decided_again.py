@@ -28,7 +28,7 @@ def history_of(world) -> History:
         store=world.store,
     )
     for message in messages:
-        history.take(read_message(message, world.store))
+        history.take(read_message(message, world.store, world.layout))
     return history
 
 

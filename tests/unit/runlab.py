@@ -19,7 +19,7 @@ from diloco.common.config import BusSection, GcSection, RunSettings
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.quantize import encode
 from diloco.common.service import Runtime, cancel
-from diloco.common.store import MemoryStore
+from diloco.common.store import MemoryStore, ObjectStore
 from diloco.common.tape import Recorded, last_record, records_of
 from diloco.operate.create import create_run
 
@@ -37,11 +37,17 @@ class Lab:
     Args:
         fragments: how many.
         sections: of the settings, over those that a lab has anyway.
+        store: of its objects; None: in memory.
         gc: of the collection of garbage.
     """
 
     def __init__(
-        self, *, fragments: int = 1, sections: dict[str, Any] | None = None, **gc: Any
+        self,
+        *,
+        fragments: int = 1,
+        sections: dict[str, Any] | None = None,
+        store: ObjectStore | None = None,
+        **gc: Any,
     ) -> None:
         tensors = [
             Tensor(name=f"w{index}", shape=(ROWS, BLOCK), dtype="float32")
@@ -49,7 +55,7 @@ class Lab:
         ]
         self.params = {tensor.name: jnp.ones(tensor.shape) for tensor in tensors}
         self.bus: Bus = MemoryBus()
-        self.store = MemoryStore()
+        self.store = store or MemoryStore()
         document: dict[str, dict[str, Any]] = {
             "run": {"name": RUN, "steps": 1 << 30},
             "sync": {

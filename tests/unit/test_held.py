@@ -25,9 +25,9 @@ class Counting(MemoryStore):
         super().__init__()
         self.read: list[str] = []
 
-    def get(self, name, limit_bytes=None):
+    def get(self, name, limit_bytes=None, within_s=None):
         self.read.append(name)
-        return super().get(name, limit_bytes)
+        return super().get(name, limit_bytes, within_s)
 
 
 @pytest.fixture

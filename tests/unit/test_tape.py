@@ -299,4 +299,4 @@ def test_messages_that_somebody_has_are_read_without_a_bus(lab):
         return [message async for message in messages], await items(lab)
 
     messages, found = run(read)
-    assert [read_message(message, lab.store) for message in messages] == found
+    assert [read_message(message, lab.store, lab.context.layout) for message in messages] == found

@@ -1,5 +1,6 @@
 """Fetching an object as ranges on several threads, into one buffer."""
 
+import contextlib
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -8,6 +9,7 @@ import requests
 from google.api_core import exceptions as api
 
 from diloco.common.errors import ObjectRangeError, ObjectTooLargeError
+from diloco.common.store.deadline import Deadline
 from diloco.common.store.gcs.bucket import PART_BYTES, Bucket
 from diloco.common.store.gcs.checksums import PIECE_BYTES, stored_checksum
 from diloco.common.store.gcs.faults import BROKEN
@@ -23,11 +25,12 @@ class Downloads:
         self._bucket = bucket
         self._pool = ThreadPoolExecutor(_RANGE_THREADS, thread_name_prefix="gcs")
 
-    def whole(self, name: str, limit_bytes: int | None) -> tuple[bytes, str]:
+    def whole(self, name: str, limit_bytes: int | None, deadline: Deadline) -> tuple[bytes, str]:
         """An object's bytes, not yet checked, and the crc32c that the service has of them.
 
         Raises:
             ObjectTooLargeError: it has more than `limit_bytes`.
+            StoreSlowError: the deadline has passed.
         """
         read = self._bucket.retry(self._bucket.read)
         try:
@@ -41,7 +44,7 @@ class Downloads:
         except ObjectTooLargeError:
             first.close()
             raise
-        return self._span(name, first, 0, size), stored_checksum(first)
+        return self._span(name, first, 0, size, deadline), stored_checksum(first)
 
     def range(self, name: str, start: int, stop: int) -> bytes:
         """The bytes [start, stop) of an object.
@@ -61,17 +64,26 @@ class Downloads:
         except ObjectRangeError:
             first.close()
             raise
-        return self._span(name, first, start, stop)
+        return self._span(name, first, start, stop, Deadline(name, None))
 
-    def _span(self, name: str, first: requests.Response, start: int, stop: int) -> bytes:
+    def _span(
+        self, name: str, first: requests.Response, start: int, stop: int, deadline: Deadline
+    ) -> bytes:
         """The bytes [start, stop) of an object; `first` is the answer for their first part."""
         # A BytesIO of zeros, filled through its buffer, gives out `bytes` without another copy.
         buffer = io.BytesIO(bytes(stop - start))
         with buffer.getbuffer() as window:
-            self._fill(name, first, start, window)
+            self._fill(name, first, start, window, deadline)
         return buffer.getvalue()
 
-    def _fill(self, name: str, first: requests.Response, begin: int, window: memoryview) -> None:
+    def _fill(
+        self,
+        name: str,
+        first: requests.Response,
+        begin: int,
+        window: memoryview,
+        deadline: Deadline,
+    ) -> None:
         """Read what begins at byte `begin`; `first` is the answer for its first part."""
         generation = first.headers["x-goog-generation"]
         broken = threading.Event()
@@ -79,7 +91,7 @@ class Downloads:
         def read(start: int, opened: requests.Response | None) -> None:
             part = window[start : start + PART_BYTES]
             try:
-                self._read_part(name, generation, begin + start, part, opened, broken)
+                self._read_part(name, generation, begin + start, part, opened, broken, deadline)
             except BaseException:
                 broken.set()
                 raise
@@ -103,6 +115,7 @@ class Downloads:
         part: memoryview,
         opened: requests.Response | None,
         broken: threading.Event,
+        deadline: Deadline,
     ) -> None:
         """Fill `part` with the bytes from `start`; a broken answer is continued where it ended.
 
@@ -114,18 +127,20 @@ class Downloads:
             nonlocal opened
             response, opened = opened, None
             if response is None:
+                deadline.check()
                 left = len(part) - filled
                 response = self._bucket.read(name, start + filled, left, generation)
-            return _read_into(response, part[filled:])
+            return _read_into(response, part[filled:], deadline)
 
         while filled < len(part) and not broken.is_set():
             filled += self._bucket.retry(attempt)()
 
 
-def _read_into(response: requests.Response, part: memoryview) -> int:
+def _read_into(response: requests.Response, part: memoryview, deadline: Deadline) -> int:
     """Read an answer's body into `part`; the bytes read, some at least, if it breaks off."""
     count = 0
-    with response:
+    with response, deadline.interrupting(lambda: _interrupt(response)):
+        deadline.check()
         try:
             for piece in response.iter_content(PIECE_BYTES):
                 part[count : count + len(piece)] = piece
@@ -134,6 +149,12 @@ def _read_into(response: requests.Response, part: memoryview) -> int:
             if not count:
                 raise
     return count
+
+
+def _interrupt(response: requests.Response) -> None:
+    """Have who reads an answer find that it ends."""
+    with contextlib.suppress(ValueError, RuntimeError, OSError):  # it has been read meanwhile
+        response.raw.shutdown()
 
 
 def _size_of(response: requests.Response) -> int:

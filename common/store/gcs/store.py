@@ -14,6 +14,7 @@ from diloco.common.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from diloco.common.store.deadline import Deadline
 from diloco.common.store.gcs.bucket import ENDPOINT, RETRY_S, TIMEOUT_S, open_bucket
 from diloco.common.store.gcs.checksums import checksum_of
 from diloco.common.store.gcs.downloads import Downloads
@@ -103,19 +104,23 @@ class GcsStore:
                 if found is not None:
                     raise object_exists(name)
 
-    def get(self, name: str, limit_bytes: int | None = None) -> bytes:
+    def get(
+        self, name: str, limit_bytes: int | None = None, within_s: float | None = None
+    ) -> bytes:
         """The bytes of `name`.
 
         Raises:
             ObjectMissingError: no such object.
             ObjectTooLargeError: it has more than `limit_bytes`; no more than its head was read.
+            StoreSlowError: it took longer than `within_s`.
             StoreUnavailableError: a transient fault, or the bytes come damaged again and again.
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
         check_object_name(name)
         with self._bucket.errors("read", name, "storage.objects.get"):
+            deadline = Deadline(name, within_s)
             for _ in range(_DOWNLOADS):
-                data, checksum = self._downloads.whole(name, limit_bytes)
+                data, checksum = self._downloads.whole(name, limit_bytes, deadline)
                 if checksum_of(data) == checksum:
                     return data
         raise StoreUnavailableError(
