@@ -8,7 +8,8 @@ from typer.core import TyperGroup
 PARTS: dict[str, tuple[str, ...]] = {
     "Train": ("local", "task", "plan", "config", "run", "aggregator", "learner"),
     "Look": (
-        "status", "runs", "learners", "history", "report", "track", "evaluate", "sample", "export",
+        "status", "watch", "runs", "learners", "history", "report", "track", "evaluate", "sample",
+        "export",
     ),
     "Operate": (
         "doctor", "checkpoint", "resume", "rollback", "gc", "archive", "auth", "install-units",
