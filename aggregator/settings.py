@@ -89,5 +89,6 @@ async def check_goes_on(context: Context) -> None:
     if await context.bus.last(context.tape, names.stop(context.run)) is not None:
         raise RunMismatchError(
             f"run {context.run!r} has stopped",
-            hint="create another run from its parameters: diloco run create --from FILE",
+            hint="create another run from its parameters: diloco export RUN DIR, then diloco run "
+            "create --config FILE --from DIR/model.safetensors",
         )

@@ -67,6 +67,7 @@ WORLDS = (
     "revoked",
     "tail_lost",
     "averaged",
+    "life",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")
