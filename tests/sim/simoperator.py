@@ -65,7 +65,7 @@ class Operator:
 
     async def change(self, context: Context, rng: random.Random) -> None:
         """`diloco run set`."""
-        now, _ = await effective_settings(context)
+        now, seq = await effective_settings(context)
         sections = {
             "sync": {"min_steps": rng.choice([1, 2, 4])},
             "quorum": {"min_learners": rng.choice([1, 2, 3])},
@@ -74,7 +74,7 @@ class Operator:
         document = now.model_dump()
         for section, values in sections.items():
             document[section] |= values
-        await run_settings.change_settings(context, parse_settings(document))
+        await run_settings.change_settings(context, parse_settings(document), based_on=seq)
 
     async def lengthen(self, context: Context, rng: random.Random) -> None:
         """`diloco run set run.steps=...`: longer, and now and then shorter."""
@@ -107,10 +107,10 @@ class Operator:
 
     @staticmethod
     async def _set_run(context: Context, **changed: Any) -> None:
-        now, _ = await effective_settings(context)
+        now, seq = await effective_settings(context)
         document = now.model_dump()
         document["run"] |= changed
-        await run_settings.change_settings(context, parse_settings(document))
+        await run_settings.change_settings(context, parse_settings(document), based_on=seq)
 
     async def roll_back(self, context: Context, rng: random.Random) -> None:
         """`diloco run rollback`."""
