@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from diloco.aggregator.context import Context, identity
@@ -26,17 +27,18 @@ from diloco.common.errors import (
     ObjectExistsError,
     ObjectMissingError,
     RunMismatchError,
+    RunMissingError,
     SwapLostError,
 )
 from diloco.common.store import ObjectStore
 from diloco.common.tape import (
     Recorded,
     data_position,
-    decode_as,
     effective_settings,
     entries,
     last_record,
     load_specification,
+    place_on_tape,
     read_positions,
     records_of,
     store_positions,
@@ -66,7 +68,7 @@ async def mark(context: Context) -> Marked:
     point = await context.bus.last_sequence(context.tape)
     message = wire.Checkpoint(
         run=context.run,
-        name=f"{context.epoch:04d}-{point:012d}",
+        name=f"{context.epoch:04d}-{place_on_tape(point):012d}",
         versions=tuple(at.record.version for at in newest),
         record_seqs=tuple(at.record_seq for at in newest),
         created_at_s=context.runtime.clock(),
@@ -194,9 +196,8 @@ async def next_epoch(bus: Bus, store: ObjectStore, file: wire.CheckpointFile) ->
     checkpoint's may have been used before, and have left objects.
     """
     run = file.specification.run
-    last = await bus.last(names.tape_stream(run), names.spec(run))
-    if last is not None:
-        return decode_as(wire.Specification, last.subject, last.payload).epoch
+    with contextlib.suppress(RunMissingError):
+        return (await load_specification(bus, run)).epoch
     prefix = names.epoch_prefix(run)
     used = [int(found.name.removeprefix(prefix)) for found in store.list(prefix)]
     epoch = max([file.specification.epoch, *used]) + 1
@@ -229,6 +230,7 @@ async def begin_epoch(context: Context, file: wire.CheckpointFile) -> wire.Speci
         await swap(context, subject, wire.encode(specification), identity(context), 0)
     except SwapLostError:
         specification = await load_specification(context.bus, context.run)
+        context = replace(context, epoch=specification.epoch)
         if specification.epoch <= file.specification.epoch:
             raise RunMismatchError(
                 f"run {context.run!r} has its tape on this bus (epoch {specification.epoch})",

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from diloco.aggregator.context import Context
+from diloco.aggregator.context import Context, resumed_since
 from diloco.aggregator.core import garbage, memory
 from diloco.aggregator.core.garbage import Fleet, Ledger, Trim
 from diloco.aggregator.core.state import State, UpdateId
@@ -23,7 +23,6 @@ from diloco.common.errors import (
     DilocoError,
     IntegrityError,
     ObjectMissingError,
-    RunMismatchError,
     WireError,
 )
 from diloco.common.store import ObjectInfo, ObjectStore
@@ -227,10 +226,7 @@ async def check_epoch(context: RunContext) -> None:
     epochs = [info.name.removeprefix(prefix) for info in claimed]
     newest = max((int(epoch) for epoch in epochs if epoch.isdecimal()), default=0)
     if newest > context.epoch:
-        raise RunMismatchError(
-            f"run {context.run!r} was resumed as epoch {newest}, this is epoch {context.epoch}",
-            hint="this process is connected to the server of an earlier tape: stop it",
-        )
+        raise resumed_since(context, newest)
 
 
 def check_tape_is_newest(ledger: Ledger, found: Iterable[ObjectInfo], last_seq: int) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from diloco.common import log, metrics, names, shards, wire
 from diloco.common.config import AggregatorSection, GcSection
+from diloco.common.errors import RunMismatchError
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
 from diloco.common.tape import RunContext
@@ -35,6 +36,14 @@ class Context(RunContext):
     arithmetic: "Arithmetic | None" = None
     metrics: Metrics = field(default_factory=Metrics)
     health: Health = field(default_factory=Health)
+
+
+def resumed_since(context: RunContext, epoch: int) -> RunMismatchError:
+    """The error of a process whose run goes on elsewhere, on the tape of this epoch."""
+    return RunMismatchError(
+        f"run {context.run!r} was resumed as epoch {epoch}, this is epoch {context.epoch}",
+        hint="this process is connected to the server of an earlier tape: stop it",
+    )
 
 
 def identity(context: Context) -> str:

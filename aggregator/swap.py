@@ -1,8 +1,11 @@
 """Commits by compare-and-swap: of several that publish on top of one message, one stands."""
 
-from diloco.aggregator.context import Context, store_version_object
+import contextlib
+
+from diloco.aggregator.context import Context, resumed_since, store_version_object
 from diloco.common import names, wire
-from diloco.common.errors import BusUnavailableError, SwapLostError
+from diloco.common.errors import BusUnavailableError, RunMissingError, SwapLostError
+from diloco.common.tape import load_specification
 
 
 async def commit_record(context: Context, record: wire.Record, base_id: str = "") -> int:
@@ -33,6 +36,20 @@ async def commit_record(context: Context, record: wire.Record, base_id: str = ""
     return await swap(context, subject, payload, record.attempt_id, record.base_seq, base_id)
 
 
+async def check_tape(context: Context) -> None:
+    """Refuse to begin a subject on another tape than one's own.
+
+    What follows a message is safe, since no two tapes share sequences; what follows none is not.
+
+    Raises:
+        RunMismatchError: the run was resumed on a newer tape.
+    """
+    with contextlib.suppress(RunMissingError):
+        epoch = (await load_specification(context.bus, context.run)).epoch
+        if epoch != context.epoch:
+            raise resumed_since(context, epoch)
+
+
 async def swap(
     context: Context,
     subject: str,
@@ -52,10 +69,11 @@ async def swap(
         payload: of the message.
         attempt_id: its message id.
         expected: sequence of the subject's last message; 0 for none.
-        base_id: message id of that message, to be compared first: a process that outlived its tape
-            meets another of that sequence on the tape that came in its place.
+        base_id: message id of that message, to be compared first: servers that lost what they had
+            acknowledged give its sequence to another.
 
     Raises:
+        RunMismatchError: a newer tape has come in the place of this process's.
         SwapLostError: another message stands where ours was to be.
     """
     doubt = False
@@ -71,6 +89,8 @@ async def swap(
 
     async def attempt() -> int:
         nonlocal doubt
+        if not expected and subject != names.spec(context.run):
+            await check_tape(context)
         if (doubt or base_id) and (standing := await look()) is not None:
             return standing
         try:

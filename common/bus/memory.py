@@ -27,11 +27,13 @@ from diloco.common.errors import BusError, StreamMissingError, SwapLostError
 class _Stream:
     """One stream of a MemoryBroker: the log and its indexes."""
 
-    def __init__(self, name: str, subjects: list[str], limits: StreamLimits) -> None:
+    def __init__(
+        self, name: str, subjects: list[str], limits: StreamLimits, first_seq: int
+    ) -> None:
         self.name = name
         self.subjects = subjects
         self.limits = limits
-        self.last_seq = 0
+        self.last_seq = first_seq - 1
         self.log: dict[int, Message] = {}  # by sequence, oldest first
         self.last_of: dict[str, int] = {}  # by subject, of the messages still in the log
         self._bytes = 0
@@ -99,8 +101,8 @@ class _Stream:
 
     def after(self, position: int, subjects: list[str]) -> tuple[Message | None, int]:
         """The first match from `position` on, or None, and the position to go on from."""
-        if self.log:
-            position = max(position, self._oldest().seq)
+        oldest = self._oldest().seq if self.log else self.last_seq + 1
+        position = max(position, oldest)
         while position <= self.last_seq:
             message = self.log.get(position)
             position += 1
@@ -160,7 +162,9 @@ class MemoryBroker:
         self._readers: dict[asyncio.Event, None] = {}  # dicts as sets that keep their order
         self._listeners: dict[_Listener, None] = {}
 
-    def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+    def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, first_seq: int = 1
+    ) -> None:
         """As `Bus.create_stream`."""
         check_patterns(subjects)
         check_limits(limits)
@@ -172,7 +176,7 @@ class MemoryBroker:
         for other in self._streams.values():
             if any(subjects_overlap(a, b) for a in subjects for b in other.subjects):
                 raise BusError(f"subjects of stream {stream!r} overlap with {other.name!r}'s")
-        self._streams[stream] = _Stream(stream, list(subjects), limits)
+        self._streams[stream] = _Stream(stream, list(subjects), limits, first_seq)
 
     def remove_stream(self, stream: str) -> None:
         """As `Bus.remove_stream`."""
@@ -271,14 +275,16 @@ class MemoryBus:
         self._waiting: dict[asyncio.Event, None] = {}
         self._closed = False
 
-    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
-        """Create `stream`; the same again is no error.
+    async def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
+    ) -> None:
+        """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
 
         Raises:
             BusError: it exists with other settings (both are named), its subjects overlap with
                 another stream's, or the settings make no sense.
         """
-        self._open_broker().create_stream(stream, subjects, limits)
+        self._open_broker().create_stream(stream, subjects, limits, first_seq)
 
     async def streams(self) -> list[str]:
         """The names of all streams, sorted.
@@ -366,7 +372,7 @@ class MemoryBus:
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        """Messages of `subjects` from `start_seq` (1 is the first) on; ends when the bus closes.
+        """Messages of `subjects` from `start_seq` (1: all of them) on; ends when the bus closes.
 
         Raises:
             BusError: no such stream, bad or overlapping subjects, or `start_seq` is more than

@@ -60,8 +60,10 @@ class Filled(NamedTuple):
 class Bus(Protocol):
     """What the daemons need of a bus; see the module's rules."""
 
-    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
-        """Create `stream`; the same again is no error.
+    async def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
+    ) -> None:
+        """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
 
         Raises:
             BusError: it exists with other settings (both are named).
@@ -160,7 +162,7 @@ class Bus(Protocol):
         """
 
     def read(self, stream: str, subjects: list[str], start_seq: int) -> AsyncIterator[Message]:
-        """Messages of `subjects` from `start_seq` (1 is the first) on, then new ones, for ever.
+        """Messages of `subjects` from `start_seq` (1: all of them) on, then new ones, for ever.
 
         Staleness: it may lag behind the stream's end without bound, and nothing tells that it
         does; but it gives the stream's order, without gaps, and never goes back. Who has read a

@@ -35,7 +35,9 @@ class KeptBus:
             hint="for a run that can be changed, import its tape on a server: diloco tape import",
         )
 
-    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+    async def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
+    ) -> None:
         """Refused.
 
         Raises:

@@ -6,6 +6,7 @@
 - `records.py`: the records of a fragment.
 - `objects.py`: the objects that messages name.
 - `positions.py`: where the data of earlier epochs' learners goes on.
+- `sequences.py`: which sequence numbers an epoch's tape has.
 - `file.py`: a tape in one file.
 """
 
@@ -43,6 +44,7 @@ from diloco.common.tape.run import (
     parse_changed,
     settings_at,
 )
+from diloco.common.tape.sequences import begins_tape, first_sequence, place_on_tape, same_tape
 
 __all__ = [
     "Entry",
@@ -52,6 +54,7 @@ __all__ = [
     "Recorded",
     "RunContext",
     "Unreadable",
+    "begins_tape",
     "by_learner",
     "changed_settings",
     "check_record",
@@ -61,6 +64,7 @@ __all__ = [
     "decode_as",
     "effective_settings",
     "entries",
+    "first_sequence",
     "get_object",
     "has_ended",
     "is_tape_file",
@@ -69,6 +73,7 @@ __all__ = [
     "lost_for_good",
     "messages_of",
     "parse_changed",
+    "place_on_tape",
     "read_item",
     "read_message",
     "read_positions",
@@ -77,6 +82,7 @@ __all__ = [
     "read_tape_file",
     "record_digest",
     "records_of",
+    "same_tape",
     "settings_at",
     "store_positions",
     "tape_file_run",

@@ -19,6 +19,7 @@ from diloco.common.tape.messages import decode
 from diloco.common.tape.objects import get_object
 from diloco.common.tape.records import record_of
 from diloco.common.tape.run import RunContext
+from diloco.common.tape.sequences import begins_tape
 
 # A server that says that there are messages gives the next one within so long.
 SILENCE_S = 30.0
@@ -74,14 +75,14 @@ class Extent:
     their subjects, and the tails of the chains of records.
     """
 
-    whole_from: int = 1
+    whole_from: int = 1  # 1: all of the tape is there, whatever its first sequence
     whole_s: float = 0.0
     last_seq: int = 0
     last_s: float = 0.0
 
     def take(self, item: Item) -> None:
         """The next item of the tape."""
-        if item.seq != self.last_seq + 1:
+        if item.seq != self.last_seq + 1 and (self.last_seq or not begins_tape(item.seq)):
             self.whole_from, self.whole_s = item.seq, item.time_s
         self.last_seq, self.last_s = item.seq, item.time_s
 

@@ -23,6 +23,7 @@ from diloco.common.store import ObjectStore
 from diloco.common.tape.messages import decode_as
 from diloco.common.tape.objects import lost_for_good
 from diloco.common.tape.positions import read_positions
+from diloco.common.tape.sequences import same_tape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,19 +242,21 @@ async def _position_on(
         context.logger.warning("unreadable", subject=subject, reason=error.reason)
     else:
         superseded = any(said.incarnation < seq < newest.seq for seq in joins)
-        if _is_of_this_tape(context, said) and not superseded:
+        if _is_of_this_tape(context, said, newest.seq) and not superseded:
             return said.position
     position = 0
     async for message in context.bus.read(context.tape, [subject], 1):
         with contextlib.suppress(WireError):
             said = decode_as(kind, subject, message.payload)
-            if _is_of_this_tape(context, said):
+            if _is_of_this_tape(context, said, message.seq):
                 position = max(position, said.position)
         if message.seq >= newest.seq:
             break
     return position
 
 
-def _is_of_this_tape(context: RunContext, said: wire.Manifest | wire.Leave) -> bool:
-    """Whether an update may be merged: of one of another tape nobody has the work."""
-    return not isinstance(said, wire.Manifest) or said.epoch == context.epoch
+def _is_of_this_tape(context: RunContext, said: wire.Manifest | wire.Leave, seq: int) -> bool:
+    """Whether what a message covers may be merged: nobody has the work of another tape."""
+    if isinstance(said, wire.Manifest):
+        return said.epoch == context.epoch
+    return same_tape(said.incarnation, seq)

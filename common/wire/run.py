@@ -164,7 +164,7 @@ class Checkpoint(Body):
     kind: ClassVar[str] = "checkpoint"
     run: Name = Field(description="the run")
     name: CheckpointName = Field(
-        description="epoch and stream sequence of the point: `0000-000000001234`"
+        description="epoch, and number of the tape's message, of the point: `0000-000000001234`"
     )
     versions: Several[Count] = Field(description="of each fragment")
     record_seqs: Several[Positive] = Field(

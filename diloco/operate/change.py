@@ -186,11 +186,12 @@ async def resume(target: str, name: str | None) -> Resumed:
         config.bus.url, name="resume", credentials=config.bus.credentials, tls_ca=config.bus.tls_ca
     )
     try:
-        await make_streams(bus, run, config.bus)
+        epoch = await checkpoint.next_epoch(bus, store, file)
+        await make_streams(bus, run, config.bus, epoch)
         context = Context(
             settings=settings,
             layout=layout,
-            epoch=await checkpoint.next_epoch(bus, store, file),
+            epoch=epoch,
             bus=bus,
             store=store,
             runtime=Runtime(),

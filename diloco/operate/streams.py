@@ -3,6 +3,7 @@
 from diloco.common import names
 from diloco.common.bus import Bus, StreamLimits
 from diloco.common.config import BusSection
+from diloco.common.tape import first_sequence
 
 
 def tape_limits(streams: BusSection) -> StreamLimits:
@@ -15,12 +16,17 @@ def tape_limits(streams: BusSection) -> StreamLimits:
     )
 
 
-async def make_streams(bus: Bus, run: str, streams: BusSection) -> None:
-    """Make the streams of a run; those that are there stay."""
+async def make_streams(bus: Bus, run: str, streams: BusSection, epoch: int = 0) -> None:
+    """Make the streams of a run's epoch; those that are there stay."""
     tape = tape_limits(streams)
     small = tape._replace(max_bytes=0, keep_old=False)
     ops = small._replace(max_age_s=streams.ops_max_age_s, max_bytes=streams.ops_max_bytes)
     leases = small._replace(last_only=True)
-    await bus.create_stream(names.tape_stream(run), names.tape_subjects(run), tape)
+    await bus.create_stream(
+        names.tape_stream(run),
+        names.tape_subjects(run),
+        tape,
+        first_seq=first_sequence(epoch),
+    )
     await bus.create_stream(names.ops_stream(run), names.ops_subjects(run), ops)
     await bus.create_stream(names.leases_stream(run), names.leases_subjects(run), leases)

@@ -6,7 +6,7 @@ from diloco.common import wire
 from diloco.common.config import RunSettings, parse_settings
 from diloco.common.errors import WireError
 from diloco.common.layout import Layout
-from diloco.common.tape import Entry, Garbage, Item, Unreadable, changed_settings
+from diloco.common.tape import Entry, Garbage, Item, Unreadable, begins_tape, changed_settings
 from diloco.oracle import numbers
 from diloco.oracle.arrays import Remaker
 from diloco.oracle.chain import Chain
@@ -59,7 +59,7 @@ class Oracle:
 
     def take(self, item: Item) -> list[Finding]:
         """The tape's next message; what it breaks."""
-        if item.seq != self._last_seq + 1:
+        if item.seq != self._last_seq + 1 and (self._last_seq or not begins_tape(item.seq)):
             for chain in self.chains:
                 chain.missing_before(item.seq)
             self._data.missing()

@@ -98,6 +98,32 @@ def test_messages_are_numbered_from_one_and_keep_what_they_had(play: Play) -> No
     play(scenario)
 
 
+def test_a_stream_begins_where_it_is_told_and_keeps_to_that(play: Play) -> None:
+    async def scenario(client: Connect, t: str) -> None:
+        bus, first = await client(), 3 * 10**12 + 1
+        await bus.create_stream(t, [f"{t}.>"], LIMITS, first_seq=first)
+        await bus.create_stream(t, [f"{t}.>"], LIMITS)
+        assert await bus.last_sequence(t) == first - 1
+        reader = bus.read(t, [f"{t}.>"], 1)
+        waiting = asyncio.ensure_future(anext(reader))
+        assert await nothing_comes(waiting)
+        for index in range(3):
+            assert await bus.publish(f"{t}.a", b"%d" % index) == first + index
+        assert (await waiting).seq == first
+        assert [message.seq for message in await take(reader, 2)] == [first + 1, first + 2]
+        # What another tape of other numbers asks for takes nothing, and wins nothing.
+        await bus.trim(t, f"{t}.a", 1000)
+        with pytest.raises(SwapLostError):
+            await bus.publish(f"{t}.a", b"", expected_last=3)
+        again = bus.read(t, [f"{t}.a"], 1)
+        assert (await take(again, 1))[0].seq == first
+        assert await bus.publish(f"{t}.a", b"", expected_last=first + 2) == first + 3
+        await finish(reader)
+        await finish(again)
+
+    play(scenario)
+
+
 def test_streams_are_listed_by_name(play: Play) -> None:
     async def scenario(client: Connect, t: str) -> None:
         bus = await client()

@@ -217,8 +217,10 @@ class SimBroker(MemoryBroker):
 
     def trim(self, stream: str, subject: str, below_seq: int) -> None:
         """As `Bus.trim`."""
-        self._trimming(stream, subject, below_seq)
         found, seqs = self.stream(stream), self._seqs[stream].get(subject, [])
+        # Below the oldest there is nothing to judge: what comes has higher sequences.
+        if not seqs or below_seq > seqs[0]:
+            self._trimming(stream, subject, below_seq)
         going = bisect.bisect_left(seqs, min(below_seq, found.last_of.get(subject, 0)))
         for seq in seqs[:going]:
             found._drop(seq)
@@ -257,9 +259,11 @@ class ActorBus:
     def _broker(self) -> SimBroker:
         return self.actor.world.broker
 
-    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
+    async def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
+    ) -> None:
         self.actor.check()
-        self._broker.create_stream(stream, subjects, limits)
+        self._broker.create_stream(stream, subjects, limits, first_seq)
 
     async def publish(
         self,

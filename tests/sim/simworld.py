@@ -44,7 +44,7 @@ from diloco.common.config import (
 from diloco.common.errors import SupersededError
 from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.service import cancel
-from diloco.common.tape import load_specification
+from diloco.common.tape import load_specification, place_on_tape
 from diloco.learner import sync
 from diloco.learner.adopt import Adopter, load
 from diloco.learner.boundary import NOTHING, Arrived, Decoded
@@ -192,7 +192,9 @@ class World:
     @property
     def events(self) -> int:
         """Messages and objects stored, deliveries and steps so far."""
-        stored = sum(stream.last_seq for stream in self.broker._streams.values())
+        stored = sum(
+            place_on_tape(stream.last_seq) for stream in self.broker._streams.values() if stream.log
+        )
         return stored + len(self.store._objects) + self.delivered + self.steps
 
     def run(self, scenario: Callable[[], Coroutine[Any, Any, Any]], limit_s: float = 36e3) -> Any:
@@ -247,11 +249,9 @@ class World:
     async def resume(self, actor: Actor) -> None:
         """As `diloco.operate.change.resume`: begin a new tape from the newest checkpoint."""
         file = checkpoint.load_file(actor.store, self.run_name, None)
-        await make_streams(actor.bus, self.run_name, self.streams)
-        context = replace(
-            self._context(actor, "resume"),
-            epoch=await checkpoint.next_epoch(actor.bus, actor.store, file),
-        )
+        epoch = await checkpoint.next_epoch(actor.bus, actor.store, file)
+        await make_streams(actor.bus, self.run_name, self.streams, epoch)
+        context = replace(self._context(actor, "resume"), epoch=epoch)
         if context.epoch != self.epoch:
             self.epoch = context.epoch
             self.checkers.begin_epoch(context.epoch, file)

@@ -6,21 +6,29 @@ import pytest
 from runlab import RUN, Lab
 
 from diloco.aggregator import checkpoint
+from diloco.aggregator.collector import trim_tape
 from diloco.aggregator.context import Context
+from diloco.aggregator.core.garbage import Trim
+from diloco.aggregator.expiry import reached_before
+from diloco.aggregator.swap import swap
+from diloco.check.audit import audit
 from diloco.check.rules import judge
 from diloco.common import names, wire
 from diloco.common.bus import MemoryBus, Message
 from diloco.common.config import BusSection
-from diloco.common.errors import WireError
+from diloco.common.errors import RunMismatchError, WireError
 from diloco.common.store import MemoryStore
 from diloco.common.tape import (
     data_position,
     entries,
+    first_sequence,
     load_specification,
     read_positions,
+    read_tape,
     store_positions,
 )
 from diloco.operate.streams import make_streams
+from diloco.projections.history import read_history
 from diloco.replay.redact import Redactor, names_in
 
 # More than `wire.MAX_KEYS`.
@@ -30,8 +38,8 @@ MANY = {f"learner-{index:04d}": 7 * index for index in range(5000)}
 async def resumed(lab: Lab, file: wire.CheckpointFile) -> Context:
     """A new tape for a lab's run, on a new bus."""
     bus = MemoryBus()
-    await make_streams(bus, RUN, BusSection())
     epoch = await checkpoint.next_epoch(bus, lab.store, file)
+    await make_streams(bus, RUN, BusSection(), epoch)
     context = dataclasses.replace(lab.context, bus=bus, epoch=epoch)
     await checkpoint.begin_epoch(context, file)
     await checkpoint.begin_fragments(context, file.records)
@@ -93,6 +101,73 @@ def test_a_process_that_outlived_its_tape_does_not_send_its_learner_back(run_asy
             late = stale.model_copy(update={"position": position})
             await lab.bus.publish(names.update(RUN, "a", 0), wire.encode(late))
             assert await data_position(lab.context, "a") == 24
+
+    run_async(scenario())
+
+
+async def outlived(lab: Lab) -> tuple[Context, Context]:
+    """A lab's run on the tape that is lost, and on the one that came in its place."""
+    await lab.create()
+    async with lab.aggregating():
+        await lab.join("a")
+        await lab.send_many("a", 2)
+        marked = await checkpoint.mark(lab.context)
+    file = checkpoint.load_file(lab.store, RUN, marked.name)
+    now = await resumed(lab, file)
+    # Its connection finds the new server under the old address.
+    return dataclasses.replace(lab.context, bus=now.bus), now
+
+
+def test_two_tapes_of_a_run_share_no_sequence(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        before, now = await outlived(lab)
+        last_seq = await lab.bus.last_sequence(now.tape)
+        items = [item async for item in read_tape(now)]
+        assert last_seq < items[0].seq == first_sequence(1)
+        history = await read_history(now)
+        assert (history.trimmed, history.whole_from) == (False, 1)
+        # What was decided on the lost tape takes nothing of this one, and is built on nothing here.
+        await trim_tape(before, [Trim(names.record(RUN, 0), last_seq)])
+        assert [item async for item in read_tape(now)] == items
+        marked = await checkpoint.mark(now)
+        assert marked.name == f"0001-{items[-1].seq - first_sequence(1) + 1:012d}"
+
+    run_async(scenario())
+
+
+def test_who_outlived_its_tape_says_no_first_word_on_the_next(run_async):
+    """What a run says once (its stop, its end) is tried again for as long as a server is away."""
+
+    async def scenario() -> None:
+        before, now = await outlived(Lab())
+        subject = names.stop(RUN)
+        stop = wire.encode(wire.Stop(run=RUN, global_step=9, reason="steps"))
+        with pytest.raises(RunMismatchError, match="resumed as epoch 1, this is epoch 0"):
+            await swap(before, subject, stop, "late", 0)
+        assert await now.bus.last(now.tape, subject) is None
+        assert await swap(now, subject, stop, "ours", 0) > first_sequence(1)
+
+    run_async(scenario())
+
+
+def test_a_leave_of_another_tapes_life_says_nothing_of_data(run_async):
+    async def scenario() -> None:
+        lab = Lab()
+        _, now = await outlived(lab)
+        leave = wire.Leave(run=RUN, learner="a", incarnation=7, position=400, fragments=(0,))
+        await now.bus.publish(names.leave(RUN, "a"), wire.encode(leave))
+        assert await data_position(now, "a") == 16
+        join = wire.Join(run=RUN, learner="a", layout=now.layout.digest, host="")
+        joined = await now.bus.publish(names.join(RUN, "a"), wire.encode(join))
+        assert await reached_before(now, "a", joined) == {}
+        lab.context, lab.bus = now, now.bus
+        sent = lab.upload("a").model_copy(
+            update={"epoch": now.epoch, "incarnation": joined, "seq": 1, "position": 24, "steps": 8}
+        )
+        await now.bus.publish(names.update(RUN, "a", 0), wire.encode(sent))
+        assert (await judge(now)).breaches == []
+        assert audit(await read_history(now)).breaches == []
 
     run_async(scenario())
 

@@ -22,6 +22,7 @@ from diloco.learner import sync
 from diloco.learner.adopt import WAITING_VIEWS, Adopter
 from diloco.learner.adopt import load as load_newest
 from diloco.learner.boundary import NOTHING, Decoded
+from diloco.learner.catchup import Adopted, Waiting, next_move
 from diloco.learner.context import Context as LearnerContext
 from diloco.learner.fetch import Fetcher, start_at
 from diloco.learner.peers import Alone
@@ -413,6 +414,34 @@ def test_a_learner_that_is_a_little_behind_fetches_the_deltas(run_async):
         first = newest.version - 1
         found = await followed.follow_to(lab, newest.version)
         assert found == [(first, Delta), (newest.version, Delta)]
+
+    run_async(scenario())
+
+
+def test_a_delta_leads_on_only_from_the_view_that_it_was_made_from(run_async):
+    """Codes carry what quantization lost: upon any other view they give other bits."""
+
+    async def scenario() -> None:
+        lab = await made(SNAPSHOT_EVERY + 2)
+        records = [(at.record_seq, at.record) for at in await lab.records()]
+        (seq, base), *later = records[SNAPSHOT_EVERY:]
+        waiting = [Waiting(*one) for one in later]
+        adopted = Adopted(seq, base.version, base.view_digest)
+        step, newest = next_move(adopted, waiting), later[-1][1]
+        assert step is not None
+        assert (step.covers, step.change.snapshot, step.change.deltas) == (
+            1,
+            None,
+            (later[0][1].delta,),
+        )
+        for elsewhere, left in (
+            (adopted._replace(view_digest="0" * 32), waiting),  # a view that no record has
+            (adopted._replace(version=0), waiting),  # its digest, and another number
+            (adopted, waiting[1:]),  # the record between was lost
+        ):
+            jump = next_move(elsewhere, left)
+            assert jump is not None
+            assert (jump.covers, jump.change.snapshot) == (len(left), newest.snapshot)
 
     run_async(scenario())
 

@@ -134,16 +134,16 @@ def test_an_acknowledgement_after_a_doubt_is_not_believed(run_async):
 
 
 def test_nothing_is_published_on_top_of_another_message_of_the_same_number(run_async):
-    """A process that outlived its tape meets the one that came in its place."""
+    """A server may give the sequence of a message that it lost to another."""
 
     async def scenario() -> None:
         lab = Lab()
         await lab.create()
         subject, body = names.stop(RUN), wire.encode(wire.Stop(run=RUN, global_step=0, reason="x"))
-        seq = await lab.bus.publish(subject, body, msg_id="of the new tape")
+        seq = await lab.bus.publish(subject, body, msg_id="what stands")
         with pytest.raises(SwapLostError):
-            await swap(lab.context, subject, body, "ours", seq, "of the lost tape")
-        assert await swap(lab.context, subject, body, "theirs", seq, "of the new tape") > seq
+            await swap(lab.context, subject, body, "ours", seq, "what was lost")
+        assert await swap(lab.context, subject, body, "theirs", seq, "what stands") > seq
 
     run_async(scenario())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import re
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -54,8 +55,10 @@ class NatsBus:
         self._connection = Connection(address, link)
         self._cursors = Cursors(self._connection)
 
-    async def create_stream(self, stream: str, subjects: list[str], limits: StreamLimits) -> None:
-        """Create `stream`; the same again is no error.
+    async def create_stream(
+        self, stream: str, subjects: list[str], limits: StreamLimits, *, first_seq: int = 1
+    ) -> None:
+        """Create `stream`, whose first message gets `first_seq`; one that is there stays as it is.
 
         A stream that keeps what is old, or has no limit on age or size, refuses new messages when
         its limit is reached or the disk is full; others drop their oldest.
@@ -67,7 +70,7 @@ class NatsBus:
         """
         check_patterns(subjects)
         check_limits(limits)
-        wanted = stream_config(stream, subjects, limits)
+        wanted = stream_config(stream, subjects, limits, first_seq)
         try:
             await self._connection.call(
                 f"{self._api}.STREAM.CREATE.{stream}", lambda js: js.add_stream(wanted)
@@ -216,9 +219,14 @@ class NatsBus:
         with contextlib.suppress(StreamMissingError):
             await stream_info(self._connection, stream)
             raise stream_exists(stream)
-        await self.create_stream(stream, subjects, limits)
+        known = iter(messages)
+        first = list(itertools.islice(known, 1))
+        first_seq = first[0].seq if first else 1
+        await self.create_stream(stream, subjects, limits, first_seq=first_seq)
         try:
-            return await fill(self._connection, stream, subjects, messages)
+            return await fill(
+                self._connection, stream, subjects, itertools.chain(first, known), first_seq
+            )
         except BaseException:
             with contextlib.suppress(BusError):
                 asked = f"{self._api}.STREAM.DELETE.{stream}"
@@ -228,7 +236,7 @@ class NatsBus:
     async def read(
         self, stream: str, subjects: list[str], start_seq: int
     ) -> AsyncIterator[Message]:
-        """Messages of `subjects` from `start_seq` (1 is the first) on; ends when the bus closes.
+        """Messages of `subjects` from `start_seq` (1: all of them) on; ends when the bus closes.
 
         Outlives lost connections, servers and consumers.
 

@@ -46,7 +46,9 @@ async def store(
     return ack.seq
 
 
-def stream_config(stream: str, subjects: list[str], limits: StreamLimits) -> api.StreamConfig:
+def stream_config(
+    stream: str, subjects: list[str], limits: StreamLimits, first_seq: int
+) -> api.StreamConfig:
     """What a server is asked for."""
     bounded = (limits.max_age_s > 0 or limits.max_bytes > 0) and not limits.keep_old
     return api.StreamConfig(
@@ -59,6 +61,7 @@ def stream_config(stream: str, subjects: list[str], limits: StreamLimits) -> api
         max_msg_size=limits.max_message_bytes or -1,
         duplicate_window=limits.duplicate_window_s,
         num_replicas=limits.replicas,
+        first_seq=first_seq,
         allow_direct=True,
         # With these NATS's own tools take it for a bucket of keys and values.
         max_msgs_per_subject=1 if limits.last_only else -1,
@@ -99,20 +102,27 @@ def message_of(
 
 
 async def fill(
-    connection: Connection, stream: str, subjects: list[str], messages: Iterable[Message]
+    connection: Connection,
+    stream: str,
+    subjects: list[str],
+    messages: Iterable[Message],
+    first_seq: int,
 ) -> int:
-    """Give an empty stream these messages under their own numbers; how many.
+    """Give an empty stream, which begins at `first_seq`, these messages under their own numbers.
+
+    How many there are.
 
     Raises:
         BusError: it does not take a message, or something else was stored between.
         BusUnavailableError: no answer.
     """
     filler = _filler(subjects)
-    count = last_seq = 0
+    count, last_seq, gaps = 0, first_seq - 1, False
     batch: list[_Entry] = []
     for message in messages:
         for seq in range(last_seq + 1, message.seq):
             batch.append((seq, filler, b"", {}))
+            gaps = True
             if len(batch) >= _RESTORED_AT_ONCE:
                 await _append(connection, batch)
         headers = {_STORED_AT: repr(message.time_s), _EXPORTED_ID: message.msg_id}
@@ -121,7 +131,7 @@ async def fill(
         if len(batch) >= _RESTORED_AT_ONCE:
             await _append(connection, batch)
     await _append(connection, batch)
-    if last_seq > count:
+    if gaps:
         asked = f"{connection.address.api}.STREAM.PURGE.{stream}"
         await connection.call(asked, lambda js: js.purge_stream(stream, subject=filler))
     return count
