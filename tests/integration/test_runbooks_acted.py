@@ -4,6 +4,7 @@ The commands are the pages' own (`night.py`): a page whose command changes or go
 operators-hour` follows all of them, one after the other.
 """
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -104,6 +105,29 @@ def test_add_and_remove_a_learner(night):
     assert "cut off" in night.do(page, "diloco auth revoke DIR NAME", NAME="learner-1")
     assert night.run(["auth", "revoke", night.places["DIR"], "nobody"]).status == Exit.CONFIG
     assert "learner-0" in night.run(["learners", run]).text
+
+
+@pytest.mark.slow
+def test_restore_from_the_bucket(night):
+    page, run = "restore-from-bucket", night.places["RUN"]
+    assert night.run(["checkpoint", run]).status == 0
+    assert night.run(["resume", run]).status != 0  # "On a bus that still has the run"
+    # The server is lost with its disk, and a new one comes in its place.
+    night.server.kill()
+    shutil.rmtree(night.server.folder)
+    night.do(page, "systemctl stop diloco-learner@NAME")
+    night.do(page, "systemctl stop diloco-aggregator")
+    night.server.start()
+    lost = night.run(["doctor", run])
+    assert lost.status == Exit.FAILED
+    assert "restore-from-bucket.md" in lost.text
+    said = night.do(page, "diloco resume RUN")
+    assert "resumed from checkpoint" in said
+    assert "as epoch 1" in said
+    assert min(read_tape(night.world).versions()) >= 1
+    begin(night)
+    told(night, page, "diloco status RUN --once", "training")
+    assert " error " not in night.do(page, "diloco doctor RUN")
 
 
 @pytest.mark.slow
