@@ -29,7 +29,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim terraform lock clean
 
@@ -83,6 +83,16 @@ test-extras: install ## test what needs torch, TensorBoard and W&B, in .venv-ext
 		--no-build-isolation -e .
 	@.venv-extras/bin/python -m pytest tests/integration/test_torch.py tests/integration/test_trackers.py \
 		$(ARGS)
+
+# PROMETHEUS is a folder with Debian's prometheus, promtool, prometheus-alertmanager and amtool.
+test-alerts: install ## break runs, and see alerts pass a real Prometheus and Alertmanager; PROMETHEUS=...
+	@PATH="$(if $(PROMETHEUS),$(PROMETHEUS):)$$PATH" $(RUN) pytest -rs \
+		tests/integration/test_alerting.py tests/integration/test_prometheus.py $(ARGS)
+
+# Every command of every runbook, and some pages on a run that was broken as they say.
+operators-hour: install ## follow the runbooks on real runs that are broken for it
+	@$(RUN) pytest -rs --durations=0 tests/integration/test_runbooks_acted.py \
+		tests/integration/test_runbooks_followed.py tests/integration/test_runbook_commands.py $(ARGS)
 
 test-slow: install ## run the slow tests
 	@$(RUN) pytest -m slow $(ARGS)

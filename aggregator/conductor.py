@@ -43,6 +43,7 @@ class Conductor:
     context: Context
     _settings: RunSettings = field(init=False)
     _newest: dict[int, Newest] = field(default_factory=dict)
+    _settings_seq: int = 0
     _stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -97,6 +98,11 @@ class Conductor:
             await self._decide()
 
     def _change(self, message: Message) -> None:
+        # A bus may deliver a message again, and reading begins at the oldest of the newest records:
+        # by settings of the past a run would stop at a length that it no longer has.
+        if message.seq <= self._settings_seq:
+            return
+        self._settings_seq = message.seq
         try:
             self._settings = parse_changed(self.context.settings, message)
         except WireError as error:

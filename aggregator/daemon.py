@@ -12,6 +12,7 @@ from diloco.aggregator.expiry import Expiry
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.liveness import LivenessWatch
 from diloco.aggregator.owner import FragmentOwner
+from diloco.aggregator.score_watch import watch_scores
 from diloco.aggregator.tape_watch import watch_tape
 from diloco.aggregator.tenure import Tenure
 from diloco.common import log, names
@@ -259,12 +260,13 @@ async def _work(
     probes.start.over()
     reports = asyncio.ensure_future(report(probes.health, probes.manager))
     checkpoints = asyncio.ensure_future(watch_checkpoints(context, checkpoint_s))
+    scores = asyncio.ensure_future(watch_scores(context))
     tell(probes.manager, READY="1")
     await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
     tell_stopping(probes.manager)
     # All that counts is committed; a thread that hangs in the store would be waited for.
     log.end_within(LEAVE_S)
-    await cancel(reports, checkpoints)
+    await cancel(reports, checkpoints, scores)
     stop.cancel()
     if work.done():
         work.result()

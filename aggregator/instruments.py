@@ -35,6 +35,10 @@ class Tenure(Protocol):
         """The record that it stands at."""
 
     @property
+    def paused(self) -> bool:
+        """Whether the run is paused."""
+
+    @property
     def queued(self) -> int:
         """Events that wait for the machine."""
 
@@ -47,13 +51,14 @@ def show_owned(
     A fragment without a tenure is being recovered. Sums are those of the newest record, so that
     they go on where another process left them.
     """
-    counted.forget(*BY_FRAGMENT)
+    counted.forget(*BY_FRAGMENT, metrics.PAUSED)
     counted.set(metrics.FRAGMENTS, fragments)
     counted.set(metrics.OWNED, len(tenures))
     counted.set(metrics.STOPPED, stopped)
     for fragment, tenure in sorted(tenures.items()):
         if tenure is not None:
             _show_fragment(counted, fragment, tenure.newest, tenure.state)
+            counted.set(metrics.PAUSED, tenure.paused)
             counted.set(metrics.QUEUED, tenure.queued, fragment)
 
 

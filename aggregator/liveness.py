@@ -57,6 +57,7 @@ class LivenessWatch:
     async def _compare(self) -> None:
         while True:
             self._context.health.turned()
+            self._context.metrics.set(metrics.HEARD_AT, self.hearing.newest_s)
             await asyncio.sleep(min(1.0, self._live_s() / 4))
             for owner in self._owners:
                 if owner.tenure is not None:

@@ -13,8 +13,17 @@ from diloco.common.layout import next_step
 from diloco.common.tape import effective_settings, last_record
 
 
-async def change_settings(context: Context, settings: RunSettings) -> list[str]:
+async def change_settings(
+    context: Context, settings: RunSettings, *, based_on: int | None = None
+) -> list[str]:
     """Put settings in force from each fragment's next version on; what differs from before.
+
+    Args:
+        context: the operator's.
+        settings: all of them, changed or not.
+        based_on: sequence of the settings that these were made of, as `effective_settings` gave it:
+            what another operator changed since then is not to be changed back. None: whatever
+            is in force.
 
     Raises:
         ConfigError: a difference that no run can take while it goes on, or a length that is over.
@@ -22,6 +31,8 @@ async def change_settings(context: Context, settings: RunSettings) -> list[str]:
     """
     await check_goes_on(context)
     before, before_seq = await effective_settings(context)
+    if based_on is not None and based_on != before_seq:
+        raise _changed_meanwhile(context)
     check_changeable(context.settings, settings)
     changed = changes(before, settings)
     if not changed:
@@ -37,11 +48,15 @@ async def change_settings(context: Context, settings: RunSettings) -> list[str]:
     try:
         await swap(context, subject, wire.encode(message), identity(context), before_seq)
     except SwapLostError as error:
-        raise RunMismatchError(
-            f"the settings of run {context.run!r} have just been changed by another operator",
-            hint="repeat, if the change is still wanted",
-        ) from error
+        raise _changed_meanwhile(context) from error
     return changed
+
+
+def _changed_meanwhile(context: Context) -> RunMismatchError:
+    return RunMismatchError(
+        f"the settings of run {context.run!r} have just been changed by another operator",
+        hint="repeat, if the change is still wanted",
+    )
 
 
 async def _check_length(context: Context, before: RunSettings, after: RunSettings) -> None:
@@ -89,5 +104,6 @@ async def check_goes_on(context: Context) -> None:
     if await context.bus.last(context.tape, names.stop(context.run)) is not None:
         raise RunMismatchError(
             f"run {context.run!r} has stopped",
-            hint="create another run from its parameters: diloco run create --from FILE",
+            hint="create another run from its parameters: diloco export RUN DIR, then diloco run "
+            "create --config FILE --from DIR/model.safetensors",
         )

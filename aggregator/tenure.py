@@ -124,6 +124,11 @@ class Tenure:
         return self._committer.newest
 
     @property
+    def paused(self) -> bool:
+        """Whether the settings in force say that the run is paused."""
+        return self._arrays.settings.run.paused
+
+    @property
     def queued(self) -> int:
         """Events that wait for the machine."""
         return self._queue.qsize()

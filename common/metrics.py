@@ -115,6 +115,10 @@ LOST = _counter(
 PENDING = _gauge("aggregator_pending_updates", "updates announced and not merged yet", "fragment")
 QUEUED = _gauge("aggregator_queued_events", "events queued for the fragment's core", "fragment")
 LIVE_LEARNERS = _gauge("aggregator_live_learners", "live learners", "fragment")
+HEARD_AT = _gauge(
+    "aggregator_heard_timestamp_seconds",
+    "time of the newest heartbeat of any learner, or of this process's start",
+)
 QUARANTINED = _gauge(
     "aggregator_quarantined",
     "1 for a quarantined learner",
@@ -141,6 +145,14 @@ RUN_CHECKPOINTED_AT = _gauge(
     "run_checkpoint_timestamp_seconds",
     "time of the run's newest checkpoint in the store, or of its creation if there is none",
 )
+HELD_OUT = _gauge(
+    "run_held_out_loss",
+    "loss of the global view on held-out data, of the scores that are kept: the first, the least"
+    " (`best`) and the newest",
+    "which",
+)
+HELD_OUT_STEP = _gauge("run_held_out_step", "global step of the newest score that is kept")
+PAUSED = _gauge("run_paused", "1 while the run is paused")
 TAPE_SIZE = _gauge("tape_size_bytes", "size of the tape")
 TAPE_LIMIT = _gauge("tape_limit_bytes", "size limit of the tape; 0: none")
 
@@ -151,9 +163,9 @@ LEARNER = (
 )  # fmt: skip
 AGGREGATOR = (
     FRAGMENTS, OWNED, STOPPED, VERSION, CLOCK, COMMITTED_AT, MERGED, REJECTED, DELIVERED, LOST,
-    PENDING, QUEUED, LIVE_LEARNERS, QUARANTINED, VERDICTS, IGNORED, STALENESS, ROUND_UPDATES, ROUND,
-    RECOVERIES, MERGED_AGAIN, RECEIVED, STORED, COLLECTED, RUN_CHECKPOINTED_AT, TAPE_SIZE,
-    TAPE_LIMIT,
+    PENDING, QUEUED, LIVE_LEARNERS, HEARD_AT, QUARANTINED, VERDICTS, IGNORED, STALENESS,
+    ROUND_UPDATES, ROUND, RECOVERIES, MERGED_AGAIN, RECEIVED, STORED, COLLECTED,
+    RUN_CHECKPOINTED_AT, HELD_OUT, HELD_OUT_STEP, PAUSED, TAPE_SIZE, TAPE_LIMIT,
 )  # fmt: skip
 
 

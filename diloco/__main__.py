@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 import diloco
+from diloco.alerts.command import app as alerts
 from diloco.auth.command import app as auth
 from diloco.check.command import app as check
 from diloco.cli.parts import Parted
@@ -37,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 for room in (
-    local, task, plan, daemons, operate, look, dashboard, check, report, trackers, model,
+    local, task, plan, daemons, operate, look, dashboard, alerts, check, report, trackers, model,
     replay, auth,
 ):  # fmt: skip
     app.add_typer(room)

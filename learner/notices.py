@@ -43,7 +43,10 @@ async def _follow_subject(context: Context, post: Post, subject: str) -> None:
         _pass_on(context, post, last)
     start = 1 if last is None else last.seq + 1
     async for message in context.bus.read(context.tape, [subject], start):
-        _pass_on(context, post, message)
+        # What a bus delivers again may be of the past: settings that hold no more.
+        if message.seq >= start:
+            start = message.seq + 1
+            _pass_on(context, post, message)
 
 
 def _pass_on(context: Context, post: Post, message: Message) -> None:

@@ -33,6 +33,11 @@ class Hearing:
         self._newest_s = now_s
         self._hear(learner, incarnation, now_s)
 
+    @property
+    def newest_s(self) -> float:
+        """When any learner was heard of last, or when this began to listen."""
+        return self._newest_s
+
     def silent_s(self, learner: str, incarnation: int) -> float:
         """For how long a life, and those after it, were silent while anybody was heard."""
         lives = self._heard_at_s[learner]

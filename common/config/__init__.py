@@ -37,6 +37,7 @@ from diloco.common.config.environment import (
     storage_emulator,
     store_url,
     visible_devices,
+    webhook,
 )
 from diloco.common.config.fields import Section
 from diloco.common.config.reading import (
@@ -105,5 +106,6 @@ __all__ = [
     "store_url",
     "visible_devices",
     "warnings",
+    "webhook",
     "with_mesh",
 ]

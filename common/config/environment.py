@@ -16,6 +16,11 @@ def store_url() -> str | None:
     return os.environ.get("DILOCO_STORE_URL")
 
 
+def webhook() -> tuple[str | None, str | None]:
+    """The webhook's URL and token: secrets, which a command line would show to everybody."""
+    return os.environ.get("DILOCO_WEBHOOK_URL"), os.environ.get("DILOCO_WEBHOOK_TOKEN")
+
+
 def storage_emulator(*, asked_for: bool) -> str | None:
     """Address of the server that stands for Google Cloud Storage in tests; None for the real one.
 

@@ -6,13 +6,14 @@ error, superseded, silent, or of no use is told of as that, also once it has lef
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
 from diloco.check.symptoms import (
     DISK_FULL,
     LAGGING_LEARNER,
+    NO_LEARNERS,
     QUARANTINED_LEARNER,
     RECENT,
     REJECTED_UPDATES,
@@ -87,6 +88,11 @@ def learners(history: History, views: dict[str, LastHeartbeat], now_s: float) ->
             yield _gone(name, how, of_use=bool(history.trimmed) or name in merged)
         else:
             yield from _pace(name, view)
+    if not stop_seq and not history.in_force.run.paused:
+        there = {name: of_life(views.get(name), life) for name, life in lives.items()}
+        who_left = {name for name, life in lives.items() if (name, life) in leaves_of}
+        timeout_s = history.in_force.quorum.liveness_timeout_s
+        yield from nobody(there, who_left, now_s, timeout_s)
     if not history.joins and not stop_seq:
         yield Finding(severity="note", about="learners", sentence="no learner has joined yet")
 
@@ -209,6 +215,39 @@ def silence(
         sentence=f"silent {since}, and has not left the run",
         advice="check whether its process runs and reaches NATS; start it again if not",
         runbook=LAGGING_LEARNER,
+    )
+
+
+def nobody(
+    there: Mapping[str, LastHeartbeat | None],
+    left: Collection[str],
+    now_s: float,
+    liveness_timeout_s: float,
+) -> Iterator[Finding]:
+    """A run that goes on, of whose learners all have left, are silent or were ended by an error.
+
+    Args:
+        there: last heartbeat of each learner's newest life.
+        left: those of them that have left.
+        now_s: the time.
+        liveness_timeout_s: who was not heard of for so long is silent.
+    """
+    silent = [
+        name
+        for name, view in there.items()
+        if name not in left
+        and [*failed(name, view), *silence(name, view, now_s, liveness_timeout_s)]
+    ]
+    if not there or len(silent) + len(left) < len(there):
+        return
+    gone = [f"{len(silent)} silent or ended by an error"] if silent else []
+    gone += [f"{len(left)} left in order"] if left else []
+    yield Finding(
+        severity="error" if silent else "warning",
+        about="learners",
+        sentence=f"no learner is there, and nothing is trained: {', '.join(gone)}",
+        advice="start them again; if they all stop at once, look at what they share",
+        runbook=NO_LEARNERS,
     )
 
 

@@ -37,6 +37,7 @@ TAPE_FULL = "runbooks/tape-full.md"
 DISK_FULL = "runbooks/disk-full.md"
 QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
 RESTORE = "runbooks/restore-from-bucket.md"
+NO_LEARNERS = "runbooks/no-learners.md"
 
 # Clocks that differ by more confuse deadlines and people; what breaks is
 # `quorum.liveness_timeout_s`.

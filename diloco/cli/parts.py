@@ -8,8 +8,8 @@ from typer.core import TyperGroup
 PARTS: dict[str, tuple[str, ...]] = {
     "Train": ("local", "task", "plan", "config", "run", "aggregator", "learner"),
     "Look": (
-        "dashboard", "status", "runs", "learners", "history", "report", "track", "evaluate",
-        "sample", "export",
+        "dashboard", "status", "watch", "runs", "learners", "history", "report", "track",
+        "evaluate", "sample", "export",
     ),
     "Operate": (
         "doctor", "checkpoint", "resume", "rollback", "gc", "archive", "auth", "install-units",

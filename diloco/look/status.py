@@ -218,6 +218,17 @@ class Watch:
         if stopping_s > symptoms.patience_s(self._context.settings):
             yield symptoms.stops_for_long(stopping_s)
 
+    def _nobody(self, lives: "_Lives", now_s: float) -> Iterator[Finding]:
+        observed, settings = self._follower.state, self._settings
+        if settings.run.paused:
+            return
+        there = {
+            name: members.of_life(observed.learners.get(name), lives.newest(name))
+            for name in _known(observed)
+        }
+        left = {name for name in there if lives.has_left(name)}
+        yield from members.nobody(there, left, now_s, settings.quorum.liveness_timeout_s)
+
     def _alerts(self, now_s: float) -> Iterator[Finding]:
         observed, settings = self._follower.state, self._context.settings
         yield from (found for found in symptoms.room(self._filled) if found.severity != "ok")
@@ -239,6 +250,7 @@ class Watch:
                 ended = [*members.failed(name, view)]
                 yield from ended or members.silence(name, view, now_s, timeout_s)
                 yield from members.usefulness(name, answers.get(name, ()))
+        yield from self._nobody(lives, now_s)
         yield from fleet.strangers(observed.recent)
         longest_s = symptoms.patience_s(settings)
         for fragment, waiting in sorted(observed.waiting.items()):

@@ -87,9 +87,10 @@ async def change(target: str, assignments: Sequence[str]) -> tuple[list[str], li
     """
     async with open_run(target) as opened:
         context = operator_context(opened)
-        before, _ = await effective_settings(context)
+        before, seq = await effective_settings(context)
         after = _assigned(before, assignments)
-        return await run_settings.change_settings(context, after), warnings(after)
+        changed = await run_settings.change_settings(context, after, based_on=seq)
+        return changed, warnings(after)
 
 
 async def end(target: str) -> int:

@@ -3,14 +3,19 @@
 import asyncio
 import time
 
+import numpy as np
 import pytest
-from audit import read_tape
+from audit import judged, read_tape
 from harness import ENDLESS, PATIENCE_S, World, eventually
 
+from diloco.common.config import load_config
 from diloco.common.errors import RunMismatchError
 from diloco.look.history import happened
 from diloco.operate import change as operate
+from diloco.operate.create import create
+from diloco.replay.export import run_export
 
+SHORT, LONG = 32, 64
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 LEARNERS = ("learner-0", "learner-1")
 STILL_S = 2.0
@@ -61,3 +66,40 @@ def test_a_run_is_paused_made_longer_continued_and_ended(new_world):
         "created", "settings", "settings", "stop", "end",
     ]  # fmt: skip
     assert all(event.by.startswith("operator ") for event in done[1:4])
+
+
+def test_a_run_is_made_longer_while_nobody_runs_and_is_joined_with_the_old_file(
+    new_world, tmp_path
+):
+    world = new_world(run={"steps": SHORT})
+    target, before = str(world.config_path), world.config_path.read_text()
+    ask(operate.change(target, ["run.steps=50"]))
+    first = [world.aggregator(), world.learner("learner-0")]
+    world.until(lambda: min(read_tape(world).versions()) >= 1, "versions")
+    # Of the stopped processes nobody can hear of the change; whoever starts later finds it.
+    for process in first:
+        process.terminate()
+    assert [process.wait() for process in first] == [0, 0]
+    ask(operate.change(target, [f"run.steps={LONG}"]))
+    assert world.config_path.read_text() == before
+    processes = [world.aggregator(), *(world.learner(name) for name in LEARNERS)]
+    assert [process.wait() for process in processes] == [0] * 3
+    tape = read_tape(world)
+    tape.check()
+    assert SHORT < max(record.global_step for record in tape.all_records()) <= LONG
+    assert judged(world).findings == []
+
+    # Once it has ended it goes on as another run, from its parameters.
+    with pytest.raises(RunMismatchError, match="has stopped") as refused:
+        ask(operate.change(target, ["run.steps=96"]))
+    assert "diloco export RUN DIR" in str(refused.value.hint)
+    ended = world.params()
+    folder = tmp_path / "model"
+    run_export(target, folder, "safetensors", None)
+    name = f"{world.name}-longer"
+    new = world.variant("longer", {"run": {"name": name, "steps": 96}})
+    create(load_config(new), folder / "model.safetensors")
+    world.document["run"]["name"] = name
+    world.config_path.write_text(new.read_text())
+    for leaf, value in world.params().items():
+        assert np.array_equal(value, ended[leaf])

@@ -25,15 +25,18 @@ from diloco.common.nats_server import free_port
 
 ALERTS = ROOT / "infra" / "prometheus" / "alerts.yml"
 CONFIG = ROOT / "infra" / "prometheus" / "prometheus.yml"
+ALERTMANAGER = ROOT / "infra" / "prometheus" / "alertmanager.yml"
 DASHBOARD = ROOT / "infra" / "grafana" / "diloco.json"
 CATALOGUE = {one.name: one for one in metrics.DAEMON + metrics.LEARNER + metrics.AGGREGATOR}
 NEVER_OURS = {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
 SCRAPED = {"run", "instance", "job"}
-# What a run that nothing befalls does not have.
+# What a run that nothing befalls does not have, or one whose task says no more than its loss.
 ONLY_IN_NEED = {
     "diloco_faults_total", "diloco_waiting", "diloco_aggregator_rejections_total",
     "diloco_aggregator_ignored_total", "diloco_aggregator_collected_bytes_total",
-    "diloco_aggregator_quarantined",
+    "diloco_aggregator_quarantined", "diloco_run_held_out_loss", "diloco_run_held_out_step",
+    "diloco_learner_metric", "diloco_learner_checkpoint_timestamp_seconds",
+    "diloco_learner_checkpoint_failures_total",
 }  # fmt: skip
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,

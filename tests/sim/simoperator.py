@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 Command = Callable[[Context, random.Random], Awaitable[None]]
 # A command that takes longer is interrupted.
 PATIENCE_S = 30.0
+# How often a changed length is a longer one.
+LONGER = 0.75
+# Steps that nobody takes in a check of pauses.
+FAR = 200
 
 
 class Operator:
@@ -39,6 +43,7 @@ class Operator:
         self._world = world
         self._learners = learners
         self._begin = begin
+        self._length = 1
 
     async def command(self, command: Command, rng: random.Random) -> bool:
         """Run a command; whether it succeeded."""
@@ -60,7 +65,7 @@ class Operator:
 
     async def change(self, context: Context, rng: random.Random) -> None:
         """`diloco run set`."""
-        now, _ = await effective_settings(context)
+        now, seq = await effective_settings(context)
         sections = {
             "sync": {"min_steps": rng.choice([1, 2, 4])},
             "quorum": {"min_learners": rng.choice([1, 2, 3])},
@@ -69,7 +74,43 @@ class Operator:
         document = now.model_dump()
         for section, values in sections.items():
             document[section] |= values
-        await run_settings.change_settings(context, parse_settings(document))
+        await run_settings.change_settings(context, parse_settings(document), based_on=seq)
+
+    async def lengthen(self, context: Context, rng: random.Random) -> None:
+        """`diloco run set run.steps=...`: longer, and now and then shorter."""
+        now, _ = await effective_settings(context)
+        by = rng.choice([1, now.sync.interval_steps, 2 * now.sync.interval_steps])
+        longer = rng.random() < LONGER
+        await self._set_run(context, steps=max(1, now.run.steps + (by if longer else -by)))
+
+    async def pause(self, context: Context, _chance: random.Random) -> None:
+        """`diloco run pause`."""
+        await self._set_run(context, paused=True)
+
+    async def proceed(self, context: Context, _chance: random.Random) -> None:
+        """`diloco run continue`."""
+        await self._set_run(context, paused=False)
+
+    async def hold(self, context: Context, _chance: random.Random) -> None:
+        """Pause a run, and make it so long that it cannot end meanwhile if somebody goes on."""
+        now, _ = await effective_settings(context)
+        self._length = now.run.steps
+        await self._set_run(context, paused=True, steps=self._length + FAR)
+
+    async def let_go(self, context: Context, _chance: random.Random) -> None:
+        """As long as before `hold`, unless the round that is being made goes beyond."""
+        await self._set_run(context, steps=self._length)
+
+    async def end(self, context: Context, _chance: random.Random) -> None:
+        """`diloco run end`."""
+        await run_settings.end_run(context, "operator")
+
+    @staticmethod
+    async def _set_run(context: Context, **changed: Any) -> None:
+        now, seq = await effective_settings(context)
+        document = now.model_dump()
+        document["run"] |= changed
+        await run_settings.change_settings(context, parse_settings(document), based_on=seq)
 
     async def roll_back(self, context: Context, rng: random.Random) -> None:
         """`diloco run rollback`."""

@@ -24,6 +24,7 @@ from simtensors import Ledger, Light, Numbers
 from simtrial import Outcome, Trial, faults, settings
 from simworld import SimLearner, World, ended
 
+from diloco.aggregator.context import Context
 from diloco.common import checkpoint_files, wire
 from diloco.common.config import BusSection, GcSection
 from diloco.common.errors import ObjectMissingError
@@ -33,6 +34,10 @@ FAULTY = 0.75
 PATIENCE_S = 1800.0
 # In calm, whoever is superseded has ended after so long: a pause or a partition may still last.
 SUPERSEDED_S = 45.0
+# For so long nobody takes a step of a run that is paused.
+PAUSED_S = 15.0
+# How often an operator who might end the run does.
+ENDED_EARLY = 0.2
 # For how long a run whose objects are damaged is watched without faults.
 STANDSTILL_S = 30.0
 # Simulations between two collections of what they leave.
@@ -139,6 +144,7 @@ class Scenario:
                 ("clock_step", self._set_clock),
                 ("twin", self._start_twin),
                 ("commands", self._command_more),
+                ("life", self._lead_a_life),
                 ("disk_full", self._fill_disks),
                 ("revoked", self._revoke),
                 ("tail_lost", self._lose_tail),
@@ -157,6 +163,8 @@ class Scenario:
             self._check_adopted()
             return
         work.append(asyncio.ensure_future(self._check_superseded()))
+        if plan.has("life"):
+            work.append(asyncio.ensure_future(self._check_paused(plan.rng("calm"))))
         await asyncio.gather(*work)
 
     def _calm_down(self) -> None:
@@ -261,6 +269,38 @@ class Scenario:
         """An operator shuts learners out, lets them in again, and collects garbage."""
         at = self.operator
         await self._give_commands(rng, "commands", [at.shut_out, at.release, at.collect])
+
+    async def _lead_a_life(self, rng: random.Random) -> None:
+        """An operator makes the run longer and shorter, holds it for a while, or ends it early."""
+        at = self.operator
+        while True:
+            await self._every(rng, 20.0)
+            self.world.injected["life"] += 1
+            act = rng.choice([at.lengthen, at.lengthen, at.pause, at.pause, self._end_rarely])
+            await at.command(act, rng)
+            if act == at.pause:
+                await asyncio.sleep(rng.uniform(0.5, 20.0))
+                await at.command(at.proceed, rng)
+
+    async def _end_rarely(self, context: Context, rng: random.Random) -> None:
+        if rng.random() < ENDED_EARLY:
+            await self.operator.end(context, rng)
+
+    async def _check_paused(self, rng: random.Random) -> None:
+        """In calm nobody takes a step while the run is paused, and it ends once it is not."""
+        world, at = self.world, self.operator
+        held = await at.command(at.hold, rng)
+        await asyncio.sleep(SUPERSEDED_S)
+        before = world.steps
+        await asyncio.sleep(PAUSED_S)
+        if held and not world.checkers.stopped and world.steps > before:
+            what = f"{world.steps - before} steps of a run that is paused"
+            world.fail(Violation("paused", "learners", what))
+        await at.command(at.let_go, rng)
+        proceeds = False
+        while not (proceeds or world.checkers.stopped):
+            proceeds = await at.command(at.proceed, rng)
+            await asyncio.sleep(1.0)
 
     async def _give_commands(
         self, rng: random.Random, kind: str, commands: Sequence[Command]

@@ -68,6 +68,7 @@ WORLDS = (
     "tail_lost",
     "averaged",
     "overwrite",
+    "life",
 )
 FULL = (*KINDS, *WORLDS)
 CODECS = ("float32", "bfloat16", "int8", "int4")

@@ -10,6 +10,7 @@ from simshrink import commit, explain, shrink
 from simtrial import KINDS, WORLDS, Trial
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context, store_version_object
 from diloco.aggregator.core import events, garbage, machine
 from diloco.aggregator.core.state import State, UpdateId
@@ -20,6 +21,7 @@ from diloco.common import names, shards, slices, wire
 from diloco.common.errors import AccessDeniedError, StoreUnavailableError, WireError
 from diloco.common.service import Runtime
 from diloco.common.tape import data_position, last_record, read_record
+from diloco.learner import sync
 from diloco.learner.adopt import Adopter
 from diloco.learner.checkpoint import PartFolder
 from diloco.learner.position import Place
@@ -346,6 +348,30 @@ def state_at_the_runs_rate():
     return mock.patch.object(FragmentArrays, "own_settings", settings)
 
 
+def deaf_to_pauses():
+    """A learner trains on while the run is paused."""
+    rules = sync.sync_rules
+    return mock.patch.object(
+        sync, "sync_rules", lambda section, layout=None, **_: rules(section, layout)
+    )
+
+
+def length_of_the_beginning():
+    """Whoever stops the run knows only the length that it was created with."""
+    return mock.patch.object(Conductor, "_change")
+
+
+def settings_of_the_past():
+    """Whoever stops the run takes settings as they come, also those that are delivered again."""
+    change = Conductor._change
+
+    def forgets(conductor, message):
+        conductor._settings_seq = 0
+        change(conductor, message)
+
+    return mock.patch.object(Conductor, "_change", forgets)
+
+
 # Of each: the kinds of faults that find it, if not those of light seeds; and the rules it breaks.
 BUGS = {
     # Beside a newer life for ever, it may hide how far that one got.
@@ -383,6 +409,9 @@ BUGS = {
     views_not_compared: (("tail_lost",), {"view", "breaks", "unnoticed"}),
     state_rebased: (("averaged",), {"data"}),
     state_at_the_runs_rate: (("averaged",), {"averaged"}),
+    deaf_to_pauses: (("life",), {"paused"}),
+    settings_of_the_past: (("life", "redelivered"), {"oracle-stop"}),
+    length_of_the_beginning: (("life",), {"oracle-stop"}),
     no_answer_taken_for_one: (
         ("power_cut", "store_lost_answer", "crash"),
         {"objects", "rejected", "stopped", "breaks", "garbage"},

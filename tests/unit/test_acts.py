@@ -116,3 +116,17 @@ def test_a_message_of_an_earlier_release_has_no_name() -> None:
     old = wire.Settings.model_validate({"run": RUN, "settings": {}, "changed": ("x: 1 -> 2",)})
     assert (act := act_of(old, 5.0)) is not None
     assert (act.at_s, act.by, act.what) == (5.0, "unknown", "settings changed: x: 1 -> 2")
+
+
+def test_what_another_operator_has_changed_meanwhile_is_not_changed_back() -> None:
+    async def two(lab: Lab) -> None:
+        mine, seq = await effective_settings(lab.context)
+        assert await changed(lab, steps=32) == ["run.steps: 16 -> 32"]
+        document = mine.model_dump()
+        document["run"] |= {"paused": True}
+        with pytest.raises(RunMismatchError, match="another operator"):
+            await change_settings(lab.context, RunSettings.model_validate(document), based_on=seq)
+        now, _ = await effective_settings(lab.context)
+        assert (now.run.steps, now.run.paused) == (32, False)
+
+    play(two)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 from runlab import RUN, Lab
 
+from diloco.aggregator.settings import change_settings
 from diloco.check import doctor, members, symptoms
 from diloco.check.audit import audit
 from diloco.check.rules import Judged
 from diloco.check.symptoms import Finding
 from diloco.common import names, wire
+from diloco.common.config import RunSettings
 from diloco.common.health import Health
 from diloco.common.service import cancel
 from diloco.look.status import Status, Watch
@@ -225,6 +227,51 @@ def test_a_run_that_everybody_has_left_is_not_under_way() -> None:
     history = history_of(leaves)
     (finding,) = symptoms.fragments(history, audit(history), max(history.times_s.values()))
     assert finding.sentence.startswith("waiting for learners: ")
+
+
+# A run without learners
+
+
+def nobody(story: Callable[[Lab], Coroutine[Any, Any, None]], later_s: float) -> list[Finding]:
+    """What the doctor says of the fleet, so long after the last message; nobody is heard of."""
+    history = history_of(story)
+    now_s = max(history.times_s.values())
+    views = {"well": LastHeartbeat(beat("well", history.lives("well")[-1]), now_s)}
+    found = members.learners(history, views, now_s + later_s)
+    return [one for one in found if one.about == "learners"]
+
+
+async def _nothing(_lab: Lab) -> None:
+    pass
+
+
+async def _well_leaves(lab: Lab) -> None:
+    await leave(lab, "well")
+
+
+async def _paused(lab: Lab) -> None:
+    document = lab.context.settings.model_dump()
+    document["run"] |= {"paused": True}
+    await change_settings(lab.context, RunSettings.model_validate(document))
+
+
+def test_a_run_whose_learners_are_all_gone_is_not_well() -> None:
+    assert nobody(_nothing, 0.0) == []
+    (silent,) = nobody(_nothing, MINUTE_S)
+    assert (silent.severity, silent.runbook) == ("error", symptoms.NO_LEARNERS)
+    (left,) = nobody(_well_leaves, 0.0)
+    assert (left.severity, left.runbook) == ("warning", symptoms.NO_LEARNERS)
+    assert nobody(_paused, MINUTE_S) == []
+    assert nobody(stop, MINUTE_S) == []
+
+
+def test_status_says_that_no_learner_is_there() -> None:
+    status, _ = status_of(_well_leaves)
+    assert [one.runbook for one in status.alerts if one.about == "learners"] == [
+        symptoms.NO_LEARNERS
+    ]
+    status, _ = status_of(_nothing)
+    assert said(status.alerts, "learners") == []
 
 
 # A fragment, the tape, the rules, the configuration

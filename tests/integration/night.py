@@ -1,0 +1,99 @@
+"""An operator at night, with nothing but the runbooks: each command is read from the page.
+
+Units of systemd are processes of the test: on "two machines", one with NATS and the aggregators,
+one with the learners. What stands for a name on the pages is put in its place, and nothing else.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from harness import Process, World
+from runbook_pages import ROOT, commands
+from typer.testing import CliRunner
+
+from diloco.__main__ import app
+from diloco.common.errors import DilocoError
+from diloco.common.nats_server import NatsServer
+
+
+class Said(NamedTuple):
+    """What a command did: its exit status, and what it printed."""
+
+    status: int
+    text: str
+
+
+@dataclass
+class Night:
+    """What an operator has before them.
+
+    Attributes:
+        world: the run, and the processes of its units.
+        server: NATS.
+        places: what to put for RUN, NAME, DIR ...
+    """
+
+    world: World
+    server: NatsServer
+    places: dict[str, str] = field(default_factory=dict)
+    units: dict[str, Process] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        run = str(self.world.config_path)
+        auth = str(self.world.folder / "auth")
+        self.places = {"RUN": run, "FILE": run, "DIR": auth, "NAME": "learner-0", **self.places}
+
+    def do(self, page: str, begins: str, **places: str) -> str:
+        """Give the page's command that begins so; what it prints. The page must have it."""
+        found = [words for words in commands(ROOT / "runbooks" / f"{page}.md")
+                 if shlex.join(words).startswith(begins)]  # fmt: skip
+        assert found, f"{page}.md has no command {begins!r} any more"
+        words = [self._put(word, {**self.places, **places}) for word in found[0]]
+        if words[0] == "systemctl":
+            return self._systemctl(words[1], words[-1])
+        done = self.run(words[1:])
+        assert done.status == 0, f"{words}: {done.text}"
+        return done.text
+
+    def run(self, words: list[str]) -> "Said":
+        """`diloco WORDS...` where nobody sits at the terminal: a question has no answer."""
+        done = CliRunner().invoke(app, words, env={"COLUMNS": "250"}, input="")
+        error = done.exception
+        if isinstance(error, DilocoError):
+            return Said(int(error.status), f"{done.output}{error.message}\n{error.hint}")
+        assert error is None or isinstance(error, SystemExit), f"{words}: {error!r}"
+        return Said(done.exit_code, done.output)
+
+    @staticmethod
+    def _put(word: str, places: dict[str, str]) -> str:
+        """A word of a page with what stands for a name put in its place."""
+        return re.sub(r"(?<![A-Za-z])[A-Z]+(?![A-Za-z])", lambda m: places.get(m[0], m[0]), word)
+
+    # Units
+
+    def _systemctl(self, verb: str, unit: str) -> str:
+        if unit == "nats-server":
+            return self._nats(verb)
+        if verb in ("stop", "restart", "disable") and unit in self.units:
+            process = self.units.pop(unit)
+            process.terminate()
+            process.wait()
+        if verb in ("start", "restart", "enable"):
+            self.units[unit] = self._start(unit)
+        return ""
+
+    def _nats(self, verb: str) -> str:
+        if verb in ("stop", "restart"):
+            self.server.stop()
+        if verb in ("start", "restart", "enable") and not self.server.running:
+            self.server.start()
+        return ""
+
+    def _start(self, unit: str) -> Process:
+        name, _, instance = unit.partition("@")
+        if name == "diloco-aggregator":
+            return self.world.aggregator()
+        assert name == "diloco-learner", unit
+        return self.world.learner(instance)

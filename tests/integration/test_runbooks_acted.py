@@ -1,0 +1,167 @@
+"""Runbooks, followed to the letter on runs that a test has broken: what a page says happens.
+
+The commands are the pages' own (`night.py`): a page whose command changes or goes is found. `make
+operators-hour` follows all of them, one after the other.
+"""
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+from audit import read_tape
+from harness import ENDLESS, World, eventually
+from night import Night
+from test_unequal_slices import until_merged
+
+from diloco.common import log
+from diloco.common.exits import Exit
+from diloco.common.nats_server import NatsServer
+
+SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
+
+
+@pytest.fixture(autouse=True)
+def _keep_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run in this process, and must not change where it logs to."""
+    monkeypatch.setattr(log, "configure", lambda _level: None)
+
+
+@pytest.fixture
+def night(new_world: Callable[..., World], own_nats_server: NatsServer) -> Night:
+    """A run that goes on: an aggregator and learner-0."""
+    found = Night(new_world(server=own_nats_server, run=ENDLESS, task=SLOWER), own_nats_server)
+    begin(found)
+    return found
+
+
+def begin(night: Night, learner: str = "learner-0") -> None:
+    """As start.md says, on machines whose server runs."""
+    night.do("start", "systemctl enable --now diloco-aggregator")
+    night.do("start", "systemctl enable --now diloco-learner@NAME", NAME=learner)
+    until_grows(night)
+
+
+def until_grows(night: Night, more: int = 2) -> None:
+    """Until there are further versions of each fragment."""
+    before = min(read_tape(night.world).versions())
+    eventually(
+        lambda: min(read_tape(night.world).versions()) >= before + more, "versions", every_s=0.5
+    )
+
+
+def told(night: Night, page: str, begins: str, *texts: str, **places: str) -> None:
+    """The page's command says all of these, in time."""
+    eventually(
+        lambda: all(text in night.do(page, begins, **places) for text in texts),
+        f"{begins} says {texts}",
+        every_s=0.5,
+    )
+
+
+def test_start(new_world, own_nats_server):
+    world = new_world(server=own_nats_server, run=ENDLESS, task=SLOWER, create=False)
+    night = Night(world, own_nats_server)
+    own_nats_server.stop()
+    night.do("start", "systemctl enable --now nats-server")
+    # Not created: "ends with status 66".
+    assert world.aggregator().wait() == Exit.NO_RUN
+    assert "does not exist yet" in night.do("start", "diloco doctor RUN")
+    assert "created run" in night.do("start", "diloco run create --config FILE")
+    begin(night)
+    told(night, "start", "diloco status RUN --once", "training", "aggregator", "under way")
+    assert " error " not in night.do("start", "diloco doctor RUN")
+
+
+def test_a_quarantined_learner(night):
+    page = "quarantined-learner"
+    told(night, page, "diloco learners RUN --quarantine NAME --reason", "learner-0 is quarantined")
+    told(night, page, "diloco learners RUN", "is quarantined: why")
+    eventually(lambda: read_tape(night.world).rejected(), "its updates are rejected", every_s=0.5)
+    reasons = {taken.reason for taken in read_tape(night.world).rejected().values()}
+    assert reasons == {"quarantined"}
+    assert "released" in night.do(page, "diloco learners RUN --release NAME")
+    until_grows(night)
+    told(night, page, "diloco learners RUN", "live")
+    assert "is quarantined" not in night.do(page, "diloco learners RUN")
+    wrong = night.run(["learners", night.places["RUN"], "--quarantine", "nobody"])
+    assert wrong.status == Exit.MISMATCH
+    assert "no learner 'nobody'" in wrong.text
+
+
+@pytest.mark.slow
+def test_add_and_remove_a_learner(night):
+    page, run = "add-remove-learner", night.places["RUN"]
+    assert "ok" in night.do(page, "diloco doctor FILE")
+    made = night.run(["auth", "init", night.places["DIR"], "--run", "r", "--host", "127.0.0.1"])
+    assert made.status == 0
+    assert "learner-1" in night.do(page, "diloco auth add-learner DIR NAME", NAME="learner-1")
+    assert "learner-1" in night.do(page, "diloco auth list DIR")
+    night.do(page, "systemctl enable --now diloco-learner@NAME", NAME="learner-1")
+    until_merged(night.world, "learner-1")
+    told(night, page, "diloco learners RUN", "learner-1")
+    night.do(page, "systemctl disable --now diloco-learner@NAME", NAME="learner-1")
+    told(night, page, "diloco learners RUN", "left")
+    until_grows(night)
+    assert "cut off" in night.do(page, "diloco auth revoke DIR NAME", NAME="learner-1")
+    assert night.run(["auth", "revoke", night.places["DIR"], "nobody"]).status == Exit.CONFIG
+    assert "learner-0" in night.run(["learners", run]).text
+
+
+@pytest.mark.slow
+def test_restore_from_the_bucket(night):
+    page, run = "restore-from-bucket", night.places["RUN"]
+    assert night.run(["checkpoint", run]).status == 0
+    assert night.run(["resume", run]).status != 0  # "On a bus that still has the run"
+    # The server is lost with its disk, and a new one comes in its place.
+    night.server.kill()
+    shutil.rmtree(night.server.folder)
+    night.do(page, "systemctl stop diloco-learner@NAME")
+    night.do(page, "systemctl stop diloco-aggregator")
+    night.server.start()
+    lost = night.run(["doctor", run])
+    assert lost.status == Exit.FAILED
+    assert "restore-from-bucket.md" in lost.text
+    said = night.do(page, "diloco resume RUN")
+    assert "resumed from checkpoint" in said
+    assert "as epoch 1" in said
+    assert min(read_tape(night.world).versions()) >= 1
+    begin(night)
+    told(night, page, "diloco status RUN --once", "training")
+    assert " error " not in night.do(page, "diloco doctor RUN")
+
+
+@pytest.mark.slow
+def test_an_upgrade_without_stopping_the_run(night):
+    page = "upgrade"
+    assert "checkpoint" in night.do(page, "diloco checkpoint RUN")
+    # The new programs are the same here: what is tried is the page's order, and that versions grow.
+    night.do(page, "systemctl restart diloco-aggregator")
+    until_grows(night)
+    night.do(page, "systemctl restart diloco-learner@NAME")
+    until_grows(night)
+    night.do(page, "systemctl restart nats-server")
+    until_grows(night)
+    told(night, page, "diloco status RUN --once", "training")
+    assert " error " not in night.do(page, "diloco doctor RUN --deep")
+
+
+@pytest.mark.slow
+def test_no_learner_is_there(night):
+    page = "no-learners"
+    night.units["diloco-learner@learner-0"].kill()
+    found = night.run(["doctor", night.places["RUN"]])
+    eventually(
+        lambda: "no learner is there" in night.run(["doctor", night.places["RUN"]]).text,
+        f"the doctor says it: {found.text}",
+        every_s=1.0,
+    )
+    night.do(page, "diloco run pause RUN")
+    assert "no learner is there" not in night.do(page, "diloco status RUN --once")
+    night.do(page, "diloco run continue RUN")
+    night.do(page, "systemctl start diloco-learner@NAME")
+    until_grows(night)
+    # "With no learner there it ends with what was merged."
+    night.units["diloco-learner@learner-0"].kill()
+    assert night.run(["run", "end", night.places["RUN"], "--yes"]).status == 0
+    assert night.units["diloco-aggregator"].wait() == 0
+    told(night, page, "diloco status RUN --once", "ended")
