@@ -20,7 +20,7 @@ from diloco.common import names, wire
 from diloco.common.errors import SwapLostError, WireError
 from diloco.common.holdings import EXPIRY, Holdings, lost_batches
 from diloco.common.service import first_of
-from diloco.common.tape import decode, decode_as
+from diloco.common.tape import decode, decode_as, same_tape
 
 
 class Expiry:
@@ -127,7 +127,7 @@ async def reached_before(context: Context, learner: str, joined: int) -> dict[in
             break
         with contextlib.suppress(WireError):
             match decode(message.subject, message.payload):
-                case wire.Leave(position=position):
+                case wire.Leave(incarnation=life, position=position) if same_tape(life, joined):
                     found[None] = max(position, found.get(None, 0))
                 case wire.Manifest(epoch=context.epoch, fragment=fragment, position=position):
                     found[fragment] = max(position, found.get(fragment, 0))

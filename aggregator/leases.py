@@ -121,7 +121,10 @@ class Leases:
                     "unreadable", subject=message.subject, reason=error.reason
                 )
                 continue
-            self._seen[message.subject] = _Seen(lease, message.seq, _now_s())
+            known = self._seen.get(message.subject)
+            # What is delivered again has said what it had to say.
+            if known is None or known.revision < message.seq:
+                self._seen[message.subject] = _Seen(lease, message.seq, _now_s())
 
     def _standing(self, subject: str, now_s: float) -> wire.Lease | None:
         """The lease that a key stands for, unless it has been given up or has expired."""
@@ -147,12 +150,13 @@ class Leases:
             lease = self._standing(names.fragment_lease(self._context.run, fragment), now_s)
             if fragment in self._held:
                 holders[fragment] = self._life
-            elif lease is None or lease.life == self._life:
+            elif lease is None:
                 holders[fragment] = None
-            elif lease.state != "done":
-                holders[fragment] = lease.life
-            else:
+            elif lease.state == "done":
+                # Also if this one has said so and lost the answer, and then the fragment.
                 self._done.add(fragment)
+            else:
+                holders[fragment] = None if lease.life == self._life else lease.life
         return {fragment: life for fragment, life in holders.items() if fragment not in self._done}
 
     # What this one does

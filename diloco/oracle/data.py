@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco.common import wire
+from diloco.common.tape import same_tape
 from diloco.oracle.finding import Finding
 
 
@@ -70,16 +71,15 @@ class Data:
         self._whole = False
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Finding]:
-        """A join, a leave or a manifest."""
+        """A join, a leave or a manifest; of one of another tape's lives nobody has the work."""
         match body:
             case wire.Join():
                 learner = self._learners[body.learner]
                 learner.incarnation = seq
                 learner.least = learner.most = learner.said
-            case wire.Leave():
+            case wire.Leave() if same_tape(body.incarnation, seq):
                 self._say(body.learner, body.incarnation, body.position)
             case wire.Manifest() if body.epoch == self._epoch:
-                # Of a process that outlived its tape nobody merges anything.
                 yield from self._manifest(body, seq)
 
     def _say(self, name: str, incarnation: int, position: int) -> None:

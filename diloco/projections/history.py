@@ -33,6 +33,7 @@ from diloco.common.tape import (
     changed_settings,
     load_specification,
     read_tape,
+    same_tape,
 )
 from diloco.projections.sent import Announced, Sent, Updates
 from diloco.projections.spool import Part, Spool, Spooled, Times
@@ -194,7 +195,7 @@ class History:
             case wire.Join() as join:
                 self.joins.append((seq, join))
             case wire.Leave() as leave:
-                self.leaves.append((seq, leave))
+                self._take_leave(entry, leave)
             case wire.Manifest() as manifest:
                 self._take_manifest(entry, manifest, place)
             case wire.Settings() as settings:
@@ -207,6 +208,12 @@ class History:
                 self.stop = self.stop or (seq, stop)
             case wire.End() as end:
                 self.end = self.end or (seq, end)
+
+    def _take_leave(self, entry: Entry, leave: wire.Leave) -> None:
+        if not same_tape(leave.incarnation, entry.seq):
+            self._refuse(entry, f"a leave of life {leave.incarnation}, which another tape began")
+            return
+        self.leaves.append((entry.seq, leave))
 
     def _take_manifest(self, entry: Entry, manifest: wire.Manifest, place: int) -> None:
         epoch = self.specification.epoch

@@ -27,6 +27,7 @@ from simworld import SimLearner, World, ended
 from diloco.aggregator import checkpoint
 from diloco.common import wire
 from diloco.common.config import BusSection, GcSection
+from diloco.common.errors import ObjectMissingError
 
 # Share of the time with faults, and how much longer than planned the rest may take.
 FAULTY = 0.75
@@ -301,7 +302,10 @@ class Scenario:
         world = self.world
         if not world.tail_lost or world.injected["rot_record"]:
             return  # What a record said that nobody can read is not known.
-        standing = [world.checkers.views(fragment) for fragment in range(self.plan.fragments)]
+        try:
+            standing = [world.checkers.views(fragment) for fragment in range(self.plan.fragments)]
+        except ObjectMissingError:
+            return  # Nor what one said whose body was collected on the word of those that were lost.
         living = {learner.name for learner in self.learners if learner.actor is not None}
         for (name, fragment), digest in world.checkers.adopted.items():
             if name in living and digest not in standing[fragment]:

@@ -3,15 +3,18 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runlab import Lab
+from runlab import RUN, Lab
 from structlog.testing import capture_logs
 
 from diloco.aggregator import leases
 from diloco.aggregator.core.division import divide
+from diloco.common import names
 from diloco.common.bus import MemoryBus
 from diloco.common.errors import BusUnavailableError
+from diloco.common.service import cancel
 
 lives = st.lists(st.from_regex(r"[0-9a-f]{4}", fullmatch=True), min_size=1, max_size=6, unique=True)
 
@@ -129,3 +132,79 @@ def test_leases_that_cannot_be_stored_are_a_warning_after_seconds(run_async, mon
         run_async(scenario())
     said = [entry["event"] for entry in logged if entry["event"].startswith("renewals")]
     assert said == ["renewals_lost", "renewals_resumed"]
+
+
+class Unanswered(MemoryBus):
+    """Stores what says that something is done, and loses the answer."""
+
+    async def publish(self, subject, payload, **how):
+        seq = await super().publish(subject, payload, **how)
+        if b"done" in payload:
+            raise BusUnavailableError("no answer")
+        return seq
+
+
+def test_what_one_has_said_is_done_is_done_although_no_answer_came(run_async):
+    """And the fragment was released meanwhile: or it would be tried for without end."""
+
+    async def scenario():
+        lab = Lab()
+        await lab.create()
+        context = replace(lab.context, bus=Unanswered(lab.bus.broker))
+        owner = leases.Leases(context, 60.0)
+        assert await owner._acquire(0)
+        follower = asyncio.create_task(owner._follow())
+        with pytest.raises(BusUnavailableError):
+            await owner._say_done(0)
+        await owner._give_up(0)
+
+        async def finished() -> bool:
+            return not owner._holders(leases._now_s()).keys() & {0}
+
+        await lab.until(finished, "the end of a fragment")
+        await cancel(follower)
+
+    run_async(scenario())
+
+
+class Repeating(MemoryBus):
+    """After each message but the first gives the one before it again."""
+
+    repeated = False
+
+    async def read(self, stream, subjects, start_seq):
+        before = None
+        async for message in super().read(stream, subjects, start_seq):
+            yield message
+            if before is not None:
+                yield before
+                self.repeated = True
+            before = message
+
+
+def test_a_lease_that_is_heard_again_is_not_the_newest_again(run_async):
+    """Or what is done would be held once more, expire, and be tried for without end."""
+
+    async def scenario():
+        lab = Lab()
+        await lab.create()
+        bus = Repeating(lab.bus.broker)
+        watching = leases.Leases(replace(lab.context, bus=bus), 60.0)
+        follower = asyncio.create_task(watching._follow())
+        owner, subject = leases.Leases(lab.context, 60.0), names.fragment_lease(RUN, 0)
+
+        async def heard() -> bool:
+            return subject in watching._seen
+
+        assert await owner._acquire(0)
+        await lab.until(heard, "a lease")
+        await owner.done(0)
+
+        async def repeated() -> bool:
+            return bus.repeated
+
+        await lab.until(repeated, "the lease once more")
+        assert watching._seen[subject].lease.state == "done"
+        await cancel(follower)
+
+    run_async(scenario())

@@ -9,7 +9,9 @@ from diloco.aggregator import checkpoint
 from diloco.aggregator.collector import trim_tape
 from diloco.aggregator.context import Context
 from diloco.aggregator.core.garbage import Trim
+from diloco.aggregator.expiry import reached_before
 from diloco.aggregator.swap import swap
+from diloco.check.audit import audit
 from diloco.check.rules import judge
 from diloco.common import names, wire
 from diloco.common.bus import MemoryBus, Message
@@ -151,11 +153,21 @@ def test_who_outlived_its_tape_says_no_first_word_on_the_next(run_async):
 
 def test_a_leave_of_another_tapes_life_says_nothing_of_data(run_async):
     async def scenario() -> None:
-        _, now = await outlived(Lab())
-        assert await data_position(now, "a") == 16
+        lab = Lab()
+        _, now = await outlived(lab)
         leave = wire.Leave(run=RUN, learner="a", incarnation=7, position=400, fragments=(0,))
         await now.bus.publish(names.leave(RUN, "a"), wire.encode(leave))
         assert await data_position(now, "a") == 16
+        join = wire.Join(run=RUN, learner="a", layout=now.layout.digest, host="")
+        joined = await now.bus.publish(names.join(RUN, "a"), wire.encode(join))
+        assert await reached_before(now, "a", joined) == {}
+        lab.context, lab.bus = now, now.bus
+        sent = lab.upload("a").model_copy(
+            update={"epoch": now.epoch, "incarnation": joined, "seq": 1, "position": 24, "steps": 8}
+        )
+        await now.bus.publish(names.update(RUN, "a", 0), wire.encode(sent))
+        assert (await judge(now)).breaches == []
+        assert audit(await read_history(now)).breaches == []
 
     run_async(scenario())
 
