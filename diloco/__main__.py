@@ -25,6 +25,7 @@ from diloco.look.command import app as look
 from diloco.model.command import app as model
 from diloco.operate.command import app as operate
 from diloco.plan.command import app as plan
+from diloco.provision.command import app as provision
 from diloco.replay.command import app as replay
 from diloco.report.command import app as report
 from diloco.task.command import app as task
@@ -39,7 +40,7 @@ app = typer.Typer(
 )
 for room in (
     local, task, plan, daemons, operate, look, dashboard, alerts, check, report, trackers, model,
-    replay, auth,
+    replay, auth, provision,
 ):  # fmt: skip
     app.add_typer(room)
 

@@ -31,7 +31,7 @@ from email import message_from_bytes
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import google_crc32c
 
@@ -44,11 +44,13 @@ class Fault:
     """What goes wrong with matching requests.
 
     Attributes:
-        kind: "status" answers with `status` at once; "reset" breaks the connection after
-            `after_bytes` of the request's body, or of the answer's if it has none; "lost" does what
-            was asked and breaks the connection instead of answering; "stall" waits `stall_s`, or
-            until the server is closed, and breaks the connection; "truncate" ends the answer
-            orderly after `after_bytes`; "trickle" sends a byte of the answer every `stall_s`; "flip" changes the byte at `after_bytes` of the body.
+        kind: "status" answers with `status` after `after_bytes` of the request's body; "reset"
+            breaks the connection after `after_bytes` of the request's body, or of the answer's if
+            it has none; "lost" does what was asked and breaks the connection instead of answering;
+            "stall" waits as long after as many bytes, for `stall_s` or until the server is closed,
+            and breaks the connection; "truncate" ends the answer orderly after `after_bytes`;
+            "trickle" sends a byte of the answer every `stall_s`; "flip" changes the byte at
+            `after_bytes` of the body.
         method: of the requests, and `contains` a part of their target; "" matches all.
         times: requests that it happens to.
     """
@@ -96,6 +98,14 @@ class RefusedError(Exception):
 
 class BrokenError(Exception):
     """The connection ends here."""
+
+
+class StalledError(BrokenError):
+    """Nothing more happens for so long; then the connection ends."""
+
+    def __init__(self, stall_s: float) -> None:
+        super().__init__()
+        self.stall_s = stall_s
 
 
 def encode_crc32c(value: int) -> str:
@@ -384,7 +394,9 @@ class _Handler(BaseHTTPRequestHandler):
             except RefusedError as error:
                 self._drain()
                 self._refuse(error.status, error.reason, error.message, error.headers)
-        except (BrokenError, OSError):
+        except (BrokenError, OSError) as error:
+            if isinstance(error, StalledError):
+                self.gcs.closing.wait(error.stall_s)
             self.close_connection = True
             self._break()
 
@@ -416,11 +428,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _failed_first(self) -> bool:
         """Whether a fault has answered for us."""
         fault = self.fault
-        if fault is not None and fault.kind == "stall":
-            self.gcs.closing.wait(fault.stall_s)
-            raise BrokenError
-        if fault is None or fault.kind != "status":
+        if fault is None or fault.after_bytes or fault.kind not in ("stall", "status"):
             return False
+        if fault.kind == "stall":
+            raise StalledError(fault.stall_s)
         self._drain()
         self._refuse(fault.status, fault.reason, f"fault {fault.status}", fault.headers)
         return True
@@ -445,10 +456,10 @@ class _Handler(BaseHTTPRequestHandler):
         fault, done = self.fault, 0
         while self.left:
             limit = min(self.left, PIECE)
-            if fault is not None and fault.kind == "reset":
+            if fault is not None and fault.kind in ("reset", "stall", "status"):
                 limit = min(limit, fault.after_bytes - done)
                 if limit <= 0:
-                    raise BrokenError
+                    self._fail(fault)
             piece = self.rfile.read(limit)
             if len(piece) < limit:
                 raise BrokenError
@@ -458,6 +469,14 @@ class _Handler(BaseHTTPRequestHandler):
                 piece = _flipped(piece, fault.after_bytes - done)
             done += len(piece)
             yield piece
+
+    def _fail(self, fault: Fault) -> NoReturn:
+        """In the middle of a request's body."""
+        if fault.kind == "stall":
+            raise StalledError(fault.stall_s)
+        if fault.kind == "status":
+            raise RefusedError(fault.status, fault.reason, f"fault {fault.status}", fault.headers)
+        raise BrokenError
 
     def _drain(self) -> None:
         while self.left:
@@ -561,7 +580,7 @@ class _Handler(BaseHTTPRequestHandler):
                     if fresh:
                         record["crc"] = google_crc32c.extend(record["crc"], fresh)
                         have = position
-        except BrokenError:
+        except (BrokenError, RefusedError):
             self._keep_whole_quanta(path, record, have)
             raise
         path.with_suffix(".json").write_text(json.dumps(record))
@@ -635,12 +654,14 @@ class _Handler(BaseHTTPRequestHandler):
         data = file.read(stop - start)
         if fault.kind == "flip":
             data = _flipped(data, fault.after_bytes)
-        if fault.kind in ("reset", "truncate"):
+        if fault.kind in ("reset", "truncate", "stall"):
             data = data[: fault.after_bytes]
         if fault.kind == "trickle":
             self._trickle(data, fault.stall_s)
             return
         self.wfile.write(data)
+        if fault.kind == "stall":
+            raise StalledError(fault.stall_s)
         if fault.kind == "truncate":
             self.connection.shutdown(socket.SHUT_WR)
             self.close_connection = True
@@ -671,7 +692,8 @@ def _flipped(piece: bytes, at: int) -> bytes:
 
 
 def _resource(stored: Stored) -> dict[str, Any]:
-    return {
+    """An object as the service describes it; servers that write protobuf leave out what is 0."""
+    resource = {
         "kind": "storage#object",
         "id": f"{stored.bucket}/{stored.name}/{stored.generation}",
         "bucket": stored.bucket,
@@ -681,6 +703,9 @@ def _resource(stored: Stored) -> dict[str, Any]:
         "generation": str(stored.generation),
         "metageneration": "1",
     }
+    if not stored.size:
+        del resource["size"]
+    return resource
 
 
 def main() -> None:

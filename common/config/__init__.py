@@ -41,10 +41,12 @@ from diloco.common.config.environment import (
 )
 from diloco.common.config.fields import Section
 from diloco.common.config.reading import (
+    explain,
     load_config,
     make_config,
     parse_settings,
     placed_config,
+    read_document,
     with_mesh,
 )
 from diloco.common.config.renamed import RENAMED
@@ -94,6 +96,7 @@ __all__ = [
     "check_same_run",
     "differences",
     "environment_with",
+    "explain",
     "is_changeable",
     "is_journal",
     "keep_off_accelerators",
@@ -101,6 +104,7 @@ __all__ = [
     "make_config",
     "parse_settings",
     "placed_config",
+    "read_document",
     "service_manager",
     "storage_emulator",
     "store_url",

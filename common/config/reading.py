@@ -21,8 +21,17 @@ def load_config(path: Path) -> Config:
     Raises:
         ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
     """
+    return make_config(with_environment(read_document(path)), source=str(path))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """What the TOML file `path` holds, not yet checked.
+
+    Raises:
+        ConfigError: no such file, or not TOML.
+    """
     try:
-        document = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no configuration file {str(path)!r}",
@@ -32,7 +41,6 @@ def load_config(path: Path) -> Config:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return make_config(with_environment(document), source=str(path))
 
 
 def placed_config(document: Mapping[str, Any]) -> Config:
@@ -54,7 +62,7 @@ def make_config(document: Mapping[str, Any], *, source: str) -> Config:
         return Config.model_validate(document)
     except ValidationError as error:
         raise ConfigError(
-            f"{source}: {_explain(error)}", hint="docs/configuration.md lists every key"
+            f"{source}: {explain(error)}", hint="docs/configuration.md lists every key"
         ) from error
 
 
@@ -80,12 +88,13 @@ def parse_settings(fields: Mapping[str, Any]) -> RunSettings:
         return RunSettings.model_validate(with_new_names(fields))
     except ValidationError as error:
         raise ConfigError(
-            f"the run's specification: {_explain(error)}",
+            f"the run's specification: {explain(error)}",
             hint="was the run created by another version of this program?",
         ) from error
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError) -> str:
+    """What is wrong with which keys, in one line."""
     lines = []
     for item in error.errors(include_url=False):
         key = ".".join(str(part) for part in item["loc"])

@@ -12,7 +12,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "evaluate", "sample", "export",
     ),
     "Operate": (
-        "doctor", "checkpoint", "resume", "rollback", "gc", "archive", "auth", "install-units",
+        "doctor", "checkpoint", "resume", "rollback", "gc", "archive", "auth", "provision",
+        "install-units",
     ),
     "Debug": ("show", "diff", "replay", "bundle", "unbundle", "tape"),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from docs.generate import (
     messages,
     metrics,
     reasons,
+    store_faults,
     worked_example,
 )
 
@@ -39,6 +40,7 @@ def blocks() -> dict[str, str]:
         **errors.blocks(),
         **reasons.blocks(),
         **files.blocks(),
+        **store_faults.blocks(),
     }
 
 

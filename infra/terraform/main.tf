@@ -9,6 +9,45 @@ locals {
   }
   labels = merge(var.labels, { diloco-run = var.run })
 
+  # What is not given. The variables have no types of their own, which would drop unknown keys.
+  nats_given = {
+    machine_type  = try(coalesce(var.nats.machine_type), "e2-standard-2")
+    disk_gib      = try(coalesce(var.nats.disk_gib), 50)
+    snapshot_days = try(coalesce(var.nats.snapshot_days), 7)
+  }
+  aggregators = {
+    for name, one in var.aggregators : name => {
+      zone         = one.zone
+      machine_type = try(coalesce(one.machine_type), "n2-highmem-8")
+      disk_gib     = try(coalesce(one.disk_gib), 50)
+    }
+  }
+  learners = {
+    for name, one in var.learners : name => {
+      zone         = one.zone
+      kind         = one.kind
+      chips        = try(one.chips, null)
+      topology     = try(one.topology, null)
+      machine_type = try(one.machine_type, null)
+      spot         = try(coalesce(one.spot), false)
+      reservation  = try(one.reservation, null)
+      image        = try(coalesce(one.image), local.images[one.kind])
+      disk_gib     = try(coalesce(one.disk_gib), 100)
+      warm_start   = try(coalesce(one.warm_start), false)
+      paused       = try(coalesce(one.paused), false)
+    }
+  }
+  images = merge({
+    v5p   = "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
+    v6e   = "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
+    tpu7x = "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2404-amd64-tpu-tpu7x"
+    cpu   = "projects/debian-cloud/global/images/family/debian-12"
+  }, { for kind, image in var.images : kind => image if image != null })
+
+  # Beside the first aggregator: no byte that one reads crosses regions, and none is stored twice.
+  first_aggregator = sort(keys(var.aggregators))[0]
+  bucket_location  = coalesce(var.bucket_location, regex("^(.*)-[a-z0-9]+$", local.aggregators[local.first_aggregator].zone)[0])
+
   # Addresses follow from the ranges, so that diloco auth can be told them before anything is made.
   nats_regions   = [for zone in var.nats.zones : regex("^(.*)-[a-z]$", zone)[0]]
   nats_addresses = [for index, region in local.nats_regions : cidrhost(var.subnets[region], 11 + index)]
@@ -84,16 +123,16 @@ module "network" {
 module "objects" {
   source           = "./modules/bucket"
   name             = "${var.project}-${var.run}-diloco"
-  location         = var.bucket_location
+  location         = local.bucket_location
   soft_delete_days = 0
   labels           = local.labels
   backstops = {
     updates = {
-      days     = var.bucket_backstop_days.updates
+      days     = try(var.bucket_backstop_days.updates, 30)
       prefixes = [for learner in keys(var.learners) : "${var.run}/learner/${learner}/update/"]
     }
     checkpoints = {
-      days     = var.bucket_backstop_days.checkpoints
+      days     = try(var.bucket_backstop_days.checkpoints, 90)
       prefixes = [for learner in keys(var.learners) : "${var.run}/learner/${learner}/checkpoint/"]
     }
   }
@@ -105,7 +144,7 @@ module "objects" {
 module "configuration" {
   source           = "./modules/bucket"
   name             = "${var.project}-${var.run}-diloco-config"
-  location         = var.bucket_location
+  location         = local.bucket_location
   soft_delete_days = 7
   labels           = local.labels
 
@@ -145,10 +184,10 @@ module "nats" {
   run            = var.run
   zones          = var.nats.zones
   addresses      = local.nats_addresses
-  machine_type   = var.nats.machine_type
-  image          = var.images.cpu
-  disk_gib       = var.nats.disk_gib
-  snapshot_days  = var.nats.snapshot_days
+  machine_type   = local.nats_given.machine_type
+  image          = local.images.cpu
+  disk_gib       = local.nats_given.disk_gib
+  snapshot_days  = local.nats_given.snapshot_days
   auth_folder    = var.auth_folder
   subnetworks    = module.network.subnetworks
   tag            = local.tags.nats
@@ -161,17 +200,17 @@ module "nats" {
 module "aggregator" {
   source         = "./modules/aggregator"
   project        = var.project
-  for_each       = var.aggregators
+  for_each       = local.aggregators
   run            = var.run
   name           = each.key
   zone           = each.value.zone
   machine_type   = each.value.machine_type
-  image          = var.images.cpu
+  image          = local.images.cpu
   disk_gib       = each.value.disk_gib
   bucket         = module.objects.name
   deleter_role   = local.deleter_role
   auth_folder    = var.auth_folder
-  chores         = each.key == sort(keys(var.aggregators))[0]
+  chores         = each.key == local.first_aggregator
   checkpoints    = var.hourly_checkpoints
   subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
   tag            = local.tags.aggregator
@@ -184,7 +223,7 @@ module "aggregator" {
 module "learner" {
   source         = "./modules/learner"
   project        = var.project
-  for_each       = var.learners
+  for_each       = local.learners
   run            = var.run
   name           = each.key
   zone           = each.value.zone
@@ -194,7 +233,7 @@ module "learner" {
   machine_type   = each.value.machine_type
   spot           = each.value.spot
   reservation    = each.value.reservation
-  image          = coalesce(each.value.image, var.images[each.value.kind])
+  image          = each.value.image
   disk_gib       = each.value.disk_gib
   warm_start     = each.value.warm_start
   bucket         = module.objects.name

@@ -13,8 +13,8 @@ variable "run" {
   type        = string
 
   validation {
-    condition     = can(regex("^[a-z0-9][a-z0-9-]{0,39}$", var.run))
-    error_message = "run must have up to 40 lower-case letters, digits and hyphens, a letter or digit first."
+    condition     = can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", var.run))
+    error_message = "run must have up to 40 lower-case letters, digits and hyphens, a letter or digit first and last."
   }
 
   validation {
@@ -88,7 +88,7 @@ variable "auth_folder" {
   validation {
     condition = alltrue([
       for number in [1, 2, 3] :
-      try(tonumber(regex("max_file_store: ([0-9]+)", try(file("${var.auth_folder}/nats-${number}.conf"), ""))[0]), 0) <= var.nats.disk_gib * pow(2, 30) * 0.9
+      try(tonumber(regex("max_file_store: ([0-9]+)", try(file("${var.auth_folder}/nats-${number}.conf"), ""))[0]), 0) <= try(var.nats.disk_gib, 50) * pow(2, 30) * 0.9
     ])
     error_message = "The streams in auth_folder (max_file_store) take more than nine tenths of nats.disk_gib. Give more here, or less there: diloco auth init --max-file-gib"
   }
@@ -113,60 +113,70 @@ variable "subnets" {
 }
 
 variable "bucket_location" {
-  description = "Where the run's objects are: a region, or US, EU or ASIA. Learners elsewhere pay for traffic between continents; docs/provision.md has the sums."
+  description = "Where the run's objects are: a region, or US, EU or ASIA. By default the region of the first aggregator, by name, which is cheapest; docs/provision.md says when not."
   type        = string
+  default     = null
 
   validation {
-    condition     = can(regex("^([A-Z]{2,4}|[a-z]+-[a-z]+[0-9]+|[A-Z]+-[A-Z]+[0-9]+)$", var.bucket_location))
+    condition     = var.bucket_location == null || can(regex("^([A-Z]{2,4}|[a-z]+-[a-z]+[0-9]+|[A-Z]+-[A-Z]+[0-9]+)$", coalesce(var.bucket_location, "-")))
     error_message = "bucket_location must be a region, such as us-central1, or US, EU or ASIA."
   }
 }
 
 variable "bucket_backstop_days" {
   description = "Age at which the bucket itself deletes what garbage collection should have: shards of updates, and learners' checkpoints."
-  type        = object({ updates = optional(number, 30), checkpoints = optional(number, 90) })
+  type        = any # An object type would drop a key that it does not know.
   default     = {}
 
   validation {
-    condition     = var.bucket_backstop_days.updates >= 7 && var.bucket_backstop_days.checkpoints >= 7
+    condition     = try(length(setsubtract(keys(var.bucket_backstop_days), ["updates", "checkpoints"])) == 0, false)
+    error_message = "bucket_backstop_days has an unknown key; it takes updates and checkpoints."
+  }
+
+  validation {
+    condition     = try(var.bucket_backstop_days.updates, 30) >= 7 && try(var.bucket_backstop_days.checkpoints, 90) >= 7
     error_message = "bucket_backstop_days must be at least 7: younger objects may still be needed by a run that was paused."
   }
 }
 
 variable "nats" {
   description = "The three NATS servers: zones, one each; machine type; disk of the streams; days for which snapshots of it are kept."
-  type = object({
-    zones         = list(string)
-    machine_type  = optional(string, "e2-standard-2")
-    disk_gib      = optional(number, 50)
-    snapshot_days = optional(number, 7)
-  })
+  type        = any # An object type would drop a key that it does not know.
 
   validation {
-    condition     = length(var.nats.zones) == 3 && length(distinct(var.nats.zones)) == 3
+    condition     = try(length(setsubtract(keys(var.nats), ["zones", "machine_type", "disk_gib", "snapshot_days"])) == 0, false)
+    error_message = "nats has an unknown key; it takes zones, machine_type, disk_gib and snapshot_days."
+  }
+
+  validation {
+    condition     = try(length(var.nats.zones) == 3 && length(distinct(var.nats.zones)) == 3, false)
     error_message = "nats.zones must be three different zones: with fewer the loss of one stops the run."
   }
 
   validation {
     condition = alltrue([
-      for zone in var.nats.zones : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-[a-z]$", zone)[0]])
+      for zone in try(var.nats.zones, []) : can(var.subnets[regex("^([a-z]+-[a-z]+[0-9]+)-[a-z]$", zone)[0]])
     ])
     error_message = "Each zone of nats.zones must be a zone, such as us-central1-a, whose region has a range in subnets."
   }
 
   validation {
-    condition     = var.nats.disk_gib >= 20
+    condition     = try(var.nats.disk_gib, 50) >= 20
     error_message = "nats.disk_gib must be at least 20: the streams take up to the --max-file-gib of diloco auth init, 10 by default."
   }
 }
 
 variable "aggregators" {
   description = "The aggregators by name. Two in two zones: one owns the fragments of the other as soon as that one is lost."
-  type = map(object({
-    zone         = string
-    machine_type = optional(string, "n2-highmem-8")
-    disk_gib     = optional(number, 50)
-  }))
+  type        = any # An object type would drop a key that it does not know.
+
+  validation {
+    condition = try(alltrue([
+      for one in values(var.aggregators) :
+      length(setsubtract(keys(one), ["zone", "machine_type", "disk_gib"])) == 0 && try(tonumber(one.disk_gib), 50) >= 20
+    ]), false)
+    error_message = "An aggregator has an unknown key, or a disk below 20 GiB; it takes zone, machine_type and disk_gib."
+  }
 
   validation {
     condition     = length(var.aggregators) >= 1
@@ -174,8 +184,8 @@ variable "aggregators" {
   }
 
   validation {
-    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9][a-z0-9-]{0,39}$", name)) && length("${var.run}${name}") <= 45])
-    error_message = "Names of aggregators must have lower-case letters, digits and hyphens; with the run's name at most 45 characters."
+    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard"], name)])
+    error_message = "Names of aggregators must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator or guard."
   }
 
   validation {
@@ -205,23 +215,29 @@ variable "learners" {
     warm_start = true lets it read the checkpoints of all learners, which learner.warm_start needs.
     paused = true takes its machines away, and leaves all else: for a pause, or when the run has ended.
   EOT
-  type = map(object({
-    zone         = string
-    kind         = string
-    chips        = optional(number)
-    topology     = optional(string)
-    machine_type = optional(string)
-    spot         = optional(bool, false)
-    reservation  = optional(string)
-    image        = optional(string)
-    disk_gib     = optional(number, 100)
-    warm_start   = optional(bool, false)
-    paused       = optional(bool, false)
-  }))
+  type        = any # An object type would drop a key that it does not know: spott = true, at the price on demand.
 
   validation {
-    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9][a-z0-9-]{0,39}$", name)) && length("${var.run}${name}") <= 45])
-    error_message = "Names of learners must have lower-case letters, digits and hyphens; with the run's name at most 45 characters."
+    condition = try(alltrue([
+      for one in values(var.learners) : length(setsubtract(keys(one), [
+        "zone", "kind", "chips", "topology", "machine_type", "spot", "reservation", "image", "disk_gib", "warm_start", "paused",
+      ])) == 0
+    ]), false)
+    error_message = "A learner has an unknown key; it takes zone, kind, chips, topology, machine_type, spot, reservation, image, disk_gib, warm_start and paused."
+  }
+
+  validation {
+    condition = alltrue([
+      for one in values(var.learners) : alltrue([
+        for key in ["spot", "warm_start", "paused"] : can(tobool(lookup(one, key, false)))
+      ]) && try(tonumber(one.disk_gib), 100) >= 20
+    ])
+    error_message = "spot, warm_start and paused of a learner must be true or false, and disk_gib at least 20."
+  }
+
+  validation {
+    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard"], name)])
+    error_message = "Names of learners must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator or guard."
   }
 
   validation {
@@ -232,39 +248,39 @@ variable "learners" {
   }
 
   validation {
-    condition     = alltrue([for one in values(var.learners) : contains(["v5p", "v6e", "tpu7x", "cpu"], one.kind)])
+    condition     = alltrue([for one in values(var.learners) : contains(["v5p", "v6e", "tpu7x", "cpu"], try(one.kind, ""))])
     error_message = "The kind of each learner must be v5p, v6e, tpu7x or cpu."
   }
 
   validation {
     condition = alltrue([
-      for one in values(var.learners) : one.kind == "cpu"
-      ? one.machine_type != null && one.chips == null && one.topology == null
-      : one.machine_type == null && (one.chips == null) != (one.topology == null)
+      for one in values(var.learners) : try(one.kind, "") == "cpu"
+      ? try(one.machine_type, null) != null && try(one.chips, null) == null && try(one.topology, null) == null
+      : try(one.machine_type, null) == null && (try(one.chips, null) == null) != (try(one.topology, null) == null)
     ])
     error_message = "A learner of kind cpu takes machine_type; one of another kind takes either chips or topology, and no machine_type."
   }
 
   validation {
     condition = alltrue([
-      for one in values(var.learners) : one.chips == null
-      || contains(lookup({ v5p = [1, 2, 4], v6e = [1, 4, 8], tpu7x = [4] }, one.kind, []), coalesce(one.chips, 0))
+      for one in values(var.learners) : try(one.chips, null) == null
+      || try(contains({ v5p = [1, 2, 4], v6e = [1, 4, 8], tpu7x = [4] }[one.kind], tonumber(one.chips)), false)
     ])
     error_message = "chips must be what one host has: 1, 2 or 4 for v5p; 1, 4 or 8 for v6e; 4 for tpu7x. Larger slices take topology."
   }
 
   validation {
     condition = alltrue([
-      for one in values(var.learners) : one.topology == null
-      || (one.kind == "v6e"
-        ? contains(["4x4", "4x8", "8x8", "8x16", "16x16"], coalesce(one.topology, "-"))
-      : can(regex("^(2x2x2|2x2x4|2x4x4|(4|8|12|16|20|24)x(4|8|12|16|20|24)x(4|8|12|16|20|24))$", coalesce(one.topology, "-"))))
+      for one in values(var.learners) : try(one.topology, null) == null
+      || (try(one.kind, "") == "v6e"
+        ? contains(["4x4", "4x8", "8x8", "8x16", "16x16"], try(coalesce(one.topology), "-"))
+      : can(regex("^(2x2x2|2x2x4|2x4x4|(4|8|12|16|20|24)x(4|8|12|16|20|24)x(4|8|12|16|20|24))$", try(coalesce(one.topology), "-"))))
     ])
     error_message = "topology must be that of a slice of several hosts: for v6e 4x4, 4x8, 8x8, 8x16 or 16x16; for v5p and tpu7x 2x2x2, 2x2x4, 2x4x4, or three multiples of 4."
   }
 
   validation {
-    condition     = alltrue([for one in values(var.learners) : !(one.spot && one.reservation != null)])
+    condition     = alltrue([for one in values(var.learners) : !(try(tobool(one.spot), false) && try(one.reservation, null) != null)])
     error_message = "A learner is either spot or of a reservation, not both."
   }
 
@@ -287,13 +303,13 @@ variable "paused" {
 
 variable "images" {
   description = "Image of each kind of machine: a family follows Google's updates, a name stays what it is."
-  type = object({
-    v5p   = optional(string, "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e")
-    v6e   = optional(string, "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e")
-    tpu7x = optional(string, "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2404-amd64-tpu-tpu7x")
-    cpu   = optional(string, "projects/debian-cloud/global/images/family/debian-12")
-  })
-  default = {}
+  type        = any # An object type would drop a key that it does not know.
+  default     = {}
+
+  validation {
+    condition     = try(length(setsubtract(keys(var.images), ["v5p", "v6e", "tpu7x", "cpu"])) == 0, false)
+    error_message = "images has an unknown key; it takes v5p, v6e, tpu7x and cpu."
+  }
 }
 
 variable "operators" {

@@ -7,8 +7,8 @@
 - Checked from end to end: the service compares each upload with our crc32c, we each download of a
   whole object. It knows no checksum of a range: who reads ranges checks what they hold.
 - Transient faults (408, 429, 5xx, broken connections, time-outs) are retried with exponential
-  backoff and full jitter, but only for `RETRY_S` without a byte of progress: callers wait out long
-  outages with `Runtime.retry`, which tells the operator.
+  backoff and full jitter, once at least, but only for `RETRY_S` after the first failure without a
+  byte of progress: callers wait out long outages with `Runtime.retry`, which tells the operator.
 
 The only package that imports google.cloud, and requests under it.
 """

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 import requests
 from google.api_core import exceptions as api
-from google.api_core.retry import Retry
 from google.auth.credentials import Credentials
 from google.auth.transport.requests import AuthorizedSession
 from google.cloud import storage
 from requests.adapters import HTTPAdapter
 
-from diloco.common.store.gcs.faults import is_passing, our_errors
+from diloco.common.store.gcs.faults import Retries, our_errors
 from diloco.common.store.protocol import object_unreadable
 
 ENDPOINT = "https://storage.googleapis.com"
@@ -42,7 +41,7 @@ class Bucket(NamedTuple):
     endpoint: str
     client: storage.Bucket
     session: AuthorizedSession
-    retry: Retry
+    retry: Retries
     timeout_s: tuple[float, float]
 
     def errors(
@@ -106,9 +105,8 @@ def open_bucket(
         _http=session,
         client_options={"api_endpoint": endpoint},
     )
-    retry = Retry(predicate=is_passing, initial=0.1, maximum=2.0, multiplier=2.0, timeout=retry_s)
     joined = f"{prefix}/" if prefix else ""
-    return Bucket(joined, endpoint, client.bucket(bucket), session, retry, timeout_s)
+    return Bucket(joined, endpoint, client.bucket(bucket), session, Retries(retry_s), timeout_s)
 
 
 def _read_refusal(response: requests.Response, **_: object) -> None:

@@ -1,11 +1,16 @@
 """Which errors of Google's client pass, and what the others are among ours."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import random
+import time
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import requests
 from google.api_core import exceptions as api
+from google.api_core.retry import Retry
 from google.auth import exceptions as auth
 
 from diloco.common.errors import StoreError, StoreUnavailableError
@@ -19,6 +24,43 @@ BROKEN = (
     auth.TransportError,
     ConnectionError,
 )
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Retries(NamedTuple):
+    """Repeats what fails by a transient fault, as the client's own retries do, but for so long.
+
+    Attributes:
+        lasting_s: after the first failure, not after the first try: a silent connection takes
+            longer to be given up than this, and would never be tried again.
+    """
+
+    lasting_s: float
+
+    def __call__(self, call: Callable[P, R]) -> Callable[P, R]:
+        """`call`, repeated; raises RetryError in the end."""
+
+        @functools.wraps(call)
+        def tried(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                if not is_passing(error):
+                    raise
+            time.sleep(random.uniform(0, _FIRST_PAUSE_S))  # noqa: S311 - jitter is no secret
+            again = Retry(
+                predicate=is_passing,
+                initial=2 * _FIRST_PAUSE_S,
+                maximum=_LONGEST_PAUSE_S,
+                multiplier=2.0,
+                timeout=self.lasting_s,
+            )
+            return again(call)(*args, **kwargs)
+
+        return tried
 
 
 @contextlib.contextmanager

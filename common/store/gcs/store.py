@@ -7,6 +7,7 @@ import google.auth
 from google.api_core import exceptions as api
 from google.auth import exceptions as auth
 from google.auth.credentials import AnonymousCredentials, Credentials
+from google.cloud.storage import Blob
 
 from diloco.common.errors import (
     ConfigError,
@@ -64,7 +65,7 @@ class GcsStore:
         prefix: before every object's name, joined with '/'; '' for none.
         credentials: who asks.
         endpoint: address of the service.
-        retry_s: transient faults are retried for so long without progress.
+        retry_s: transient faults are retried for so long after the first, without progress.
         timeout_s: longest waits to connect, and between two bytes.
     """
 
@@ -169,7 +170,7 @@ class GcsStore:
             )
             cut = len(bucket.prefix)
             for blob in blobs:
-                yield ObjectInfo(blob.name[cut:], int(blob.size))
+                yield ObjectInfo(blob.name[cut:], _size_of(blob))
 
     def delete(self, name: str) -> None:
         """Remove `name`; one that is not there is no error.
@@ -194,7 +195,12 @@ class GcsStore:
             blob = bucket.client.get_blob(
                 bucket.prefix + name, retry=bucket.retry, timeout=bucket.timeout_s
             )
-        return None if blob is None else (int(blob.size), str(blob.crc32c))
+        return None if blob is None else (_size_of(blob), str(blob.crc32c))
+
+
+def _size_of(blob: Blob) -> int:
+    """An object's size; a server that writes its answers from protobuf leaves out one of 0."""
+    return int(blob.size or 0)
 
 
 def _default_credentials() -> Credentials:

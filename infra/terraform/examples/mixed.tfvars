@@ -7,7 +7,7 @@ run_toml        = "examples/run.toml"
 auth_folder     = "../../build/auth"          # diloco auth init build/auth ...
 release_archive = "../../build/diloco.tar.gz" # git archive ...
 
-bucket_location = "US"
+bucket_location = "us-central1" # beside the aggregators
 subnets = {
   us-central1     = "10.64.0.0/20"
   us-east5        = "10.64.16.0/20"
@@ -24,7 +24,7 @@ nats = {
 
 aggregators = {
   aggregator-a = { zone = "us-central1-a" }
-  aggregator-b = { zone = "us-east5-a" }
+  aggregator-b = { zone = "us-central1-b" }
 }
 
 learners = {
@@ -33,7 +33,7 @@ learners = {
   east-two = { zone = "us-east5-b", kind = "v6e", chips = 4, spot = true, warm_start = true }
   europe   = { zone = "europe-west4-b", kind = "v5p", chips = 4, spot = true }
   tokyo    = { zone = "asia-northeast1-b", kind = "v6e", chips = 8 }
-  slice    = { zone = "us-east5-c", kind = "v6e", topology = "4x8", spot = true } # 8 hosts
+  slice    = { zone = "us-east5-b", kind = "v6e", topology = "4x8", spot = true } # 8 hosts
   tester   = { zone = "us-central1-b", kind = "cpu", machine_type = "n2-standard-8" }
 }
 

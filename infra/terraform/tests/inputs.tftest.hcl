@@ -16,6 +16,90 @@ run "right" {
   command = plan
 }
 
+run "bucket_beside_the_first_aggregator" {
+  command = plan
+
+  variables {
+    bucket_location = null
+  }
+  assert {
+    condition     = lower(local.bucket_location) == "us-central1"
+    error_message = "without a location the bucket is in the region of the first aggregator"
+  }
+}
+
+run "typo_of_a_learner" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 4, spott = true } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "spot_of_words" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 4, spot = "maybe" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "learner_without_disk" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 4, disk_gib = -5 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "learner_called_operator" {
+  command = plan
+
+  variables {
+    learners = { operator = { zone = "us-central1-a", kind = "v5p", chips = 4 } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "typo_of_an_aggregator" {
+  command = plan
+
+  variables {
+    aggregators = { aggregator-a = { zone = "us-central1-a", machine = "n2-highmem-8" } }
+  }
+  expect_failures = [var.aggregators]
+}
+
+run "typo_of_nats" {
+  command = plan
+
+  variables {
+    nats = { zones = ["us-central1-a", "us-central1-b", "us-central1-c"], disk_gb = 50 }
+  }
+  expect_failures = [var.nats]
+}
+
+run "typo_of_images" {
+  command = plan
+
+  variables {
+    images = { v7x = "projects/p/global/images/i" }
+  }
+  expect_failures = [var.images]
+}
+
+run "typo_of_backstops" {
+  command = plan
+
+  variables {
+    bucket_backstop_days = { update = 30 }
+  }
+  expect_failures = [var.bucket_backstop_days]
+}
+
 run "project_with_capitals" {
   command = plan
 

@@ -1,0 +1,1 @@
+"""`diloco provision`: a fleet on Google Cloud, read and checked before Terraform sees it."""

@@ -1,0 +1,130 @@
+"""Whether the files that a fleet names are those of its run."""
+
+import ipaddress
+import re
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from diloco.auth.files import identities
+from diloco.common.config import Config, make_config, read_document
+from diloco.common.credentials import load_credentials
+from diloco.common.errors import ConfigError
+from diloco.provision.findings import Finding
+from diloco.provision.fleet import Fleet, region_of
+
+INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
+# The sections that Terraform writes, as far as they must be there.
+_OURS = {"bus": {}, "store": {"url": "gs://bucket"}, "metrics": {}}
+
+
+def nats_addresses(fleet: Fleet) -> list[str]:
+    """Of the three servers: infra/terraform/main.tf counts them in the same way."""
+    ranges = [ipaddress.ip_network(fleet.subnets[region_of(zone)]) for zone in fleet.nats.zones]
+    return [str(one[11 + index]) for index, one in enumerate(ranges)]
+
+
+def read_run(path: Path) -> Config:
+    """The run's file with the sections that Terraform adds, checked as the daemons do.
+
+    Raises:
+        ConfigError: it is not one, or has such a section itself.
+    """
+    document = read_document(path)
+    if ours := sorted(document.keys() & _OURS.keys()):
+        raise ConfigError(f"{path} has the section [{ours[0]}], which Terraform writes: remove it")
+    return make_config(document | _OURS, source=str(path))
+
+
+def check_names(fleet: Fleet, run: str) -> Iterator[Finding]:
+    """Names that Google's are made of."""
+    if run.endswith("-"):
+        yield Finding(f"the run's name {run!r} ends in a hyphen: names of machines must not")
+    if len(f"{fleet.project}-{run}") > 49:
+        yield Finding(
+            "project and run have more than 48 characters together: too many for a bucket"
+        )
+    for name in [*fleet.aggregators, *fleet.learners]:
+        if len(run + name) > 45:
+            yield Finding(f"{name!r} and the run's name have more than 45 characters together")
+
+
+def check_archive(path: Path) -> Iterator[Finding]:
+    """The archive that machines install."""
+    make = "make it with: git archive --format=tar.gz --prefix=diloco/ -o diloco.tar.gz HEAD"
+    if not path.name.endswith(".tar.gz"):
+        yield Finding(f"release_archive {path} is no .tar.gz; {make}")
+        return
+    try:
+        with tarfile.open(path, "r:gz") as archive:
+            names = archive.getnames()
+    except (OSError, tarfile.TarError, EOFError) as error:
+        yield Finding(f"release_archive {path} cannot be read: {error}; {make}")
+        return
+    folders = {name.partition("/")[0] for name in names if name != "pax_global_header"}
+    if len(folders) != 1 or f"{next(iter(folders))}/pyproject.toml" not in names:
+        yield Finding(f"release_archive {path} is not one folder with pyproject.toml in it; {make}")
+
+
+def check_auth(fleet: Fleet, folder: Path, run: str) -> Iterator[Finding]:
+    """The folder of `diloco auth`."""
+    try:
+        known = {one.name: one.role for one in identities(folder)}
+    except ConfigError as error:
+        yield Finding(f"auth_folder: {error.message}; {_make_auth(fleet, folder, run)}")
+        return
+    wanted: dict[str, str] = dict.fromkeys(fleet.aggregators, "aggregator")
+    wanted |= dict.fromkeys(fleet.learners, "learner")
+    for name, role in wanted.items():
+        if known.get(name) != role:
+            has = f"those of a {known[name]}" if name in known else "none"
+            yield Finding(
+                f"auth_folder has no credentials of a {role} {name!r}, but {has}; make them with: "
+                f"diloco auth add-{role} {folder} {name}"
+            )
+        else:
+            yield from _credentials(folder / "credentials" / f"{name}.toml", name, role, run)
+    if all(region_of(zone) in fleet.subnets for zone in fleet.nats.zones):
+        yield from _servers(fleet, folder, run)
+
+
+def _credentials(path: Path, name: str, role: str, run: str) -> Iterator[Finding]:
+    try:
+        found = load_credentials(path)
+    except ConfigError as error:
+        yield Finding(f"auth_folder: {error.message}")
+        return
+    stated = found and (found.run, found.identity, found.role)
+    if stated != (run, name, role):
+        yield Finding(f"{path} is not of the {role} {name!r} of the run {run!r}, but of {stated}")
+
+
+def _servers(fleet: Fleet, folder: Path, run: str) -> Iterator[Finding]:
+    addresses = nats_addresses(fleet)
+    most_bytes = fleet.nats.disk_gib * (1 << 30) * 0.9
+    for number in (1, 2, 3):
+        path = folder / f"nats-{number}.conf"
+        text = path.read_text() if path.is_file() else ""
+        if not text:
+            yield Finding(f"auth_folder has no {path.name}: {_make_auth(fleet, folder, run)}")
+            return
+        wanted = [f'"tls://{one}:6222"' for one in addresses]
+        wanted += [f'"{INSTALLED_AT}/tls/', f'store_dir: "{STREAMS_AT}/', "sync_interval: always"]
+        if missing := [one for one in wanted if one not in text]:
+            yield Finding(f"{path} lacks {missing[0]}: {_make_auth(fleet, folder, run)}")
+            return
+        stated = re.search(r"max_file_store: ([0-9]+)", text)
+        if stated and int(stated[1]) > most_bytes:
+            yield Finding(
+                f"the streams in {path} take more than nine tenths of nats.disk_gib: give more "
+                "there, or less with: diloco auth init --max-file-gib"
+            )
+            return
+
+
+def _make_auth(fleet: Fleet, folder: Path, run: str) -> str:
+    hosts = " ".join(f"--host {one}" for one in nats_addresses(fleet))
+    return (
+        f"make it with: diloco auth init {folder} --run {run} --installed-at {INSTALLED_AT} "
+        f"--streams-at {STREAMS_AT} {hosts}"
+    )

@@ -1,0 +1,454 @@
+"""`diloco provision`: what is refused, with which sentence, and what Terraform is given."""
+
+import io
+import json
+import re
+import shutil
+import tarfile
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from diloco.__main__ import app
+from diloco.auth import files as auth
+from diloco.common.errors import ConfigError
+from diloco.provision.known import known
+from diloco.provision.plan import check
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "infra" / "terraform" / "examples"
+HOSTS = ["10.64.0.11", "10.64.0.12", "10.64.0.13"]
+LEARNERS = ("central", "east", "east-two", "europe", "tokyo", "slice", "tester")
+Document = dict[str, Any]
+
+
+def archive(path: Path, *names: str) -> None:
+    with tarfile.open(path, "w:gz") as made:
+        for name in names:
+            made.addfile(tarfile.TarInfo(name), io.BytesIO())
+
+
+def make_auth(folder: Path, **changed: Any) -> None:
+    given = {"installed_at": Path("/etc/nats"), "streams_at": Path("/var/lib/nats/jetstream")}
+    auth.init(folder, changed.pop("run", "demo"), changed.pop("hosts", HOSTS), **(given | changed))
+    for name in ("aggregator-a", "aggregator-b"):
+        auth.add(folder, name, "aggregator")
+    for name in LEARNERS:
+        auth.add(folder, name, "learner")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an operator has before the file of the fleet."""
+    folder = tmp_path_factory.mktemp("operator")
+    make_auth(folder / "auth")
+    archive(folder / "diloco.tar.gz", "diloco/pyproject.toml")
+    shutil.copy(EXAMPLES / "run.toml", folder)
+    return folder
+
+
+@pytest.fixture
+def place(prepared: Path, tmp_path: Path) -> Path:
+    """A copy of it, which a test may spoil."""
+    return Path(shutil.copytree(prepared, tmp_path / "operator"))
+
+
+def example(name: str = "small") -> Document:
+    """A shipped fleet, over the files of `place`."""
+    document = tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
+    files = {"auth_folder": "auth", "release_archive": "diloco.tar.gz", "run_toml": "run.toml"}
+    return document | files
+
+
+def write(place: Path, document: Document) -> Path:
+    path = place / "fleet.toml"
+    path.write_text(tomli_w.dumps(document))
+    return path
+
+
+def sentences(path: Path) -> list[str]:
+    """What is refused."""
+    try:
+        return [one.sentence for one in check(path).refused]
+    except ConfigError as error:
+        return [error.message]
+
+
+def put(where: str, value: Any) -> Callable[[Document, Path], None]:
+    """A change of one key of the file, such as "learners.east.spot"; None takes it out."""
+
+    def spoil(document: Document, _: Path) -> None:
+        *parents, last = where.split("/")
+        for parent in parents:
+            document = document[parent]
+        if value is None:
+            del document[last]
+        else:
+            document[last] = value
+
+    return spoil
+
+
+def learner(**keys: Any) -> Callable[[Document, Path], None]:
+    """A learner in place of `east`, of these keys."""
+    right = {"zone": "us-east5-a", "kind": "v6e"}
+    return put("learners/east", right | keys)
+
+
+def text(name: str, old: str, new: str) -> Callable[[Document, Path], None]:
+    """A change of one of the files that the fleet names."""
+
+    def spoil(_: Document, place: Path) -> None:
+        path = place / name
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
+    return spoil
+
+
+def made_again(**changed: Any) -> Callable[[Document, Path], None]:
+    """Other credentials."""
+
+    def spoil(_: Document, place: Path) -> None:
+        shutil.rmtree(place / "auth")
+        make_auth(place / "auth", **changed)
+
+    return spoil
+
+
+def packed(*names: str) -> Callable[[Document, Path], None]:
+    return lambda _, place: archive(place / "diloco.tar.gz", *names)
+
+
+def gone(name: str) -> Callable[[Document, Path], None]:
+    return lambda _, place: (place / name).unlink()
+
+
+def replaced(name: str, text: str) -> Callable[[Document, Path], None]:
+    def spoil(_: Document, place: Path) -> None:
+        (place / name).write_text(text)
+
+    return spoil
+
+
+def many(document: Document, place: Path) -> None:
+    for number in range(49):
+        document["learners"][f"l{number}"] = {"zone": "us-east5-a", "kind": "v6e", "chips": 1}
+
+
+def swapped(document: Document, place: Path) -> None:
+    """The credentials of a learner under the name of another one."""
+    folder = place / "auth" / "credentials"
+    shutil.copy(folder / "tokyo.toml", folder / "east.toml")
+
+
+def open_to_all(_: Document, place: Path) -> None:
+    (place / "auth" / "credentials" / "east.toml").chmod(0o644)
+
+
+WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
+    # The file itself.
+    "a key that is not one": (put("spott", True), "unknown key 'spott'"),
+    "a typo in a learner": (learner(chips=4, spott=True), "learners.east.spott"),
+    "a typo in an aggregator": (put("aggregators/aggregator-a/machine", "n2-highmem-8"), "machine"),
+    "a typo in nats": (put("nats/disk_gb", 50), "nats.disk_gb"),
+    "a typo in images": (put("images", {"v7x": "x"}), "images.v7x"),
+    "a typo in backstops": (put("bucket_backstop_days", {"update": 30}), "update"),
+    "no project": (put("project", None), "'project' is missing"),
+    "no parameters": (put("parameters", None), "'parameters' is missing"),
+    "no subnets": (put("subnets", None), "'subnets' is missing"),
+    "no aggregators": (put("aggregators", {}), "aggregators"),
+    "no zone": (put("learners/east", {"kind": "v6e", "chips": 4}), "learners.east.zone"),
+    "no kind": (put("learners/east", {"zone": "us-east5-a", "chips": 4}), "learners.east.kind"),
+    "a project with capitals": (put("project", "My-Project"), "'project'"),
+    "a project that ends in a hyphen": (put("project", "my-project-"), "'project'"),
+    "a short project": (put("project", "abc"), "'project'"),
+    "no model": (put("parameters", 0), "'parameters'"),
+    "a model of text": (put("parameters", "12B"), "'parameters'"),
+    "a number as spot": (learner(chips=4, spot=1), "learners.east.spot"),
+    "text as spot": (learner(chips=4, spot="true"), "learners.east.spot"),
+    "text as chips": (learner(chips="4"), "learners.east.chips"),
+    # Networks.
+    "ranges that overlap": (put("subnets/us-east5", "10.64.8.0/21"), "overlap"),
+    "the same range twice": (put("subnets/us-east5", "10.64.0.0/20"), "overlap"),
+    "a public range": (put("subnets/us-east5", "34.64.0.0/20"), "not a private range"),
+    "a range half public": (put("subnets/us-east5", "172.0.0.0/8"), "not a private range"),
+    "a tiny range": (put("subnets/us-east5", "10.64.16.0/28"), "fewer than 32"),
+    "a range with bits of hosts": (put("subnets/us-east5", "10.64.16.1/20"), "host bits"),
+    "a range that is none": (put("subnets/us-east5", "10.64.16.0"), "fewer than 32"),
+    "a range of words": (put("subnets/us-east5", "internal"), "not an address range"),
+    "a range of the other protocol": (put("subnets/us-east5", "fd00::/64"), "not a private range"),
+    "a zone as region": (put("subnets/us-east5-a", "10.65.0.0/20"), "us-east5-a"),
+    "a region without range": (put("subnets/us-east5", None), "us-east5 has no range"),
+    "a server without range": (
+        put("nats/zones", ["us-central1-a", "us-central1-b", "us-east1-c"]),
+        "us-east1 has no range",
+    ),
+    "an aggregator without range": (
+        put("aggregators/aggregator-a/zone", "us-west1-a"),
+        "us-west1 has no range",
+    ),
+    "metrics for the internet": (put("monitoring_ranges", ["0.0.0.0/0"]), "not a private range"),
+    # NATS.
+    "two servers": (put("nats/zones", ["us-central1-a", "us-central1-b"]), "three different"),
+    "two servers in a zone": (put("nats/zones", ["us-central1-a"] * 3), "three different"),
+    "a server in a region": (put("nats/zones", ["us-central1"] * 3), "is not a zone"),
+    "a disk of less than nothing": (put("nats/disk_gib", -5), "nats.disk_gib"),
+    "a disk that is too small": (put("nats/disk_gib", 5), "nats.disk_gib"),
+    "no snapshots": (put("nats/snapshot_days", 0), "nats.snapshot_days"),
+    "a machine with blanks": (put("nats/machine_type", "n2 standard"), "nats.machine_type"),
+    # Names.
+    "a learner called operator": (put("learners/operator", {}), "learners.operator"),
+    "an operator as learner": (
+        put("learners/operator", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "what the run calls its own",
+    ),
+    "a guard as learner": (
+        put("learners/guard", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "what the run calls its own",
+    ),
+    "a server as learner": (
+        put("learners/nats-1", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "what the run calls its own",
+    ),
+    "an aggregator as learner": (
+        put("learners/aggregator-a", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "a learner and an aggregator",
+    ),
+    "a learner as aggregator": (
+        put("aggregators/east", {"zone": "us-east5-a"}),
+        "and an aggregator",
+    ),
+    "a name that ends in a hyphen": (
+        put("learners/east-", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "east-",
+    ),
+    "a name with capitals": (
+        put("learners/East", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "East",
+    ),
+    "a name that is too long": (
+        put("learners/" + 41 * "a", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "aaaa",
+    ),
+    "a name too long with the run's": (
+        put("learners/" + 40 * "a", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "aaaa",
+    ),
+    "more learners than bindings": (many, "51 learners are more than the 50"),
+    # Accelerators and zones.
+    "v6e where there is none": (
+        put("learners/east", {"zone": "us-east5-c", "kind": "v6e", "chips": 4}),
+        "us-east5-c has no v6e",
+    ),
+    "v5p where there is none": (learner(zone="us-central1-b", kind="v5p", chips=4), "has no v5p"),
+    "tpu7x where there is none": (learner(kind="tpu7x", chips=4), "us-east5-a has no tpu7x"),
+    "an unknown kind": (learner(kind="v9", chips=4), "learners.east.kind"),
+    "a graphics card": (learner(kind="h100", chips=8), "learners.east.kind"),
+    "three chips": (learner(chips=3), "has 1, 4, 8 chips, not 3"),
+    "eight chips of v5p": (learner(zone="us-east5-a", kind="v5p", chips=8), "has 1, 2, 4 chips"),
+    "one chip of tpu7x": (learner(zone="us-central1-c", kind="tpu7x", chips=1), "has 4 chips"),
+    "no chips": (learner(chips=0), "not 0"),
+    "neither chips nor topology": (learner(), "either chips or topology"),
+    "chips and topology": (learner(chips=4, topology="4x4"), "either chips or topology"),
+    "a topology of one host": (learner(topology="2x4"), "no slice of several hosts"),
+    "a topology of three sides": (learner(topology="4x4x4"), "no slice of several hosts"),
+    "a topology of two sides": (learner(kind="v5p", topology="4x4"), "no slice of several hosts"),
+    "an odd topology": (learner(kind="v5p", topology="4x4x5"), "no slice of several hosts"),
+    "a topology that is too large": (
+        learner(kind="v5p", topology="24x24x24"),
+        "6144 chips at most",
+    ),
+    "a topology of words": (learner(topology="large"), "learners.east.topology"),
+    "a TPU's machine type": (learner(chips=4, machine_type="ct6e-standard-4t"), "no machine_type"),
+    "a machine without type": (learner(kind="cpu"), "takes machine_type"),
+    "a machine with chips": (
+        learner(kind="cpu", machine_type="n2-standard-8", chips=4),
+        "neither chips nor topology",
+    ),
+    "spot of a reservation": (learner(chips=4, spot=True, reservation="mine"), "not both"),
+    "a reservation with blanks": (learner(chips=4, reservation="my own"), "reservation"),
+    "a zone that is none": (learner(zone="us-east5", chips=4), "is not a zone"),
+    "a zone of another cloud": (learner(zone="eu-west-1a", chips=4), "is not a zone"),
+    "a learner's disk": (learner(chips=4, disk_gib=-5), "learners.east.disk_gib"),
+    "an image of another kind": (
+        put("images", {"v6e": "projects/p/global/images/family/ubuntu-2404-amd64-tpu-tpu7x"}),
+        "is for tpu7x, not for v6e",
+    ),
+    "a runtime version as image": (put("images", {"v6e": "v2-alpha-tpuv6e"}), "images.v6e"),
+    "a learner's image": (
+        learner(chips=4, image="projects/p/global/images/ubuntu-tpu-v5p"),
+        "is for v5p, not for v6e",
+    ),
+    # Bucket, people, the rest.
+    "a bucket in a zone": (put("bucket_location", "us-central1-a"), "bucket_location"),
+    "a bucket nowhere": (put("bucket_location", "EARTH"), "bucket_location"),
+    "a backstop of a day": (put("bucket_backstop_days", {"updates": 1}), "updates"),
+    "everybody as operator": (put("operators", ["allUsers"]), "operators"),
+    "an operator without domain": (put("operators", ["user:ann"]), "operators"),
+    "a port of the system": (put("metrics_port", 80), "metrics_port"),
+    "the port of health checks": (put("metrics_port", 9463), "answer health checks"),
+    "a label with capitals": (put("labels", {"Team": "a"}), "labels"),
+    # Aggregators' memory.
+    "a machine that is too small": (
+        lambda document, _: (
+            document["aggregators"]["aggregator-a"].update(machine_type="n2-highmem-8")
+            or document.update(parameters=12_000_000_000)
+        ),
+        "n2-highmem-8 has 64 GB of memory",
+    ),
+    "a model for no known machine": (put("parameters", 100_000_000_000), "none known here"),
+    # The run's file.
+    "no run's file": (put("run_toml", "none.toml"), "no configuration file"),
+    "a run's file that is no TOML": (text("run.toml", "[run]", "[run"), "not valid TOML"),
+    "an unknown key of the run": (text("run.toml", "fragments", "fragmets"), "fragmets"),
+    "a value of the run out of range": (
+        text("run.toml", "fragments = 8", "fragments = 0"),
+        "fragments",
+    ),
+    "a section that Terraform writes": (text("run.toml", "[quorum]", "[bus]\n[quorum]"), "[bus]"),
+    "a run that ends in a hyphen": (text("run.toml", '"demo"', '"demo-"'), "ends in a hyphen"),
+    "names too long for a bucket": (
+        text("run.toml", '"demo"', f'"{40 * "a"}"'),
+        "too many for a bucket",
+    ),
+    "a run of other credentials": (text("run.toml", '"demo"', '"other"'), "of the run 'other'"),
+    # Credentials.
+    "no folder of credentials": (put("auth_folder", "none"), "holds no credentials"),
+    "credentials of another run": (made_again(run="other"), "of the run 'demo'"),
+    "servers elsewhere": (
+        made_again(hosts=["10.65.0.11", "10.65.0.12", "10.65.0.13"]),
+        "--host 10.",
+    ),
+    "one server": (made_again(hosts=["10.64.0.11"]), "diloco auth init"),
+    "servers installed elsewhere": (made_again(installed_at=Path("/opt")), "--installed-at"),
+    "streams elsewhere": (made_again(streams_at=Path("/srv")), "store_dir"),
+    "streams larger than the disk": (made_again(max_file_bytes=90 << 30), "nine tenths"),
+    "servers that lose messages": (
+        text("auth/nats-1.conf", "sync_interval: always", "sync_interval: 2m"),
+        "sync_interval",
+    ),
+    "a learner without credentials": (
+        put("learners/west", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        "add-learner",
+    ),
+    "an aggregator without credentials": (
+        put("aggregators/aggregator-c", {"zone": "us-central1-a"}),
+        "add-aggregator",
+    ),
+    "a learner with an aggregator's": (
+        lambda document, _: (
+            document["aggregators"].pop("aggregator-b")
+            and document["learners"].update(
+                {"aggregator-b": {"zone": "us-east5-a", "kind": "v6e", "chips": 4}}
+            )
+        ),
+        "those of a aggregator",
+    ),
+    "another's credentials": (swapped, "is not of the learner 'east'"),
+    "credentials that are gone": (gone("auth/credentials/east.toml"), "no credentials file"),
+    "credentials that all can read": (open_to_all, "others can read it"),
+    # The archive.
+    "no archive": (put("release_archive", "none.tar.gz"), "cannot be read"),
+    "an archive of another kind": (put("release_archive", "run.toml"), "is no .tar.gz"),
+    "an empty archive": (packed(), "not one folder"),
+    "an archive of two folders": (packed("a/pyproject.toml", "b/x"), "not one folder"),
+    "an archive of something else": (packed("other/setup.py"), "not one folder"),
+    "an archive that is text": (
+        replaced("diloco.tar.gz", "diloco"),
+        "cannot be read",
+    ),
+}
+
+
+def test_there_are_many_wrong_fleets() -> None:
+    assert len(WRONG) >= 80
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_fleet_is_refused_with_a_sentence(place: Path, case: str) -> None:
+    spoil, sentence = WRONG[case]
+    document = example()
+    spoil(document, place)
+    found = sentences(write(place, document))
+    assert any(sentence in one for one in found), found
+
+
+@pytest.mark.parametrize("name", ["small", "mixed"])
+def test_the_shipped_fleets_are_right(place: Path, name: str) -> None:
+    path = write(place, example(name))
+    checked = check(path)
+    assert not checked.refused
+    assert checked.variables is not None
+    assert checked.variables["run"] == "demo"
+
+
+@pytest.mark.parametrize("name", ["small", "mixed"])
+def test_the_shipped_variables_have_the_learners_of_the_shipped_fleets(name: str) -> None:
+    lines = re.findall(
+        r'^  ([\w-]+) += \{ zone = "([\w-]+)", kind = "(\w+)"',
+        (EXAMPLES / f"{name}.tfvars").read_text(),
+        re.MULTILINE,
+    )
+    learners = example(name)["learners"]
+    assert lines == [(one, learners[one]["zone"], learners[one]["kind"]) for one in learners]
+
+
+def test_the_bucket_is_beside_the_aggregators_and_their_machines_hold_the_model(
+    place: Path,
+) -> None:
+    document = example() | {"parameters": 12_000_000_000}
+    path = write(place, document)
+    variables = check(path).variables
+    assert variables is not None
+    assert variables["bucket_location"] == "us-central1"
+    machine = variables["aggregators"]["aggregator-a"]["machine_type"]
+    held = known().memory_bytes(machine)
+    assert held is not None
+    assert held > 16 * 12_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("place_of_bucket", "sentence"), [("US", "is a multi-region"), ("us-east5", "of no aggregator")]
+)
+def test_a_dear_bucket_is_a_warning(place: Path, place_of_bucket: str, sentence: str) -> None:
+    checked = check(write(place, example() | {"bucket_location": place_of_bucket}))
+    assert not checked.refused
+    assert sentence in checked.findings[0].sentence
+
+
+def test_what_is_not_known_is_a_warning_and_what_has_changed_since_can_be_allowed(
+    place: Path,
+) -> None:
+    said = [one.sentence for one in check(write(place, example("mixed"))).findings]
+    assert any("asia-northeast1-b has v6e is not known here" in one for one in said)
+    document = example()
+    document["learners"]["east"]["zone"] = "us-east5-c"
+    assert check(write(place, document)).refused
+    assert not check(write(place, document | {"allow_unlisted": True})).refused
+
+
+def test_the_command_writes_the_variables_of_a_right_fleet_alone(place: Path) -> None:
+    out = place / "terraform.tfvars.json"
+    path = write(place, example())
+    done = CliRunner().invoke(app, ["provision", "plan", str(path), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    written = json.loads(out.read_text())
+    assert written["learners"]["east"]["spot"] is True
+    assert written["run_toml"] == str(place / "run.toml")
+    declared = re.findall(
+        r'^variable "(\w+)"', (EXAMPLES.parent / "variables.tf").read_text(), re.MULTILINE
+    )
+    assert written.keys() <= set(declared)
+    out.unlink()
+    write(place, example() | {"metrics_port": 9463})
+    for command in (["check", str(path)], ["plan", str(path), "--out", str(out)]):
+        done = CliRunner().invoke(app, ["provision", *command])
+        assert done.exit_code == 1
+        assert "refused: metrics_port 9463" in done.output
+    assert not out.exists()
