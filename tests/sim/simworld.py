@@ -166,9 +166,15 @@ class World:
                 actor.bus.hang_up()
 
     def lose_tail(self, count: int) -> None:
-        """The server fails over to one that lacks the newest messages of the tape."""
+        """The server fails over to one that lacks the newest messages of the tape.
+
+        Not those that a run begins with: without them there is none.
+        """
         self.damaged = self.tail_lost = True
-        self.broker.lose(names.tape_stream(self.run_name), count)
+        tape = names.tape_stream(self.run_name)
+        beginning = 1 + len(self.layout.fragments)
+        since = place_on_tape(self.broker.stream(tape).last_seq) - beginning
+        self.broker.lose(tape, min(count, max(0, since)))
 
     def note(self, actor: Actor, what: str, name: str) -> None:
         """Keep an event for the trace."""
