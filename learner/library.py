@@ -50,6 +50,8 @@ from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"
+# Within so long after a collective broke it is said that a host is gone.
+SAID_S = 5.0
 # States of a boundary after which steps follow, sooner or later.
 GOING_ON = ("training", "paused")
 
@@ -365,7 +367,14 @@ def alive(
             lost_host=hanging.begin,
         )
         with lead(host) if jax.process_index() == 0 else follow(host) as life:
-            yield life
+            try:
+                yield life
+            except jax.errors.JaxRuntimeError as error:
+                # A collective breaks before anybody says that a host is gone.
+                gone = hanging.awaited() if jax.process_count() > 1 else None
+                if gone is None:
+                    raise
+                raise gone from error
 
 
 def member_of(
@@ -394,9 +403,18 @@ class _Hanging:
     def __init__(self, within_s: float) -> None:
         self._within_s = min(within_s, HANGING_S)
         self._timers: list[threading.Timer] = []
+        self._gone: BaseException | None = None
+        self._told = threading.Event()
+
+    def awaited(self) -> BaseException | None:
+        """Why a host is gone, if that is said within seconds."""
+        self._told.wait(min(self._within_s, SAID_S))
+        return self._gone
 
     def begin(self, error: BaseException) -> None:
         """A host is gone, and why."""
+        self._gone = self._gone or error
+        self._told.set()
         timer = end_if_hanging(status_of(error), within_s=self._within_s, why=error)
         self._timers.append(timer)
 
