@@ -187,6 +187,11 @@ class World:
     def store(self) -> Path:
         return self.folder / "store"
 
+    def files_of(self, name: str) -> list[Path]:
+        """The files of an object: a folder keeps what was merged under a second name."""
+        paths = (self.store / name, self.store / ".kept" / name)
+        return [path for path in paths if path.exists()]
+
     @property
     def url(self) -> str:
         return str(self.document["bus"]["url"])
