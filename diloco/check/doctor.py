@@ -138,7 +138,7 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
         async with open_run(target, name="doctor", reads=True) as run:
             found += await asyncio.to_thread(_compare, run)
             found += [] if file else await _probe_bus(run.context)
-            await _examine_run(report, run.context, deep=deep, progress=progress)
+            await _examine_run(report, run.context, deep=deep, progress=progress, copied=file)
     except RunMissingError as error:
         found += await asyncio.to_thread(_no_run, config, error, store)
         report.exists = any(finding.severity == "error" for finding in found)
@@ -319,7 +319,7 @@ def _not_built(config: Config, error: Exception) -> Finding:
 
 
 async def _examine_run(
-    report: Report, context: RunContext, *, deep: bool, progress: "Heard | None"
+    report: Report, context: RunContext, *, deep: bool, progress: "Heard | None", copied: bool
 ) -> None:
     """Tape, learners, fragments and objects."""
     history, read_at_s, found, objects, judged = await _look(context, deep=deep, progress=progress)
@@ -329,7 +329,7 @@ async def _examine_run(
     report.findings = [*in_force(report.findings, history)]
     report.findings += [
         *symptoms.aggregator_clocks(history),
-        *members.learners(history, views, now_s),
+        *members.learners(history, views, now_s, copied=copied),
         *members.troubles(views),
         *fleet.strangers(_in_time(history)),
         *await context.runtime.call(lambda: [*directions.strangers(history)]),

@@ -56,8 +56,17 @@ class Answer(NamedTuple):
     less: tuple[str, ...] = ()
 
 
-def learners(history: History, views: dict[str, LastHeartbeat], now_s: float) -> Iterator[Finding]:
-    """Learners that are shut out, silent or superseded, or whose work hardly counts."""
+def learners(
+    history: History, views: dict[str, LastHeartbeat], now_s: float, *, copied: bool = False
+) -> Iterator[Finding]:
+    """Learners that are shut out, silent or superseded, or whose work hardly counts.
+
+    Args:
+        history: the tape.
+        views: last heartbeats, by learner.
+        now_s: the time.
+        copied: whether this is a copy in a file, of a run that may go on without it.
+    """
     stop_seq = history.stop[0] if history.stop else 0
     words = {word.learner: word for _, word in history.quarantines}
     newest = [chain[-1][1].policy for _, chain in sorted(history.records.items())]
@@ -88,7 +97,7 @@ def learners(history: History, views: dict[str, LastHeartbeat], now_s: float) ->
             yield _gone(name, how, of_use=bool(history.trimmed) or name in merged)
         else:
             yield from _pace(name, view)
-    if not stop_seq and not history.in_force.run.paused:
+    if not stop_seq and not history.in_force.run.paused and not copied:
         there = {name: of_life(views.get(name), life) for name, life in lives.items()}
         who_left = {name for name, life in lives.items() if (name, life) in leaves_of}
         timeout_s = history.in_force.quorum.liveness_timeout_s
