@@ -151,7 +151,8 @@ def test_hosts_of_a_learner_read_their_rows_of_its_shares_and_keep_what_is_not_t
 def test_a_run_that_has_no_place_for_claims_is_refused_in_a_sentence(new_world):
     """As of an earlier release, which made streams without them."""
     world = new_world(
-        run={**ENDLESS, "tokens_per_step": shares_task.BATCH}, task={"build": "shares_task:build"}
+        run={**ENDLESS, "tokens_per_step": shares_task.BATCH},
+        task={"build": "shares_task:build", "options": {}},
     )
 
     async def forget_claims():
