@@ -31,6 +31,9 @@ ORDER = [
     "checkpoint",
     "rollback",
     "run set",
+    "run pause",
+    "run continue",
+    "run end",
 ]
 
 
