@@ -55,6 +55,7 @@ class LearnerStatus:
 class FragmentStatus:
     """One fragment; `round_updates` were merged by its newest version, which took `round_s`.
 
+    They are of the `live_learners` that were there then.
     `waiting` updates are not answered yet; the first of them came `waiting_s` ago.
     """
 
@@ -197,6 +198,9 @@ class Watch:
     def _fragment(self, index: int, now_s: float) -> FragmentStatus:
         observed = self._follower.state
         record, _, stored_at_s, _ = observed.records[index]
+        # Who left once it had sent its last update was there for the round.
+        there = {one.learner for one in record.policy.members if one.live and not one.left}
+        there |= {one.learner for one in record.inputs}
         lease = self._leases.get(index)
         return FragmentStatus(
             fragment=index,
@@ -208,7 +212,7 @@ class Watch:
             version_s=max(0.0, now_s - stored_at_s),
             round_updates=len(record.inputs),
             round_s=record.closed_at_s - record.opened_at_s if record.inputs else 0.0,
-            live_learners=sum(one.live and not one.left for one in record.policy.members),
+            live_learners=len(there),
         )
 
     def _stopping(self, now_s: float) -> Iterator[Finding]:
