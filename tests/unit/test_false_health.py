@@ -229,6 +229,22 @@ def test_a_run_that_everybody_has_left_is_not_under_way() -> None:
     assert finding.sentence.startswith("waiting for learners: ")
 
 
+def test_who_left_with_its_last_update_was_there_for_the_round() -> None:
+    async def leaves(lab: Lab) -> None:
+        version = (await lab.newest())[0].version
+        await lab.announce(lab.upload("well"))
+        await leave(lab, "well")
+
+        async def merged() -> bool:
+            return (await lab.newest())[0].version > version
+
+        await lab.until(merged, "its last update")
+
+    status, _ = status_of(leaves)
+    (fragment,) = status.fragments
+    assert (fragment.round_updates, fragment.live_learners) == (1, 1)
+
+
 # A run without learners
 
 
