@@ -229,6 +229,7 @@ class Adopter:
     async def _reload(self, fragment: int, record_seq: int) -> tuple[Loaded, Decoded]:
         """The newest view, of the record `record_seq` or a later one, on the devices of all hosts.
 
+        Nothing, if it is the view that is adopted: what a view overwrites was trained since.
         Loaded again, with growing pauses, while a stale replica answers or a host cannot read it.
 
         Raises:
@@ -243,11 +244,15 @@ class Adopter:
                     f"record {loaded.record_seq} of fragment {fragment} came for its newest, "
                     f"but {record_seq} is on the tape"
                 )
-            return loaded, await self._spread(loaded)
+            stays = known == (loaded.record.version, loaded.record.view_digest)
+            return loaded, None if stays else await self._spread(loaded)
 
+        known = self._adopted[fragment][1:]
         loaded, tensors = await context.runtime.retry(
             "loading a version", attempt, logger=context.logger
         )
+        if tensors is None:
+            return loaded, NOTHING
         size_bytes = _FLOAT32_BYTES * context.layout.fragments[fragment].size
         self._room.take(size_bytes)
         return loaded, self._decoded(tensors, size_bytes)

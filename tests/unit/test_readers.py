@@ -354,6 +354,31 @@ def test_a_record_that_cannot_be_read_is_jumped_over(run_async, monkeypatch):
     run_async(scenario())
 
 
+def test_a_reload_of_the_view_that_is_adopted_brings_nothing(run_async, monkeypatch):
+    """Where views overwrite, what was trained since would be gone, and be counted all the same."""
+    monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+
+    async def scenario() -> None:
+        lab = await made(1)
+        held = HeldBus(lab.bus)
+        followed = Followed(lab, held)
+        await followed.load()
+        async with lab.aggregating():
+            for _ in range(2):
+                lie = lab.upload("a").model_copy(update={"layout": "0" * 32})
+                await lab.announce(lie)
+                await lab.answered(lie)
+        first, second = (await lab.records())[-2:]
+        assert {first.record.what, second.record.what} == {"verdict"}
+        held.until_seq = first.record_seq
+        lab.remove([first.body])
+        with capture_logs() as logs:
+            assert await followed.follow_to(lab, 1) == [(1, type(None))]
+        assert [entry["event"] for entry in logs if entry["event"] == "reloading"]
+
+    run_async(scenario())
+
+
 def test_a_reload_takes_nothing_older_than_the_record_that_called_for_it(run_async):
     """A replica that is behind answers first: with the version that the learner has already."""
 
