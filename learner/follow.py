@@ -51,7 +51,8 @@ def follow(host: Host) -> Iterator[Life]:
         # Nobody here speaks to the run.
         context = host.context(MemoryBus(), store, layout, begin.epoch)
         stack.callback(background.close)
-        yield _following_life(host, context, link, begin.constants)
+        with host.naming_lost():
+            yield _following_life(host, context, link, begin.constants)
 
 
 def _following_life(host: Host, context: Context, link: Link, constants_object: str | None) -> Life:

@@ -83,8 +83,9 @@ def lead(host: Host) -> Iterator[Life]:
         _check_run(context, specification)
         held = read_held(host, context, specification.constants)
         try:
-            life = _leading_life(host, context, specification, held, peers)
-            with _telling_why(life):
+            with host.naming_lost():
+                life = _leading_life(host, context, specification, held, peers)
+            with _telling_why(life), host.naming_lost():
                 yield life
         except DilocoError as error:
             peers.give_up(error)

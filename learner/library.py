@@ -30,6 +30,7 @@ from diloco.common.errors import (
     ConfigError,
     DilocoError,
     DivergedError,
+    HostLostError,
     ParametersError,
     status_of,
 )
@@ -365,16 +366,10 @@ def alive(
             asked_to_leave=asked.is_set,
             gives_up=asked.is_set if jax.process_index() == 0 else never,
             lost_host=hanging.begin,
+            naming_lost=hanging.named,
         )
         with lead(host) if jax.process_index() == 0 else follow(host) as life:
-            try:
-                yield life
-            except jax.errors.JaxRuntimeError as error:
-                # A collective breaks before anybody says that a host is gone.
-                gone = hanging.awaited() if jax.process_count() > 1 else None
-                if gone is None:
-                    raise
-                raise gone from error
+            yield life
 
 
 def member_of(
@@ -406,17 +401,27 @@ class _Hanging:
         self._gone: BaseException | None = None
         self._told = threading.Event()
 
-    def awaited(self) -> BaseException | None:
-        """Why a host is gone, if that is said within seconds."""
-        self._told.wait(min(self._within_s, SAID_S))
-        return self._gone
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """What a collective breaks with is, if that is said within seconds, that a host is gone."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            # It breaks before anybody says so.
+            if jax.process_count() > 1:
+                self._told.wait(min(self._within_s, SAID_S))
+            if self._gone is None:
+                raise
+            raise self._gone from error
 
     def begin(self, error: BaseException) -> None:
         """A host is gone, and why."""
         self._gone = self._gone or error
         self._told.set()
-        timer = end_if_hanging(status_of(error), within_s=self._within_s, why=error)
-        self._timers.append(timer)
+        # JAX aborts a process whose host 0 is gone, within a second, with its traces.
+        at_once = isinstance(error, HostLostError) and jax.process_index() > 0
+        within_s = 0.0 if at_once else self._within_s
+        self._timers.append(end_if_hanging(status_of(error), within_s=within_s, why=error))
 
     def close(self) -> None:
         """The loop has ended."""

@@ -7,6 +7,7 @@ and as a worker; here is what both need.
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -77,6 +78,7 @@ class Host:
         gives_up: whether its start is to end for that; hosts that have met end together, later.
         lost_host: called, on the event loop, when another host is gone, which may hold this process
             in a collective.
+        naming_lost: within it a collective that breaks is named: another host is gone.
     """
 
     config: Config
@@ -88,6 +90,7 @@ class Host:
     asked_to_leave: Callable[[], bool]
     gives_up: Callable[[], bool]
     lost_host: Callable[[BaseException], None]
+    naming_lost: Callable[[], AbstractContextManager[None]]
 
     def starting(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a part of the start.

@@ -27,12 +27,19 @@ def exchange_secret(address: str) -> tuple[str, str]:
 
     Args:
         address: where host 0 listens; of the others' it does not matter.
+
+    Raises:
+        HostLostError: one of them is gone.
     """
+    import jax
     from jax.experimental import multihost_utils
 
     secret = secrets.token_hex(_SECRET_BYTES)
     text = f"{address} {secret}".encode().ljust(_ADDRESS_BYTES)
-    told = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+    try:
+        told = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+    except jax.errors.JaxRuntimeError as error:
+        raise host_gone("another host") from error
     address, secret = np.asarray(told).astype(np.uint8).tobytes().decode().split()
     return address, secret
 

@@ -1,15 +1,13 @@
 """A NATS server whose disk fills and is freed, on a small file system of its own."""
 
 import asyncio
-import contextlib
-import os
-import subprocess
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+from small_disk import fill, small_disk
 
 from diloco.check import doctor
 from diloco.common import names
@@ -28,29 +26,6 @@ from diloco.learner.synchronizer import Meter
 
 RUN = "full"
 LAYOUT = make_layout([Tensor(name="w", shape=(32,), dtype="float32")], fragments=1, block=16)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("a file system can be mounted by root only")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def fill(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                os.write(descriptor, bytes(4096))
-    finally:
-        os.close(descriptor)
 
 
 async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
@@ -110,7 +85,7 @@ async def scenario(server: NatsServer, disk: Path) -> None:
 
 
 def test_a_full_disk_is_warned_of_and_a_restart_mends_what_room_does_not(
-    small_disk: Path, run_async: Callable[[Coroutine[Any, Any, None]], None]
+    tmp_path: Path, run_async: Callable[[Coroutine[Any, Any, None]], None]
 ) -> None:
-    with NatsServer(small_disk / "nats") as server:
-        run_async(scenario(server, small_disk))
+    with small_disk(tmp_path / "disk", size="8m") as disk, NatsServer(disk / "nats") as server:
+        run_async(scenario(server, disk))

@@ -4,13 +4,16 @@ The commands are the pages' own (`night.py`): a page whose command changes or go
 operators-hour` follows all of them, one after the other.
 """
 
+import re
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from audit import read_tape
 from harness import ENDLESS, World, eventually
 from night import Night
+from small_disk import fill, small_disk
 from test_unequal_slices import until_merged
 
 from diloco.common import log
@@ -165,3 +168,49 @@ def test_no_learner_is_there(night):
     assert night.run(["run", "end", night.places["RUN"], "--yes"]).status == 0
     assert night.units["diloco-aggregator"].wait() == 0
     told(night, page, "diloco status RUN --once", "ended")
+
+
+@pytest.mark.slow
+def test_the_disk_of_the_server_is_full(new_world, tmp_path):
+    with small_disk(tmp_path / "disk", size="256m") as disk, NatsServer(disk / "nats") as server:
+        night = Night(new_world(server=server, run=ENDLESS, task=SLOWER), server)
+        begin(night)
+        _follow_disk_full(night, disk / "filler")
+
+
+def _follow_disk_full(night: Night, filler: Path) -> None:
+    page, run = "disk-full", night.places["RUN"]
+    aggregator, learner = night.units["diloco-aggregator"], night.units["diloco-learner@learner-0"]
+
+    def said_by_the_doctor() -> bool:
+        text = night.run(["doctor", run]).text
+        return "disk-full.md" in text and "stores nothing" in text
+
+    fill(filler)
+    eventually(lambda: learner.events("heartbeats_lost"), "`heartbeats_lost`")
+    eventually(
+        lambda: any("no answer on" in event["error"] for event in learner.events("waiting")),
+        "`waiting` with `no answer on`",
+    )
+    eventually(said_by_the_doctor, "NATS answers and stores nothing")
+    steps = night.world.steps("learner-0")
+    eventually(lambda: night.world.steps("learner-0") > steps, "training continues")
+    known = read_tape(night.world).versions()
+    filler.unlink()
+    # "Room alone is not enough."
+    assert said_by_the_doctor()
+    assert not learner.events("heartbeats_resumed")
+
+    night.do(page, "systemctl restart nats-server")
+    eventually(lambda: learner.events("heartbeats_resumed"), "`heartbeats_resumed`")
+    eventually(lambda: aggregator.events("resumed") + learner.events("resumed"), "`resumed`")
+    until_grows(night)
+    now = read_tape(night.world).versions()
+    assert all(later >= earlier for later, earlier in zip(now, known, strict=True))
+    assert aggregator.running
+    assert learner.running
+    night.do(page, "diloco gc --dry-run RUN")
+    said = night.do(page, "diloco doctor RUN --deep")
+    assert " error " not in said
+    for line in ("bus", "store"):
+        assert re.search(rf"\bok +{line}\b", said), said

@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 
+import jax
 import msgpack
 import pytest
 import structlog
@@ -32,8 +33,10 @@ from diloco.learner.claims import Shares
 from diloco.learner.context import Context
 from diloco.learner.fetch import Change
 from diloco.learner.hosts import messages
+from diloco.learner.hosts.channel import host_gone
 from diloco.learner.hosts.coordinator import Coordinator, listen
 from diloco.learner.hosts.worker import Link, Worker, connect
+from diloco.learner.library import _Hanging
 from diloco.learner.life import never
 
 REF = wire.ObjectRef(name="r/global/0/x", size_bytes=7, crc32c=9)
@@ -183,6 +186,17 @@ def test_a_lost_host_is_reported_and_ends_no_process_by_itself(run_async):
 
     assert run_async(scenario()) == ["link"]
     assert not [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+
+
+def test_a_broken_collective_is_a_lost_host_where_one_is_said_to_be_gone():
+    broken = jax.errors.JaxRuntimeError("Connection closed by peer")
+    hanging = _Hanging(60.0)
+    with contextlib.closing(hanging):
+        with pytest.raises(jax.errors.JaxRuntimeError), hanging.named():
+            raise broken
+        hanging.begin(host_gone("host 1"))
+        with pytest.raises(HostLostError, match="host 1 of this learner is gone"), hanging.named():
+            raise broken
 
 
 def test_what_failed_once_is_no_answer_to_the_next_attempt(run_async):
