@@ -143,6 +143,7 @@ def test_a_run_is_resumed_from_its_store_alone(own_nats_server, unique, tmp_path
         ask(operate.change(target, ["outer.learning_rate=0.5"]))
         marked = ask(operate.mark(target))
         before = until_versions(world, [version + 2 for version in marked.versions])
+        # On a busy machine one of them may have announced nothing by then.
         sent = {name: position_sent(before, name, marked) for name in LEARNERS}
         with pytest.raises(RunMismatchError, match="has its tape on this bus"):
             ask(operate.resume(target, None))
@@ -175,4 +176,5 @@ def test_a_run_is_resumed_from_its_store_alone(own_nats_server, unique, tmp_path
 def position_sent(tape: Tape, learner: str, marked) -> int:
     """The highest data position that a learner had announced at a checkpoint's point."""
     point = int(marked.name.partition("-")[2])
-    return max(m.position for seq, m in tape.manifests if m.learner == learner and seq <= point)
+    sent = (m.position for seq, m in tape.manifests if m.learner == learner and seq <= point)
+    return max(sent, default=0)

@@ -46,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[GcsServer]:
     gc.collect()
 
 
-def open_at(server: GcsServer, bucket: str = "bucket", retry_s: float = 20.0) -> GcsStore:
+def open_at(server: GcsServer, bucket: str = "bucket", retry_s: float = 120.0) -> GcsStore:
     """A store that gives up on a silent connection after a second."""
     return GcsStore(
         bucket,
