@@ -341,6 +341,8 @@ class Scenario:
         world = self.world
         if not world.tail_lost or world.injected["rot_record"]:
             return  # What a record said that nobody can read is not known.
+        if world.without_server:
+            return  # Nobody has been told of another tape, where the checkpoint cannot be resumed.
         try:
             standing = [world.checkers.views(fragment) for fragment in range(self.plan.fragments)]
         except ObjectMissingError:
