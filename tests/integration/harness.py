@@ -223,10 +223,10 @@ class World:
         config = str(self.config_path)
         return self.start("aggregator", "aggregator", "--config", config, **options)
 
-    def learner(self, name: str, **options: Any) -> Process:
-        """One learner; `options` as of `start`."""
-        config = str(self.config_path)
-        return self.start(name, "learner", "--config", config, "--learner", name, **options)
+    def learner(self, name: str, further: Sequence[str] = (), **options: Any) -> Process:
+        """One learner, with further arguments; `options` as of `start`."""
+        arguments = ("--config", str(self.config_path), "--learner", name, *further)
+        return self.start(name, "learner", *arguments, **options)
 
     def end(self) -> None:
         """Kill what still runs."""

@@ -33,11 +33,14 @@ class Night:
         world: the run, and the processes of its units.
         server: NATS.
         places: what to put for RUN, NAME, DIR ...
+        slices: of a unit that runs on several machines, the options of each.
+        units: what runs, or ran last: of a unit on several machines `UNIT.0`, `UNIT.1` ...
     """
 
     world: World
     server: NatsServer
     places: dict[str, str] = field(default_factory=dict)
+    slices: dict[str, list[list[str]]] = field(default_factory=dict)
     units: dict[str, Process] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,6 +56,8 @@ class Night:
         words = [self._put(word, {**self.places, **places}) for word in found[0]]
         if words[0] == "systemctl":
             return self._systemctl(words[1], words[-1])
+        if words[0] == "journalctl":
+            return self._journal(words[words.index("-u") + 1])
         done = self.run(words[1:])
         assert done.status == 0, f"{words}: {done.text}"
         return done.text
@@ -76,13 +81,27 @@ class Night:
     def _systemctl(self, verb: str, unit: str) -> str:
         if unit == "nats-server":
             return self._nats(verb)
-        if verb in ("stop", "restart", "disable") and unit in self.units:
-            process = self.units.pop(unit)
-            process.terminate()
-            process.wait()
+        there = self._instances(unit)
+        if verb in ("stop", "restart", "disable"):
+            ending = [self.units.pop(one) for one in there if one in self.units]
+            for process in ending:
+                process.terminate()
+            for process in ending:
+                process.wait()
         if verb in ("start", "restart", "enable"):
-            self.units[unit] = self._start(unit)
+            for one in there:
+                if one not in self.units or not self.units[one].running:
+                    self.units[one] = self._start(one)
         return ""
+
+    def _journal(self, unit: str) -> str:
+        return "\n".join(self.units[one].log() for one in self._instances(unit))
+
+    def _instances(self, unit: str) -> list[str]:
+        """The unit by the machines on which it runs."""
+        if unit not in self.slices:
+            return [unit]
+        return [f"{unit}.{machine}" for machine in range(len(self.slices[unit]))]
 
     def _nats(self, verb: str) -> str:
         if verb in ("stop", "restart"):
@@ -91,9 +110,11 @@ class Night:
             self.server.start()
         return ""
 
-    def _start(self, unit: str) -> Process:
+    def _start(self, one: str) -> Process:
+        unit, _, machine = one.partition(".")
         name, _, instance = unit.partition("@")
         if name == "diloco-aggregator":
             return self.world.aggregator()
         assert name == "diloco-learner", unit
-        return self.world.learner(instance)
+        options = self.slices[unit][int(machine)] if machine else []
+        return self.world.learner(instance, options)

@@ -14,11 +14,11 @@ from audit import read_tape
 from harness import ENDLESS, World, eventually
 from night import Night
 from small_disk import fill, small_disk
-from test_unequal_slices import until_merged
+from test_unequal_slices import OFTEN, until_merged
 
 from diloco.common import log
 from diloco.common.exits import Exit
-from diloco.common.nats_server import NatsServer
+from diloco.common.nats_server import LOOPBACK, NatsServer, free_port
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 
@@ -89,6 +89,23 @@ def test_a_quarantined_learner(night):
     wrong = night.run(["learners", night.places["RUN"], "--quarantine", "nobody"])
     assert wrong.status == Exit.MISMATCH
     assert "no learner 'nobody'" in wrong.text
+
+
+@pytest.mark.slow
+def test_the_loss_rises_by_a_setting(night):
+    page, run = "loss-spike", night.places["RUN"]
+    asked = night.run(["run", "set", run, "outer.learning_rate=20"])
+    assert asked.status != 0  # nobody has answered its question
+    assert "outer.learning_rate" in asked.text
+    assert night.run(["run", "set", run, "outer.learning_rate=20", "--yes"]).status == 0
+    told(night, page, "diloco doctor RUN", "bad-configuration.md", "outer.learning_rate 20")
+    assert "changed outer.learning_rate" in night.do(page, "diloco run set RUN outer.learning_rate")
+    until_grows(night)
+    newest = [chain[-1][1] for chain in read_tape(night.world).records.values()]
+    assert {record.learning_rate for record in newest} == {0.7}
+    assert "outer.learning_rate 20" not in night.do(page, "diloco doctor RUN")
+    assert "checkpoint" in night.do(page, "diloco checkpoint RUN")
+    told(night, page, "diloco status RUN --once", "training")
 
 
 @pytest.mark.slow
@@ -168,6 +185,58 @@ def test_no_learner_is_there(night):
     assert night.run(["run", "end", night.places["RUN"], "--yes"]).status == 0
     assert night.units["diloco-aggregator"].wait() == 0
     told(night, page, "diloco status RUN --once", "ended")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_host_of_a_learner_is_lost(new_world, own_nats_server, lost):
+    page, slice_ = "lost-host", "diloco-learner@learner-1"
+    night = Night(
+        new_world(server=own_nats_server, run=ENDLESS, task=SLOWER, learner=OFTEN), own_nats_server
+    )
+    address = f"{LOOPBACK}:{free_port()}"
+    night.slices[slice_] = [
+        ["--coordinator", address, "--hosts", "2", "--host", str(host)] for host in range(2)
+    ]
+    night.places["NAME"] = "learner-1"
+    begin(night)
+    night.do(page, "systemctl start diloco-learner@NAME")
+    hosts = [night.units[f"{slice_}.{host}"] for host in range(2)]
+    until_merged(night.world, "learner-1")
+    for host in hosts:
+        night.world.until(lambda host=host: host.events("checkpoint_saved")[1:], "checkpoints")
+
+    hosts[lost].kill()
+    other = night.units["diloco-learner@learner-0"]
+    steps = night.world.steps("learner-0")
+    assert hosts[1 - lost].wait() == Exit.PASSING
+    # "The one that says why it ended is the one that failed; the others only say that it is gone."
+    said = f"host {lost} of this learner is gone"
+    assert said in hosts[1 - lost].log()
+    assert said in night.do(page, "journalctl -u diloco-learner@NAME")
+    # Host 0 speaks to the run, and can say why it ends.
+    state = "silent" if lost == 0 else "failed"
+    told(night, "start", "diloco status RUN --once", state, "training")
+    eventually(lambda: night.world.steps("learner-0") > steps, "the other learner trains on")
+
+    night.do(page, "systemctl start diloco-learner@NAME")
+    night.world.processes.remove(hosts[1 - lost])  # It failed as it should.
+    again = [night.units[f"{slice_}.{host}"] for host in range(2)]
+    for host in again:
+        night.world.until(lambda host=host: host.events("started"), "each host logs `started`")
+        night.world.until(lambda host=host: host.events("checkpoint_restored"), "it goes on")
+    first, second = (host.events("checkpoint_restored")[0]["local_step"] for host in again)
+    assert first == second > 0
+    until_merged(night.world, "learner-1")
+    assert len(read_tape(night.world).lives("learner-1")) == 2
+    assert " error " not in night.do(page, "diloco doctor RUN")
+
+    # "Not now": it leaves, on all its hosts.
+    night.do(page, "systemctl stop diloco-learner@NAME")
+    assert [host.wait() for host in again] == [0, 0]
+    until_grows(night)
+    assert other.running
+    assert len(read_tape(night.world).lives("learner-0")) == 1
 
 
 @pytest.mark.slow
