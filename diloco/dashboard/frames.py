@@ -50,16 +50,17 @@ def as_bytes(document: Document) -> bytes:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def now(status: Status, series: TimeSeries, at_s: float) -> Document:
-    """How a run fares at this moment."""
+def now(status: Status, series: TimeSeries) -> Document:
+    """How a run fares at this moment, or did when the bus last told of it."""
     # The rounds of a run that has ended do not move away.
-    until_s = series.ends_s if status.state == "ended" else at_s
+    until_s = series.ends_s if status.state == "ended" else status.as_of_s
     fragments = sorted(status.fragments, key=lambda one: -one.version_s)[:FRAGMENTS]
     fragments.sort(key=lambda one: one.fragment)
     return {
         "run": status.run,
         "state": status.state,
         "current": status.current,
+        "as_of_s": status.as_of_s,
         "epoch": status.epoch,
         "step": status.global_step,
         "steps": status.steps,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from diloco.common.errors import DilocoError
+from diloco.common.errors import DilocoError, StreamMissingError
 from diloco.common.service import cancel
 from diloco.common.tape import RunContext
 from diloco.dashboard import frames
@@ -79,13 +79,20 @@ class Page:
         try:
             while True:
                 if self._board.watched:
-                    await self._show()
+                    await self._try_to_show()
                 else:
                     self._board.clear()
                     self._drawn, self._next_s = None, 0.0
                 await asyncio.sleep(EVERY_S)
         finally:
             await cancel(following)
+
+    async def _try_to_show(self) -> None:
+        """Show the run, or why it cannot be shown; the page beside it stays as it was."""
+        try:
+            await self._show()
+        except Exception as error:  # noqa: BLE001 - told on the page, and tried again
+            self._board.show("now", frames.as_bytes(self._known(error)))
 
     async def _show(self) -> None:
         status = await self._run.status()
@@ -103,16 +110,20 @@ class Page:
         return at_s >= self._next_s and (self._drawn != self._run.moved or not still)
 
     def _now(self, status: Status | None) -> dict[str, Any]:
-        failure = self._run.failure
-        known: dict[str, Any] = {
+        known = self._known(self._run.failure)
+        if status is None:
+            return known
+        return known | frames.now(status, self._run.series)
+
+    def _known(self, failure: Exception | None) -> dict[str, Any]:
+        """What is told also where the run is not to be seen."""
+        return {
+            "run": self._run.name,
             "at_s": self._run.clock(),
             "again": self._again,
             "reading": self._run.progress,
             "failure": _words(failure) if failure is not None else None,
         }
-        if status is None:
-            return known | {"run": self._run.name}
-        return known | frames.now(status, self._run.series, self._run.clock())
 
     def _draw(self, status: Status) -> None:
         shown = self._run.shown()
@@ -123,6 +134,11 @@ class Page:
 
 
 def _words(error: Exception) -> str:
+    if isinstance(error, StreamMissingError):
+        return (
+            "its tape is gone. Either it was deleted, or its NATS server lost its disk: "
+            "runbooks/restore-from-bucket.md"
+        )
     if isinstance(error, DilocoError):
         return f"{error.message}{f' ({error.hint})' if error.hint else ''}"
     return f"a bug: {error!r}"

@@ -75,13 +75,15 @@ class FragmentStatus:
 class Status:
     """A run as it is now; times are ages in seconds.
 
-    `current` is False where the bus is away: all else is as it was. `trends` has each learner's
-    merged updates of lately, their times since the epoch.
+    `current` is False where the bus is away: all else is as it was at `as_of_s`, for nobody can say
+    who has gone silent since. `trends` has each learner's merged updates of lately. Both have their
+    times since the epoch.
     """
 
     run: str
     state: str
     current: bool
+    as_of_s: float
     epoch: int
     global_step: int
     steps: int
@@ -114,6 +116,7 @@ class Watch:
         self._leases: dict[int, wire.Lease] = {}
         self._filled = Filled(0, 0)
         self._settings = context.settings
+        self._as_of_s = 0.0
 
     @property
     def observed(self) -> LiveState:
@@ -137,6 +140,7 @@ class Watch:
                 record, seq = await last_record(context, fragment)
                 self._follower.note_record(Recorded(record, seq, record.closed_at_s))
         observed.learners |= await read_heartbeats(context, _known(observed))
+        self._as_of_s = context.runtime.clock()
         return await self.now()
 
     async def follow(self, start_seq: int | None = None) -> None:
@@ -157,6 +161,7 @@ class Watch:
                 advice=error.hint or "", runbook=symptoms.NATS_AWAY,
             )  # fmt: skip
             return self._status((away,), current=False)
+        self._as_of_s = context.runtime.clock()
         return self._status((), current=True)
 
     def as_it_was(self) -> Status:
@@ -165,7 +170,7 @@ class Watch:
 
     def _status(self, more: tuple[Finding, ...], *, current: bool) -> Status:
         context, observed = self._context, self._follower.state
-        now_s = context.runtime.clock()
+        now_s = self._as_of_s
         lives, answers = _Lives(observed), members.answers(observed.recent)
         learners = tuple(
             _learner(
@@ -178,6 +183,7 @@ class Watch:
             run=context.run,
             state=_state(observed, paused=self._settings.run.paused),
             current=current,
+            as_of_s=now_s,
             epoch=context.epoch,
             global_step=observed.global_step,
             steps=self._settings.run.steps,

@@ -19,6 +19,7 @@ from runlab import Lab
 from test_dashboard import beat, score
 
 from bench.forger import Forger
+from diloco.common.errors import BusUnavailableError
 from diloco.dashboard.page import served
 from diloco.model.scores import keep
 
@@ -83,3 +84,67 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert found["none"] == "No learner of that name."
     assert found["settings"] > 20
     assert found["runbook"] == "A disk is full"
+
+
+class Looker:
+    """A Chromium with the page open, that waits for what the page says of itself."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [str(NODE), str(HERE / "away.mjs"), url, str(CHROMIUM), str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def until_drawn(self) -> None:
+        assert self._line() == "drawn\n"
+
+    def see(self, state: str) -> dict[str, Any]:
+        """What the page says once it calls itself so; it must be fit to be read."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{state}\n")
+        self._process.stdin.flush()
+        found: dict[str, Any] = json.loads(self._line())
+        assert (found["faults"], found["barriers"], found["wide"]) == ([], [], []), state
+        return found
+
+    def end(self) -> None:
+        self._process.communicate(timeout=60)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+
+async def see_it_go(folder: Path) -> dict[str, dict[str, Any]]:
+    """The bus goes away and comes back, the run is removed, the page's server ends."""
+    lab = Lab(fragments=2)
+    await lab.create()
+    forger = Forger(lab.context, ["a", "b"], 97, 40)
+    await forger.forge(60)
+    for name, life in forger.lives.items():
+        await beat(lab, name, life)
+    found = {}
+    async with served(lab.context, 0.0, port=0, again="diloco dashboard lab") as url:
+        looker = Looker(url, folder)
+        await asyncio.to_thread(looker.until_drawn)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lab.bus, "filled", away)
+            found["old"] = await asyncio.to_thread(looker.see, "out of touch")
+        found["back"] = await asyncio.to_thread(looker.see, "under way")
+        await lab.bus.remove_stream(lab.context.tape)
+        found["removed"] = await asyncio.to_thread(looker.see, "not followed")
+    found["gone"] = await asyncio.to_thread(looker.see, "disconnected")
+    await asyncio.to_thread(looker.end)
+    return found
+
+
+async def away(*_: object) -> None:
+    raise BusUnavailableError("away")
+
+
+def test_the_page_says_what_has_gone_away(tmp_path: Path) -> None:
+    found = asyncio.run(see_it_go(tmp_path))
+    assert "The bus does not answer" in found["old"]["notice"]
+    assert found["back"]["notice"] == ""
+    assert "not followed any more" in found["removed"]["notice"]
+    assert "diloco dashboard lab" in found["gone"]["notice"]

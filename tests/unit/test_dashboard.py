@@ -19,7 +19,9 @@ from bench.forger import Forger
 from diloco.check import symptoms
 from diloco.check.symptoms import Finding
 from diloco.common import names, wire
+from diloco.common.clock import Clock
 from diloco.common.errors import BusUnavailableError, ConfigError
+from diloco.common.service import cancel
 from diloco.dashboard import frames, page
 from diloco.dashboard.board import Board
 from diloco.dashboard.following import LiveRun
@@ -116,14 +118,14 @@ def test_figures_move_with_the_run_and_nothing_is_read_twice(
         async with following(lab) as run:
             status = await run.status()
             assert status is not None
-            before = frames.now(status, run.series, run.clock())
+            before = frames.now(status, run.series)
             async with lab.aggregating():
                 await lab.join("real")
                 await lab.send_many("real", 3)
                 await until(lambda: run.series.learners[-1] == "real")
             status = await run.status()
             assert status is not None
-            after = frames.now(status, run.series, run.clock())
+            after = frames.now(status, run.series)
         assert sum(one["version"] for one in after["fragments"]) > sum(
             one["version"] for one in before["fragments"]
         )
@@ -145,13 +147,47 @@ def test_a_bus_that_is_away_makes_the_page_old_and_not_empty(
                 raise BusUnavailableError("the connection is lost")
 
             monkeypatch.setattr(lab.bus, "filled", away)
+            long_after_s = run.clock() + 1e6
+            monkeypatch.setattr(Clock, "__call__", lambda _: long_after_s)
             status = await run.status()
             assert status is not None
-            document = frames.now(status, run.series, run.clock())
+            document = frames.now(status, run.series)
             assert document["current"] is False
             assert document["alerts"][0]["runbook"] == "nats-away.md"
+            # Who cannot look does not know that anybody is silent.
+            assert document["states"] == {"training": 3}
+            assert "no-learners.md" not in [one["runbook"] for one in document["alerts"]]
             assert sum(one["version"] for one in document["fragments"]) == 20
 
+    asyncio.run(look())
+
+
+def test_a_run_that_is_removed_or_a_bug_is_told_and_the_page_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look() -> None:
+        lab = await made(20)
+        board = Board()
+        board.enter(1)
+        shown = page.Page(board, LiveRun(lab.context, 0.0), "diloco dashboard lab")
+        keeping = asyncio.ensure_future(shown.keep())
+
+        def told() -> str:
+            frame = (board.after(0, 0.0) or {}).get("now")
+            return (json.loads(frame.data)["failure"] or "") if frame else ""
+
+        try:
+            await until(lambda: "figures" in (board.after(0, 0.0) or {}))
+            with monkeypatch.context() as patch:
+                patch.setattr(frames, "now", None)
+                await until(lambda: "a bug" in told())
+            await until(lambda: not told())
+            await lab.bus.remove_stream(lab.context.tape)
+            await until(lambda: "its tape is gone" in told())
+        finally:
+            await cancel(keeping)
+
+    monkeypatch.setattr(page, "EVERY_S", 0.01)
     asyncio.run(look())
 
 
@@ -193,7 +229,7 @@ def test_frames_do_not_grow_with_the_fleet() -> None:
             assert (first["of"], len(first["rows"])) == (learners, frames.PAGE)
             assert frames.learners(known, page=10**8, find="")["rows"]
             assert frames.learners(known, page=0, find="LEARNER-0041")["found"] == 1
-            documents = (frames.now(status, run.series, 0.0), frames.figures(shown, 0.0), first)
+            documents = (frames.now(status, run.series), frames.figures(shown, 0.0), first)
             return [len(frames.as_bytes(one)) for one in documents]
 
     for size, most in zip(asyncio.run(sizes(400)), (32 << 10, 32 << 10, 96 << 10), strict=True):

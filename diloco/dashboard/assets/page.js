@@ -6,7 +6,7 @@ import { PLOTS, Plot, readColours } from "/plots.js";
 
 const SILENT_MS = 10_000;
 const PER_PAGE = 40;
-const known = { now: null, heard: 0, page: 0, lost: false };
+const known = { now: null, asOf: 0, heard: 0, page: 0, lost: false };
 
 // ---- Learners and settings, which are asked for
 
@@ -59,6 +59,8 @@ async function askSettings() {
 
 const KINDS = { ended: "", "under way": "good", "waiting for learners": "warn", paused: "warn", stopping: "warn" };
 
+const timeOf = (atS) => `${new Date(1000 * atS).toISOString().slice(11, 19)} UTC`;
+
 function showState() {
   const now = known.now;
   const silent = known.lost || (known.heard && Date.now() - known.heard > SILENT_MS);
@@ -71,12 +73,13 @@ function showState() {
   if (now && now.current === false) {
     word = "out of touch";
     kind = "bad";
-    text = `The bus does not answer: what is shown is old. This page tries on.`;
+    text = `The bus does not answer: what is shown is of ${timeOf(known.asOf)}. This page tries on.`;
   }
-  if (now?.failure) [word, kind, text] = ["not followed", "bad", `The run is not followed any more: ${now.failure}`];
+  if (now?.failure) [word, kind, text] = ["not followed", "bad", `The run is not followed any more: ${now.failure}.`];
   if (silent) {
     [word, kind] = ["disconnected", "bad"];
-    text = now ? `The server of this page does not answer: what is shown is of ${new Date(1000 * now.at_s).toLocaleTimeString()}. If it has ended: ${now.again}` : "The server of this page does not answer.";
+    const shown = known.asOf ? `: what is shown is of ${timeOf(known.asOf)}` : "";
+    text = `The server of this page does not answer${shown}.${now ? ` If it has ended, start it again: ${now.again}` : ""}`;
   }
   if (pill.textContent !== word) pill.textContent = word;
   pill.className = `pill ${kind}`;
@@ -90,6 +93,7 @@ function showNow(now) {
   document.title = `${now.run} · diloco`;
   $("run").textContent = now.run;
   if (now.state === undefined) return;
+  known.asOf = now.as_of_s;
   $("progress").max = now.steps;
   $("progress").value = Math.min(now.step, now.steps);
   const going = now.state === "ended" ? "" : ` · ${number(now.tokens_per_s)} tokens/s · ${figure(now.versions_per_min)} versions a minute`;
