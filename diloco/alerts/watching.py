@@ -82,8 +82,10 @@ class Watcher:
                     self.look(status.alerts)
                     return True
                 return await self._follow(watch)
-        except (BusUnavailableError, StoreUnavailableError) as error:
-            self.look([_away(error)])
+        except BusUnavailableError as error:
+            self.look([symptoms.failed("bus", error, symptoms.NATS_AWAY)])
+        except StoreUnavailableError as error:
+            self.look([symptoms.failed("store", error, symptoms.STORE_AWAY)])
         except RunMissingError as error:
             if not self._opened:
                 raise
@@ -162,17 +164,6 @@ def of_doctor(findings: Sequence[Finding]) -> Iterator[Finding]:
     for one in findings:
         if one.about.partition(" ")[0] not in OF_STATUS and one.runbook != symptoms.TAPE_FULL:
             yield one
-
-
-def _away(error: DilocoError) -> Finding:
-    bus = isinstance(error, BusUnavailableError)
-    return Finding(
-        severity="error",
-        about="bus" if bus else "store",
-        sentence=error.message,
-        advice=error.hint or "",
-        runbook=symptoms.NATS_AWAY if bus else symptoms.STORE_AWAY,
-    )
 
 
 def _lost(error: DilocoError) -> Finding:

@@ -144,30 +144,20 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
         report.exists = any(finding.severity == "error" for finding in found)
         found += await asyncio.to_thread(_try_task, config)
     except BusUnavailableError as error:
-        found.append(_failed("bus", error, symptoms.NATS_AWAY))
+        found.append(symptoms.failed("bus", error, symptoms.NATS_AWAY))
     except BusError as error:
-        found.append(_failed("bus", error, symptoms.PERMISSIONS))
+        found.append(symptoms.failed("bus", error, symptoms.PERMISSIONS))
     except StoreUnavailableError as error:
-        found.append(_failed("store", error, symptoms.STORE_AWAY))
+        found.append(symptoms.failed("store", error, symptoms.STORE_AWAY))
     except StoreError as error:
-        found.append(_failed("store", error, symptoms.PERMISSIONS))
+        found.append(symptoms.failed("store", error, symptoms.PERMISSIONS))
     except IntegrityError as error:
-        found.append(_failed("store", error, symptoms.DIGEST_MISMATCH))
+        found.append(symptoms.failed("store", error, symptoms.DIGEST_MISMATCH))
     except RunMismatchError as error:
-        found.append(_failed("store", error, symptoms.STORE_AWAY))
+        found.append(symptoms.failed("store", error, symptoms.STORE_AWAY))
     except DilocoError as error:
-        found.append(_failed("run", error, symptoms.RUN_MISMATCH))
+        found.append(symptoms.failed("run", error, symptoms.RUN_MISMATCH))
     return report
-
-
-def _failed(about: str, error: DilocoError, runbook: str) -> Finding:
-    return Finding(
-        severity="error",
-        about=about,
-        sentence=error.message,
-        advice=error.hint or "",
-        runbook=runbook,
-    )
 
 
 def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> Iterator[Finding]:
@@ -176,7 +166,7 @@ def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> It
         # What it holds stands behind a tape that was there, and is lost or on another server.
         objects = len(list_now(store, config.run.name)) if store is not None else 0
     except StoreError as failed:
-        yield _failed("run", failed, symptoms.STORE_AWAY)
+        yield symptoms.failed("run", failed, symptoms.STORE_AWAY)
         return
     if objects:
         yield Finding(
@@ -215,9 +205,9 @@ def _probe_store(config: Config) -> tuple[ObjectStore | None, list[Finding]]:
         )  # fmt: skip
         return None, [note]
     except StoreUnavailableError as error:
-        return store, [_failed("store", error, symptoms.STORE_AWAY)]
+        return store, [symptoms.failed("store", error, symptoms.STORE_AWAY)]
     except DilocoError as error:
-        return store, [_failed("store", error, symptoms.PERMISSIONS)]
+        return store, [symptoms.failed("store", error, symptoms.PERMISSIONS)]
 
 
 def _round_trip(store: ObjectStore, name: str) -> None:
@@ -247,9 +237,9 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
     except BusUnavailableError as error:
         if answers:
             return [symptoms.stores_nothing(names.ops_stream(context.run), error.message)]
-        return [_failed("bus", error, symptoms.NATS_AWAY)]
+        return [symptoms.failed("bus", error, symptoms.NATS_AWAY)]
     except BusError as error:
-        return [_failed("bus", error, symptoms.PERMISSIONS)]
+        return [symptoms.failed("bus", error, symptoms.PERMISSIONS)]
     assert message is not None
     # Within its travel time the message may have been stored at any moment.
     ahead_s = max(0.0, before_s - message.time_s) + min(0.0, after_s - message.time_s)

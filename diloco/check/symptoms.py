@@ -15,6 +15,7 @@ from diloco.check.rules import Judged
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.config import RunSettings, warnings
+from diloco.common.errors import DilocoError
 from diloco.projections.history import History
 from diloco.projections.live import LastHeartbeat
 
@@ -63,6 +64,17 @@ class Finding:
     sentence: str
     advice: str = ""
     runbook: str | None = None
+
+
+def failed(about: str, error: DilocoError, runbook: str) -> Finding:
+    """What a look met with an error."""
+    return Finding(
+        severity="error",
+        about=about,
+        sentence=error.message,
+        advice=error.hint or "",
+        runbook=runbook,
+    )
 
 
 def configuration(settings: RunSettings) -> Iterator[Finding]:

@@ -156,10 +156,7 @@ class Watch:
             self._settings, _ = await effective_settings(context)
             self._filled = await context.bus.filled(context.tape)
         except BusUnavailableError as error:
-            away = Finding(
-                severity="error", about="bus", sentence=error.message,
-                advice=error.hint or "", runbook=symptoms.NATS_AWAY,
-            )  # fmt: skip
+            away = symptoms.failed("bus", error, symptoms.NATS_AWAY)
             return self._status((away,), current=False)
         self._as_of_s = context.runtime.clock()
         return self._status((), current=True)

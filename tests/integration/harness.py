@@ -72,9 +72,13 @@ class _Compiled:
 COMPILED = _Compiled()
 
 
-def environment() -> dict[str, str]:
-    """Of a process that can import the tests' tasks, and of which every warning is seen."""
-    path = os.pathsep.join([str(HERE), str(ROOT)])
+def environment(*, tree: bool = True) -> dict[str, str]:
+    """Of a process that can import the tests' tasks, and of which every warning is seen.
+
+    Args:
+        tree: whether the project comes from this tree.
+    """
+    path = os.pathsep.join([str(HERE), *([str(ROOT)] if tree else [])])
     clean = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
     if COMPILED.path is not None:
         clean["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED.path)
@@ -83,21 +87,27 @@ def environment() -> dict[str, str]:
 
 
 class Process:
-    """One `diloco` process with its log; `kill` is SIGKILL."""
+    """One `diloco` process with its log; `kill` is SIGKILL. Without `python` it is this tree's."""
 
     def __init__(
-        self, arguments: list[str], log_path: Path, *, cwd: Path, program: Sequence[str]
+        self,
+        arguments: list[str],
+        log_path: Path,
+        *,
+        cwd: Path,
+        program: Sequence[str],
+        python: Path | None = None,
     ) -> None:
         self.arguments = arguments
         self.log_path = log_path
         with log_path.open("xb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *program, *arguments],
+                [str(python or sys.executable), "-m", *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=cwd,
-                env=environment(),
+                env=environment(tree=python is None),
                 start_new_session=True,
             )
 
@@ -207,10 +217,16 @@ class World:
 
     # Processes
 
-    def start(self, name: str, *arguments: str, program: Sequence[str] = ("diloco",)) -> Process:
-        """Start `diloco ARGUMENTS...`, with a log of its own."""
+    def start(
+        self,
+        name: str,
+        *arguments: str,
+        program: Sequence[str] = ("diloco",),
+        python: Path | None = None,
+    ) -> Process:
+        """Start `diloco ARGUMENTS...`, with a log of its own; `python` as of `Process`."""
         log_path = self.folder / f"{name}-{len(self.processes)}.log"
-        process = Process([*arguments], log_path, cwd=self.folder, program=program)
+        process = Process([*arguments], log_path, cwd=self.folder, program=program, python=python)
         self.processes.append(process)
         return process
 

@@ -7,6 +7,7 @@ one with the learners. What stands for a name on the pages is put in its place, 
 import re
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from harness import Process, World
@@ -35,6 +36,8 @@ class Night:
         places: what to put for RUN, NAME, DIR ...
         slices: of a unit that runs on several machines, the options of each.
         units: what runs, or ran last: of a unit on several machines `UNIT.0`, `UNIT.1` ...
+        programs: of a release, by its folder on the pages: where its programs are.
+        releases: of a unit that a release has written: where those are. Others are of this tree.
     """
 
     world: World
@@ -42,6 +45,8 @@ class Night:
     places: dict[str, str] = field(default_factory=dict)
     slices: dict[str, list[list[str]]] = field(default_factory=dict)
     units: dict[str, Process] = field(default_factory=dict)
+    programs: dict[str, Path] = field(default_factory=dict)
+    releases: dict[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         run = str(self.world.config_path)
@@ -58,6 +63,8 @@ class Night:
             return self._systemctl(words[1], words[-1])
         if words[0] == "journalctl":
             return self._journal(words[words.index("-u") + 1])
+        if words[1] == "install-units":
+            return self._install_unit(words[0].removesuffix("/bin/diloco"), words[2])
         done = self.run(words[1:])
         assert done.status == 0, f"{words}: {done.text}"
         return done.text
@@ -110,11 +117,18 @@ class Night:
             self.server.start()
         return ""
 
+    def _install_unit(self, release: str, unit: str) -> str:
+        """From its next start on the unit's programs are the release's: units name their folder."""
+        self.releases[unit.rstrip("@")] = self.programs[release]
+        return ""
+
     def _start(self, one: str) -> Process:
         unit, _, machine = one.partition(".")
         name, _, instance = unit.partition("@")
+        programs = self.releases.get(name)
+        python = programs / "python" if programs is not None else None
         if name == "diloco-aggregator":
-            return self.world.aggregator()
+            return self.world.aggregator(python=python)
         assert name == "diloco-learner", unit
         options = self.slices[unit][int(machine)] if machine else []
-        return self.world.learner(instance, options)
+        return self.world.learner(instance, options, python=python)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from audit import read_tape
+from built import build_wheel, install, source_of_tree
 from harness import ENDLESS, World, eventually
 from night import Night
 from small_disk import fill, small_disk
@@ -19,6 +20,7 @@ from test_unequal_slices import OFTEN, until_merged
 from diloco.common import log
 from diloco.common.exits import Exit
 from diloco.common.nats_server import LOOPBACK, NatsServer, free_port
+from diloco.common.release import release
 
 SLOWER = {"options": {"notes": "notes", "sleep_s": 0.02}}
 
@@ -59,6 +61,12 @@ def told(night: Night, page: str, begins: str, *texts: str, **places: str) -> No
         f"{begins} says {texts}",
         every_s=0.5,
     )
+
+
+def is_well(night: Night, page: str, *, doctor: str = "diloco doctor RUN") -> None:
+    """As pages have it under "Verify": the run trains, and the doctor finds no error."""
+    told(night, page, "diloco status RUN --once", "training")
+    assert " error " not in night.do(page, doctor)
 
 
 def test_start(new_world, own_nats_server):
@@ -146,23 +154,58 @@ def test_restore_from_the_bucket(night):
     assert "as epoch 1" in said
     assert min(read_tape(night.world).versions()) >= 1
     begin(night)
-    told(night, page, "diloco status RUN --once", "training")
-    assert " error " not in night.do(page, "diloco doctor RUN")
+    is_well(night, page)
+
+
+def installed(version: str, folder: Path) -> Path:
+    """The programs of a release that says of itself that it is this one."""
+    source = source_of_tree(folder)
+    project = source / "pyproject.toml"
+    text, changed = re.subn(
+        '^version = ".*"$', f'version = "{version}"', project.read_text(), flags=re.MULTILINE
+    )
+    assert changed == 1
+    project.write_text(text)
+    return install(build_wheel(source, folder), folder / "environment")
+
+
+def until_made_by(night: Night, version: str) -> None:
+    """Until the newest version of each fragment was made by that release."""
+
+    def all_made() -> bool:
+        newest = [chain[-1][1] for chain in read_tape(night.world).records.values()]
+        return {record.release for record in newest} == {version}
+
+    eventually(all_made, f"versions are made by {version}", every_s=0.5)
 
 
 @pytest.mark.slow
-def test_an_upgrade_without_stopping_the_run(night):
-    page = "upgrade"
+def test_an_upgrade_without_stopping_the_run(night, tmp_path):
+    page, new = "upgrade", "/opt/diloco-0.2.0"
+    (tmp_path / "new").mkdir()
+    night.programs[new] = installed("0.2.0", tmp_path / "new")
+    assert " error " not in night.do(page, "diloco doctor RUN")
     assert "checkpoint" in night.do(page, "diloco checkpoint RUN")
-    # The new programs are the same here: what is tried is the page's order, and that versions grow.
-    night.do(page, "systemctl restart diloco-aggregator")
+    until_made_by(night, release())
+
+    night.do(page, f"{new}/bin/diloco install-units diloco-aggregator")
     until_grows(night)
+    until_made_by(night, release())  # "Nothing that runs notices."
+    night.do(page, "systemctl restart diloco-aggregator")
+    until_made_by(night, "0.2.0")
+    until_grows(night)
+    night.do(page, f"{new}/bin/diloco install-units diloco-learner@")
     night.do(page, "systemctl restart diloco-learner@NAME")
     until_grows(night)
+    assert len(read_tape(night.world).lives("learner-0")) == 2
     night.do(page, "systemctl restart nats-server")
     until_grows(night)
-    told(night, page, "diloco status RUN --once", "training")
-    assert " error " not in night.do(page, "diloco doctor RUN --deep")
+    is_well(night, page, doctor="diloco doctor RUN --deep")
+
+    # "Back to the old version: the same commands, of the old folder."
+    night.releases.clear()
+    night.do(page, "systemctl restart diloco-aggregator")
+    until_made_by(night, release())
 
 
 @pytest.mark.slow

@@ -6,20 +6,18 @@ environments share the packages of this one, but not the project: that is a whee
 """
 
 import json
-import os
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from built import ROOT, build_wheel, install, run, source_of_tree
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 OWN_TASK = """
 import zlib
 
@@ -72,44 +70,9 @@ assert "jax" not in sys.modules
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints; nothing of this tree is on its path."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd, env=clean, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working tree as `git archive` packs it and `tar` unpacks it, uncommitted changes too."""
-    folder = tmp_path_factory.mktemp("archive")
-    index = {**os.environ, "GIT_INDEX_FILE": str(folder / "index")}
-
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", *words], cwd=ROOT, env=index, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    git("read-tree", "HEAD")
-    git("add", "--all")
-    archive = folder / "diloco.tar.gz"
-    git("archive", "--format=tar.gz", "--prefix=diloco/", "-o", str(archive), git("write-tree"))
-    unpacked = folder / "source"
-    unpacked.mkdir()
-    run("tar", "-xzf", archive, "-C", unpacked, "--strip-components=1", cwd=folder)
-    return unpacked
-
-
-def build_wheel(source: Path, to: Path) -> Path:
-    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check")
-    run(*pip, "--no-deps", "--no-build-isolation", "-w", to, source, cwd=to)
-    (wheel,) = to.glob("*.whl")
-    return wheel
+    return source_of_tree(tmp_path_factory.mktemp("archive"))
 
 
 @pytest.fixture(scope="session")
@@ -129,18 +92,7 @@ def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of programs of an environment that has the wheel, outside the tree."""
-    home = tmp_path_factory.mktemp("installed") / "environment"
-    run(sys.executable, "-m", "venv", "--without-pip", home, cwd=home.parent)
-    python = home / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
-    run(*pip, "--disable-pip-version-check", "--no-deps", wheel, cwd=home.parent)
-    asked = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    own = Path(run(python, "-c", asked, cwd=home).strip())
-    # As a plain path, so that this environment's own links, such as the editable one, are not read.
-    (own / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    server = Path(sysconfig.get_path("scripts")) / "nats-server"
-    (home / "bin" / "nats-server").symlink_to(server)
-    return home / "bin"
+    return install(wheel, tmp_path_factory.mktemp("installed") / "environment")
 
 
 @pytest.fixture
