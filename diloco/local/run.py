@@ -230,10 +230,11 @@ class LocalRun:
         self.console.print(
             f"run [bold]{run.name}[/]: {len(self.learners)} learners, "
             f"{'resumed' if self.options.resume else f'{run.steps} steps'}, "
-            f"in {self.config_path.parent}"
+            f"in {self.config_path.parent}",
+            soft_wrap=True,
         )
         for sentence in warnings(self.config.settings()):
-            self.console.print(f"[yellow]warning:[/] {sentence}")
+            self.console.print(f"[yellow]warning:[/] {sentence}", soft_wrap=True)
         work = asyncio.ensure_future(self._work())
         waiting = asyncio.ensure_future(stop.wait())
         await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -421,7 +422,7 @@ class LocalRun:
     def _tell(self, summary: dict[str, Any]) -> None:
         self.console.print(screen.sentence(summary))
         folder = self.config_path.parent
-        self.console.print(f"everything of this run is in {folder}")
+        self.console.print(f"everything of this run is in {folder}", soft_wrap=True)
         self.console.print(f"for figures of it: diloco report {folder}", soft_wrap=True)
         if self.options.json:
             print(json_module.dumps(summary), flush=True)  # noqa: T201 - the result itself

@@ -83,6 +83,9 @@ def learners(
     if json:
         Console().print_json(data=as_json(found))
         return
+    if not found:
+        say("no learner has joined yet")
+        return
     Console().print(table(found))
     if any(one.trend for one in found):
         Console().print()

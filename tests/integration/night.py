@@ -55,19 +55,23 @@ class Night:
 
     def do(self, page: str, begins: str, **places: str) -> str:
         """Give the page's command that begins so; what it prints. The page must have it."""
+        done = self.ask(page, begins, **places)
+        assert done.status == 0, f"{begins}: {done.text}"
+        return done.text
+
+    def ask(self, page: str, begins: str, **places: str) -> "Said":
+        """As `do`, whatever becomes of it."""
         found = [words for words in commands(ROOT / "runbooks" / f"{page}.md")
                  if shlex.join(words).startswith(begins)]  # fmt: skip
         assert found, f"{page}.md has no command {begins!r} any more"
         words = [self._put(word, {**self.places, **places}) for word in found[0]]
         if words[0] == "systemctl":
-            return self._systemctl(words[1], words[-1])
+            return Said(0, self._systemctl(words[1], words[-1]))
         if words[0] == "journalctl":
-            return self._journal(words[words.index("-u") + 1])
+            return Said(0, self._journal(words[words.index("-u") + 1]))
         if words[1] == "install-units":
-            return self._install_unit(words[0].removesuffix("/bin/diloco"), words[2])
-        done = self.run(words[1:])
-        assert done.status == 0, f"{words}: {done.text}"
-        return done.text
+            return Said(0, self._install_unit(words[0].removesuffix("/bin/diloco"), words[2]))
+        return self.run(words[1:])
 
     def run(self, words: list[str]) -> "Said":
         """`diloco WORDS...` where nobody sits at the terminal: a question has no answer."""
