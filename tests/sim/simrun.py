@@ -347,9 +347,15 @@ class Scenario:
             standing = [world.checkers.views(fragment) for fragment in range(self.plan.fragments)]
         except ObjectMissingError:
             return  # Nor what one said whose body was collected on the word of those that were lost.
-        living = {learner.name for learner in self.learners if learner.actor is not None}
-        for (name, fragment), digest in world.checkers.adopted.items():
-            if name in living and digest not in standing[fragment]:
+        # Who was stopped until a moment ago has not been told of what it missed.
+        before_s = world.loop.now_s - STANDSTILL_S / 3
+        living = {
+            (one.name, one.incarnation)
+            for one in self.learners
+            if one.actor is not None and one.actor.awake_since_s < before_s
+        }
+        for (name, incarnation, fragment), digest in world.checkers.adopted.items():
+            if (name, incarnation) in living and digest not in standing[fragment]:
                 what = f"trains on a view of fragment {fragment} that no record has: {digest}"
                 world.fail(Violation("unnoticed", name, what))
 
