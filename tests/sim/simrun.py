@@ -289,11 +289,13 @@ class Scenario:
     async def _check_paused(self, rng: random.Random) -> None:
         """In calm nobody takes a step while the run is paused, and it ends once it is not."""
         world, at = self.world, self.operator
-        held = await at.command(at.hold, rng)
+        held, epoch = await at.command(at.hold, rng), world.epoch
         await asyncio.sleep(SUPERSEDED_S)
         before = world.steps
         await asyncio.sleep(PAUSED_S)
-        if held and not world.checkers.stopped and world.steps > before:
+        # A checkpoint from before it was paused, from which it went on, knows nothing of it.
+        stays = held and world.epoch == epoch and not world.checkers.stopped
+        if stays and world.steps > before:
             what = f"{world.steps - before} steps of a run that is paused"
             world.fail(Violation("paused", "learners", what))
         await at.command(at.let_go, rng)
