@@ -168,6 +168,6 @@ class Oracle:
         named = dict(enumerate(end.record_seqs))
         for chain in self.chains:
             said = named.get(chain.fragment)
-            if said not in chain.final_seqs:
+            if chain.final_seqs and said not in chain.final_seqs:
                 about = f"fragment {chain.fragment}"
                 yield Finding("end", seq, about, "record_seqs", chain.final_seqs, said)
