@@ -1,13 +1,15 @@
 """A liar beside three honest learners, all of them processes: what its attacks do to the run.
 
-    .venv/bin/python -m bench.attack_live [--steps 600] [--only NAME] [--merges A,B] [--seeds 1]
+    .venv/bin/python -m bench.attack_live [--steps 400] [--only NAME] [--merges A,B] [--seeds 1]
 
-A nats-server with credentials and permissions (`diloco auth`), an aggregator, three learners that
-train `examples/digits.py` at a pace that leaves most of a core idle, a folder as their store, and a
-process with a fourth learner's credentials that lies: each attack in a run of its own, from when
-every honest learner was merged until the run's end. Shown are versions and honest updates merged in
-a second, the part of a core that all but the liar used, and the held-out loss, in % of the same
-run without a liar.
+Two runs at the same time, so that whatever else the machine does meets both: each has a nats-server
+with credentials and permissions (`diloco auth`), an aggregator, three learners that train
+`examples/digits.py` at a pace that leaves the processor idle, and a folder as its store. Beside one
+of them a process with a fourth learner's credentials (`bench/liar.py`) joins and lies. From then
+until the first of the two has done its steps are counted versions and honest updates merged; at the
+end, the held-out loss. Shown is the run with the liar in % of the run without, with the standard
+error over spans of that time (of the loss: over seeds); the part of a core that the processes of
+each used, without the liar's; how many cores the whole machine had in use, and its load.
 """
 
 import argparse
@@ -15,38 +17,35 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
 
-from bench.attack import ATTACKS, Attack
-from bench.flood import cpu_s, filling
+from bench.flood import cpu_s
+from bench.liar import ACTS, CODEC, FIRST, HONEST, LIAR, RUN, STEP_S, lie
 from diloco import Task, load
 from diloco.auth import files as auth
 from diloco.cli.opening import open_run
-from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import Bus, jetstream
-from diloco.common.codec import Encoded
+from diloco.common import log, names, wire
 from diloco.common.config import load_config
 from diloco.common.nats_server import NatsServer
-from diloco.common.store import DirectoryStore
-from diloco.common.tape import Entry, RunContext, read_item, read_tape
+from diloco.common.tape import Entry, read_item
 from diloco.learner.contract import build_task
 from diloco.operate.create import create
 
 DIGITS = "examples.digits:build"
-CODEC: Final = "int8"
-RUN, HONEST, LIAR = "live", ("a", "b", "c"), "liar"
-STEP_S = 0.03
-LATEST_S = 240.0
+# A run that has not ended by then is said not to end.
+LATEST_S = 300.0
+SPANS = 8
 
 
 def build(*, steps: int, seed: int) -> Task:
@@ -61,377 +60,259 @@ def build(*, steps: int, seed: int) -> Task:
     return dataclasses.replace(task, batches=paced)
 
 
-# The liar
-
-
-@dataclasses.dataclass
-class Liar:
-    """A process with a learner's credentials, and no learner."""
-
-    context: RunContext
-    bus: Bus
-    incarnation: int = 0
-    seqs: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    async def join(self) -> None:
-        """Begin a life."""
-        message = wire.Join(
-            run=RUN, learner=LIAR, layout=self.context.layout.digest, host="elsewhere"
-        )
-        self.incarnation = await self.bus.publish(names.join(RUN, LIAR), wire.encode(message))
-
-    async def records(self) -> AsyncIterator[wire.Record]:
-        """The records from now on."""
-        start = await self.bus.last_sequence(self.context.tape) + 1
-        async for message in self.bus.read(self.context.tape, [names.record(RUN, "*")], start):
-            item = await read_item(self.context, message)
-            if isinstance(item, Entry) and isinstance(item.body, wire.Record):
-                yield item.body
-
-    async def first(self) -> tuple[wire.Record, wire.Input]:
-        """The next record with an honest learner's update, and that."""
-        async for record in self.records():
-            taken = self.model(record)
-            if taken is not None:
-                return record, taken
-        raise AssertionError("the tape has an end")
-
-    def model(self, record: wire.Record) -> wire.Input | None:
-        """An honest learner's update, to be forged after."""
-        return next((taken for taken in record.inputs if taken.learner != LIAR), None)
-
-    def read(self, taken: wire.Input) -> list[Encoded]:
-        """Its parts."""
-        return [
-            shards.unpack(
-                self.context.store.get(shard.name),
-                codec=CODEC,
-                count=slices.check(shard.slices, 1 << 40) * self.context.layout.block,
-                block=self.context.layout.block,
-            )
-            for shard in taken.shards
-        ]
-
-    def manifest(self, record: wire.Record, taken: wire.Input) -> wire.Manifest:
-        """An announcement as an honest learner would make it; its shards are not stored yet."""
-        fragment = record.fragment
-        seq = self.seqs[fragment] = self.seqs.get(fragment, 0) + 1
-        prefix = names.shards_prefix(RUN, LIAR, fragment, 0, self.incarnation, seq)
-        entries = tuple(
-            shard.model_copy(update={"name": f"{prefix}{index}"})
-            for index, shard in enumerate(taken.shards)
-        )
-        return wire.Manifest(
-            run=RUN, learner=LIAR, epoch=0, incarnation=self.incarnation, seq=seq,
-            fragment=fragment, base_version=record.version, base_digest=record.view_digest,
-            layout=self.context.layout.digest, codec=CODEC, shards=entries,
-            tokens=taken.tokens, steps=taken.steps, position=seq, local_step=seq, loss=1.0,
-            step_time_s=STEP_S, encode_s=0.0, upload_s=0.0, attempt=0, final=False,
-        )  # fmt: skip
-
-    def store(self, manifest: wire.Manifest, parts: Sequence[Encoded]) -> wire.Manifest:
-        """Store an update's parts; the manifest, with their checksums."""
-        entries = []
-        for shard, part in zip(manifest.shards, parts, strict=True):
-            data = shards.pack(manifest.codec, part, self.context.layout.block)
-            self.context.store.put(shard.name, data)
-            entries.append(shard.model_copy(update={"crc32c": shards.crc32c(data)}))
-        return manifest.model_copy(update={"shards": tuple(entries)})
-
-    async def announce(self, manifest: wire.Manifest) -> None:
-        """Publish it."""
-        subject = names.update(RUN, LIAR, manifest.fragment)
-        await self.bus.publish(subject, wire.encode(manifest))
-
-
-Act = Callable[[Liar], Awaitable[None]]
-
-
-def forging(attack: Attack) -> Act:
-    """Answers every version with an update that is forged after an honest one."""
-
-    async def act(liar: Liar) -> None:
-        async for record in liar.records():
-            taken = liar.model(record)
-            if taken is None:
-                continue
-            sent = liar.manifest(record, taken)
-            parts = [Encoded(*map(np.asarray, part)) for part in liar.read(taken)]
-            forged = parts if attack.forge is None else [*map(attack.forge, parts)]
-            claims = attack.claims(sent)
-            await liar.announce(liar.store(sent, forged).model_copy(update=claims))
-
-    return act
-
-
-async def silent(liar: Liar) -> None:
-    """Heartbeats and nothing else."""
-    while True:
-        beat = wire.Heartbeat(
-            learner=LIAR, incarnation=liar.incarnation, local_step=1, global_step=1, tokens=1,
-            loss=1.0, tokens_per_s=1.0, step_time_s=STEP_S, stall_s=0.0, run_s=1.0, bytes_up=0,
-            bytes_down=0, updates_sent=0, state="training",
-        )  # fmt: skip
-        await liar.bus.publish(names.heartbeat(RUN, LIAR), wire.encode(beat))
-        await asyncio.sleep(0.2)
-
-
-def flooding(rate: float, size_bytes: int) -> Act:
-    """So many manifests a second, of so many bytes."""
-
-    async def act(liar: Liar) -> None:
-        record, taken = await liar.first()
-        sent = liar.manifest(record, taken)
-        long = sent.model_copy(update={"shards": filling(size_bytes)}) if size_bytes else sent
-        payload, began_s, count = wire.encode(long), time.monotonic(), 0
-        while True:
-            await liar.bus.publish(names.update(RUN, LIAR, record.fragment), payload)
-            count += 1
-            await asyncio.sleep(max(0.0, began_s + count / rate - time.monotonic()))
-
-    return act
-
-
-def spoiling(spoil: Callable[[Path], None]) -> Act:
-    """Objects that are none, or none any more."""
-
-    async def act(liar: Liar) -> None:
-        root = DirectoryStore(Path(load_config(Path(sys.argv[-1])).store.url)).root
-        async for record in liar.records():
-            taken = liar.model(record)
-            if taken is None:
-                continue
-            sent = liar.store(liar.manifest(record, taken), liar.read(taken))
-            for shard in sent.shards:
-                spoil(root / shard.name)
-            await liar.announce(sent)
-
-    return act
-
-
-def _link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def _endless(path: Path) -> None:
-    path.unlink()
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-async def deleting(liar: Liar) -> None:
-    """Deletes what of its own was merged."""
-    root = DirectoryStore(Path(load_config(Path(sys.argv[-1])).store.url)).root
-    async for record in liar.records():
-        for taken in record.inputs:
-            if taken.learner == LIAR:
-                for shard in taken.shards:
-                    (root / shard.name).unlink(missing_ok=True)
-        if (honest := liar.model(record)) is not None:
-            await liar.announce(liar.store(liar.manifest(record, honest), liar.read(honest)))
-
-
-FORGED = (
-    "none: an honest fourth",
-    "60,000 steps of 2^32 tokens",
-    "tiny step time",
-    "huge step time",
-    "one step and one token",
-    "tiny updates",
-    "zeros with the greatest claims",
-    "true claims, turned and ten times as long",
-)
-ACTS: dict[str, Act] = {
-    **{attack.name: forging(attack) for attack in ATTACKS if attack.name in FORGED},
-    "heartbeats and nothing else": silent,
-    "1,000 manifests a second": flooding(1000.0, 0),
-    "40 manifests a second of 1 MB": flooding(40.0, 1_000_000),
-    "objects that are links to /dev/zero": spoiling(_link),
-    "objects of a terabyte": spoiling(_endless),
-    "deletes what was merged": deleting,
-}
-
-
-async def lie(name: str, config: Path) -> None:
-    """The liar's process, for ever."""
-    async with open_run(str(config), name=LIAR, reads=True) as opened:
-        section = load_config(config).bus
-        bus = await jetstream.connect(
-            section.url, name=LIAR, credentials=section.credentials, tls_ca=section.tls_ca
-        )
-        liar = Liar(opened.context, bus)
-        await liar.join()
-        await ACTS[name](liar)
-
-
-# The run
-
-
-class Outcome(NamedTuple):
-    """Versions and honest updates a second, the part of a core in use, and the held-out loss."""
-
-    versions: float
-    merged: float
-    core: float
-    loss: float
-
-
 class Merged(NamedTuple):
     """When a version was stored, and whose updates it holds."""
 
     at_s: float
-    learners: tuple[str, ...]
+    honest: int
+    final: bool
 
 
-def play(folder: Path, name: str, merge: str, steps: int, seed: int) -> Outcome:
-    """One run, with or without a liar (name "")."""
+class Used(NamedTuple):
+    """Processor seconds of the run's own processes and of the whole machine, until a time."""
+
+    at_s: float
+    run_s: float
+    machine_s: float
+
+
+class Fleet:
+    """A run's server, daemons and files below a folder; `name` is the attack, "" none."""
+
+    def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
+        self.folder, self.name = folder, name
+        self.seen: list[Merged] = []
+        self.joined, self.begun, self.ended = (asyncio.Event() for _ in range(3))
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._server = NatsServer(folder / "nats", extra_config=_credentials(folder))
+        self._settings = settings
+
+    def start(self) -> None:
+        """Create the run, and start its daemons."""
+        self._server.start()
+        self._configure()
+        create(load_config(self.file("operator")), None)
+        self._start("agg", "diloco", ["aggregator"])
+        for learner in HONEST:
+            self._start(learner, "diloco", ["learner", "--learner", learner])
+        if self.name:
+            self._start(LIAR, "bench.attack_live", ["--lie", self.name])
+
+    def stop(self) -> None:
+        """End what still runs."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        self._server.stop()
+
+    def file(self, name: str) -> Path:
+        """Somebody's configuration."""
+        return self.folder / f"{name}.toml"
+
+    def _start(self, name: str, module: str, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", module, *arguments, "--config", str(self.file(name))]
+        with (self.folder / f"{name}.log").open("wb") as file:
+            self._processes[name] = subprocess.Popen(command, stderr=file)
+
+    def _configure(self) -> None:
+        for name in (*HONEST, LIAR, "agg", "operator"):
+            bus = {
+                "url": f"tls://127.0.0.1:{self._server.port}",
+                "credentials": str(self.folder / "auth" / "credentials" / f"{name}.toml"),
+                "tls_ca": str(self.folder / "auth" / "tls" / "ca.pem"),
+            }
+            document = {**self._settings, "bus": bus, "store": {"url": str(self.folder / "store")}}
+            self.file(name).write_text(tomli_w.dumps(document))
+
+    def used(self) -> Used:
+        """What was used so far; the liar's is not the run's."""
+        pids = [self._server.pid, *(p.pid for n, p in self._processes.items() if n != LIAR)]
+        run_s = 0.0
+        for pid in pids:
+            with contextlib.suppress(FileNotFoundError, IndexError):
+                run_s += cpu_s(pid or 0)
+        busy = [int(value) for value in Path("/proc/stat").read_text().split()[1:9]]
+        idle = busy[3] + busy[4]
+        return Used(time.time(), run_s, (sum(busy) - idle) / os.sysconf("SC_CLK_TCK"))
+
+    async def follow(self) -> None:
+        """Read the run's tape to its end."""
+        subjects = [names.record(RUN, "*"), names.join(RUN, LIAR), names.end(RUN)]
+        async with open_run(str(self.file("operator")), name="watch", reads=True) as opened:
+            async for message in opened.context.bus.read(opened.context.tape, subjects, 1):
+                item = await read_item(opened.context, message)
+                if message.subject == names.end(RUN):
+                    self.ended.set()
+                    return
+                if isinstance(item, Entry) and isinstance(item.body, wire.Join):
+                    self.joined.set()
+                if isinstance(item, Entry) and isinstance(item.body, wire.Record):
+                    self._take(item.time_s, item.body)
+
+    def _take(self, at_s: float, record: wire.Record) -> None:
+        if not record.inputs:
+            return
+        honest = [taken for taken in record.inputs if taken.learner in HONEST]
+        self.seen.append(Merged(at_s, len(honest), any(taken.final for taken in honest)))
+        if sum(one.honest for one in self.seen) >= FIRST * len(HONEST):
+            self.begun.set()
+
+
+def _credentials(folder: Path) -> str:
+    """Make everybody's; what the server's configuration says of them."""
     auth.init(folder / "auth", RUN, ["127.0.0.1"])
     for learner in (*HONEST, LIAR):
         auth.add(folder / "auth", learner, "learner")
     auth.add(folder / "auth", "agg", "aggregator")
     tls = folder / "auth" / "tls"
     extra = f'tls {{ cert_file: "{tls}/nats-1.pem", key_file: "{tls}/nats-1.key" }}\n'
-    extra += 'accounts { include "../auth/accounts.conf" }\n'
-    with NatsServer(folder / "nats", extra_config=extra) as server, _processes() as started:
-        files = _files(folder, server.port, merge, steps, seed)
-        create(load_config(files["operator"]), None)
-        started.append(_start(folder, "agg", ["aggregator", "--config", str(files["agg"])]))
-        for learner in HONEST:
-            command = ["learner", "--config", str(files[learner]), "--learner", learner]
-            started.append(_start(folder, learner, command))
-        assert server.pid is not None
-        used = [server.pid, *(process.pid for process in started)]
-        asyncio.run(_until(files["operator"], lambda seen: _all_merged(seen, 2)))
-        began_s, used_s = time.time(), sum(map(cpu_s, used))
-        if name:
-            started.append(_lying(folder, name, files[LIAR]))
-        core = asyncio.run(_watch(files["operator"], used, used_s, began_s))
-        seen = asyncio.run(_versions(files["operator"]))
-        params = load(files["operator"])
-    last_s = max(one.at_s for one in seen)
-    later = [one for one in seen if one.at_s > began_s]
-    merged = sum(learner in HONEST for one in later for learner in one.learners)
-    evaluate: Any = build_task(DIGITS, steps=steps, seed=seed, options={}).evaluate
-    took_s = last_s - began_s
-    return Outcome(len(later) / took_s, merged / took_s, core, float(evaluate(params)))
+    return extra + 'accounts { include "../auth/accounts.conf" }\n'
 
 
-def _files(folder: Path, port: int, merge: str, steps: int, seed: int) -> dict[str, Path]:
-    files = {}
-    for name in (*HONEST, LIAR, "agg", "operator"):
-        document = {
-            "run": {"name": RUN, "steps": steps, "seed": seed},
-            "task": {"build": "bench.attack_live:build"},
-            "sync": {"fragments": 2, "interval_steps": 12, "codec": CODEC, "block": 16},
-            "outer": {"merge": merge},
-            # The end waits no longer for who never sends his last update.
-            "quorum": {"deadline_s": 5.0, "read_timeout_s": 5.0},
-            "bus": {
-                "url": f"tls://127.0.0.1:{port}",
-                "credentials": str(folder / "auth" / "credentials" / f"{name}.toml"),
-                "tls_ca": str(folder / "auth" / "tls" / "ca.pem"),
-            },
-            "store": {"url": str(folder / "store")},
-        }
-        files[name] = folder / f"{name}.toml"
-        files[name].write_text(tomli_w.dumps(document))
-    return files
+class Cores(NamedTuple):
+    """In use by the run with the liar, the one without, and all that the machine did; its load."""
+
+    lied: float
+    alone: float
+    machine: float
+    load: float
 
 
-@contextlib.contextmanager
-def _processes() -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Processes, none of which outlives the block."""
-    started: list[subprocess.Popen[bytes]] = []
+class Outcome(NamedTuple):
+    """Of the run with the liar over the one without: loss, and rates of each span, less 1.
+
+    `rate` and `alone_loss` are those of the run without: versions a second, and held-out.
+    """
+
+    loss: float
+    versions: tuple[float, ...]
+    merged: tuple[float, ...]
+    cores: Cores
+    rate: float
+    alone_loss: float
+
+
+def play(folder: Path, name: str, settings: dict[str, Any]) -> Outcome:
+    """Both runs, to their ends.
+
+    Raises:
+        TimeoutError: one of them does not come to its end.
+    """
+    alone, lied = Fleet(folder / "alone", "", settings), Fleet(folder / "lied", name, settings)
     try:
-        yield started
+        for fleet in (alone, lied):
+            fleet.start()
+        began, ended = asyncio.run(_follow([alone, lied]))
+        losses = [_loss(fleet, settings["run"]) for fleet in (alone, lied)]
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        for fleet in (alone, lied):
+            fleet.stop()
+    began_s = began[0].at_s
+    until_s = min(next(one.at_s for one in f.seen if one.final) for f in (alone, lied))
+    edges = np.linspace(began_s, until_s, SPANS + 1)
+    versions, merged = (
+        _change(_counted(alone, edges, by), _counted(lied, edges, by)) for by in ("each", "honest")
+    )
+    rate = float(_counted(alone, edges, "each").sum() / (until_s - began_s))
+    loss = losses[1] / losses[0] - 1
+    return Outcome(loss, versions, merged, _cores(began, ended), rate, losses[0])
 
 
-def _start(folder: Path, name: str, arguments: list[str]) -> "subprocess.Popen[bytes]":
-    with (folder / f"{name}.log").open("wb") as file:
-        return subprocess.Popen([sys.executable, "-m", "diloco", *arguments], stderr=file)
+def _cores(began: list[Used], ended: list[Used]) -> Cores:
+    took_s = ended[0].at_s - began[0].at_s
+    alone, lied = (
+        (after.run_s - before.run_s) / took_s for before, after in zip(began, ended, strict=True)
+    )
+    machine = (ended[0].machine_s - began[0].machine_s) / took_s
+    return Cores(lied, alone, machine, os.getloadavg()[0])
 
 
-def _lying(folder: Path, name: str, config: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "bench.attack_live", "--lie", name, "--config", str(config)]
-    with (folder / "liar.log").open("wb") as file:
-        return subprocess.Popen(command, stderr=file)
+async def _follow(fleets: Sequence[Fleet]) -> tuple[list[Used], list[Used]]:
+    """What both had used when the liar had joined, and when the first run ended."""
+    async with asyncio.timeout(LATEST_S), asyncio.TaskGroup() as group:
+        following = [group.create_task(fleet.follow()) for fleet in fleets]
+        for fleet in fleets:
+            await fleet.begun.wait()
+            if fleet.name:
+                await fleet.joined.wait()
+        began = [fleet.used() for fleet in fleets]
+        await asyncio.wait(following, return_when=asyncio.FIRST_COMPLETED)
+        ended = [fleet.used() for fleet in fleets]
+    return began, ended
 
 
-async def _versions(config: Path) -> list[Merged]:
-    async with open_run(str(config), name="watch", reads=True) as opened:
-        return [
-            Merged(item.time_s, tuple(taken.learner for taken in item.body.inputs))
-            async for item in read_tape(opened.context)
-            if isinstance(item, Entry) and isinstance(item.body, wire.Record) and item.body.inputs
-        ]
+def _counted(fleet: Fleet, edges: np.ndarray, by: str) -> np.ndarray:
+    """Versions, or honest updates, of each span: what lies over an edge counts for both in part."""
+    counts = [one.honest if by == "honest" else 1 for one in fleet.seen]
+    times = [one.at_s for one in fleet.seen]
+    return np.diff(np.interp(edges, times, np.cumsum(counts)))
 
 
-def _all_merged(seen: list[Merged], least: int) -> bool:
-    counts = [learner for one in seen for learner in one.learners]
-    return all(counts.count(name) >= least for name in HONEST)
+def _change(before: np.ndarray, after: np.ndarray) -> tuple[float, ...]:
+    return tuple(float(value) for value in (after - before) / before.mean())
 
 
-async def _until(config: Path, done: Callable[[list[Merged]], bool]) -> None:
-    async with asyncio.timeout(LATEST_S):
-        while True:
-            if done(await _versions(config)):
-                return
-            await asyncio.sleep(0.2)
+def _loss(fleet: Fleet, run: dict[str, Any]) -> float:
+    evaluate: Any = build_task(DIGITS, steps=run["steps"], seed=run["seed"], options={}).evaluate
+    return float(evaluate(load(fleet.file("operator"))))
 
 
-async def _watch(config: Path, used: list[int], used_s: float, began_s: float) -> float:
-    """The part of a core in use, once the run has ended; daemons leave then."""
-    core = 0.0
-    async with open_run(str(config), name="watch") as opened, asyncio.timeout(LATEST_S):
-        bus, context = opened.context.bus, opened.context
-        while await bus.last(context.tape, names.end(RUN)) is None:
-            with contextlib.suppress(FileNotFoundError, IndexError):
-                core = (sum(map(cpu_s, used)) - used_s) / (time.time() - began_s)
-            await asyncio.sleep(0.5)
-    return core
+# The table
 
 
 def rows(options: argparse.Namespace, merges: Sequence[str]) -> Iterator[str]:
     """The table, line by line."""
     heads = [f"{merge}: loss, % | versions a second, % | honest updates, %" for merge in merges]
-    yield f"| the liar beside three | {' | '.join(heads)} | of a core |"
+    yield f"| the liar beside three | {' | '.join(heads)} | cores: with, without, machine; load |"
     yield f"|{' --- |' * (2 + 3 * len(merges))}"
-    alone = {merge: _all(options, "", merge) for merge in merges}
-    first = [one.loss for one in alone[merges[0]]]
+    every = []
     for name in ("", *ACTS):
-        if options.only not in name:
-            continue
-        found = {merge: _all(options, name, merge) if name else alone[merge] for merge in merges}
-        cells = []
-        for merge in merges:
-            base = alone[merge] if name else alone[merges[0]]
-            pairs = [*zip(found[merge], base, strict=True)]
-            cells += [
-                _percent([one.loss / other.loss - 1 for one, other in pairs]),
-                _percent([one.versions / other.versions - 1 for one, other in pairs]),
-                _percent([one.merged / other.merged - 1 for one, other in pairs]),
-            ]
-        core = fmean(one.core for made in found.values() for one in made)
-        yield f"| {name or 'nobody'} | {' | '.join(cells)} | {core:.2f} |"
-    rate = fmean(one.versions for made in alone.values() for one in made)
-    yield f"\nNobody: {rate:.2f} versions a second, held-out loss {fmean(first):.4f}"
+        if options.only in name:
+            found = {merge: _all(options, name, merge) for merge in merges}
+            every += [one for made in found.values() for one in made]
+            yield _row(name or "nobody", found)
+    rate, loss = fmean(one.rate for one in every), fmean(one.alone_loss for one in every)
+    yield f"\nWithout a liar: {rate:.2f} versions a second, held-out loss {loss:.4f}"
+
+
+def _row(name: str, found: dict[str, list[Outcome]]) -> str:
+    cells = []
+    for made in found.values():
+        versions = [value for one in made for value in one.versions]
+        merged = [value for one in made for value in one.merged]
+        losses = [one.loss for one in made]
+        cells += [_percent(v) if v else "no end" for v in (losses, versions, merged)]
+    every = [one.cores for made in found.values() for one in made]
+    used = [f"{fmean(column):.2f}" for column in zip(*every, strict=True)]
+    return f"| {name} | {' | '.join((*cells, ', '.join(used)))} |"
 
 
 def _all(options: argparse.Namespace, name: str, merge: str) -> list[Outcome]:
     found = []
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
-            found.append(play(Path(folder), name, merge, options.steps, seed))
-            print(json.dumps([name, merge, *found[-1]]), file=sys.stderr, flush=True)
+            try:
+                found.append(play(Path(folder), name, settings(merge, options.steps, seed)))
+            except TimeoutError:
+                print(json.dumps([name, merge, seed, "no end"]), file=sys.stderr, flush=True)
+                continue
+        print(json.dumps([name, merge, *found[-1]]), file=sys.stderr, flush=True)
     return found
 
 
-def _percent(values: list[float]) -> str:
+def settings(merge: str, steps: int, seed: int) -> dict[str, Any]:
+    """Of a run, but for where its bus and store are."""
+    return {
+        "run": {"name": RUN, "steps": steps, "seed": seed},
+        "task": {"build": "bench.attack_live:build"},
+        "sync": {"fragments": 2, "interval_steps": 12, "codec": CODEC, "block": 16},
+        "outer": {"merge": merge},
+        # The end waits no longer for who never sends its last update.
+        "quorum": {"deadline_s": 5.0, "read_timeout_s": 5.0},
+    }
+
+
+def _percent(values: Sequence[float]) -> str:
     error = f" ± {100 * stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
     return f"{100 * fmean(values):+.1f}{error}"
 
@@ -439,7 +320,7 @@ def _percent(values: list[float]) -> str:
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(prog="bench.attack_live", description=__doc__)
-    parser.add_argument("--steps", type=int, default=600, help="of each run")
+    parser.add_argument("--steps", type=int, default=400, help="of each run")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", default="", help="attacks whose name holds this")
     parser.add_argument("--merges", default="rda,centered_clipping", help="of outer.merge")
