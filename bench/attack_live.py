@@ -1,15 +1,18 @@
-"""A liar beside three honest learners, all of them processes: what its attacks do to the run.
+"""Liars beside three honest learners, all of them processes: what their attacks do to the run.
 
-    .venv/bin/python -m bench.attack_live [--steps 400] [--only NAME] [--merges A,B] [--seeds 1]
+    .venv/bin/python -m bench.attack_live [--span 20] [--only NAME] [--merges A,B]
 
 Two runs at the same time, so that whatever else the machine does meets both: each has a nats-server
 with credentials and permissions (`diloco auth`), an aggregator, three learners that train
 `examples/digits.py` at a pace that leaves the processor idle, and a folder as its store. Beside one
-of them a process with a fourth learner's credentials (`bench/liar.py`) joins and lies. From then
-until the first of the two has done its steps are counted versions and honest updates merged; at the
-end, the held-out loss. Shown is the run with the liar in % of the run without, with the standard
-error over spans of that time (of the loss: over seeds); the part of a core that the processes of
-each used, without the liar's; how many cores the whole machine had in use, and its load.
+of them a process with more learners' credentials (`bench/liar.py`) lies: each attack in turn, for a
+span of time, under a name of its own, and then is silent for some seconds. "nobody" is a span
+without any: how far two equal runs differ.
+
+Shown is the run with the liar in % of the other: versions and honest updates merged in a second of
+each span, with the standard error over its parts; the held-out loss when it ends; the part of a
+core that the processes of each used (the liar's left out), how many cores the machine had in use,
+and its load. At last both runs are stopped, and must end.
 """
 
 import argparse
@@ -22,30 +25,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import tomli_w
 
 from bench.flood import cpu_s
-from bench.liar import ACTS, CODEC, FIRST, HONEST, LIAR, RUN, STEP_S, lie
-from diloco import Task, load
+from bench.liar import ACTS, CODEC, FIRST, GAP_S, HONEST, RUN, STEP_S, Span, liar_name, lie
+from diloco import Task
 from diloco.auth import files as auth
-from diloco.cli.opening import open_run
+from diloco.cli.opening import OpenRun, open_run
 from diloco.common import log, names, wire
 from diloco.common.config import load_config
 from diloco.common.nats_server import NatsServer
 from diloco.common.tape import Entry, read_item
 from diloco.learner.contract import build_task
+from diloco.model.load import global_arrays
 from diloco.operate.create import create
 
 DIGITS = "examples.digits:build"
-# A run that has not ended by then is said not to end.
-LATEST_S = 300.0
-SPANS = 8
+# Beyond what spans and gaps take: for daemons to begin, and for runs to end.
+SPARE_S = 600.0
+PARTS = 8
+SAMPLE_S = 0.5
+FloatArray = npt.NDArray[np.float64]
 
 
 def build(*, steps: int, seed: int) -> Task:
@@ -60,16 +67,8 @@ def build(*, steps: int, seed: int) -> Task:
     return dataclasses.replace(task, batches=paced)
 
 
-class Merged(NamedTuple):
-    """When a version was stored, and whose updates it holds."""
-
-    at_s: float
-    honest: int
-    final: bool
-
-
 class Used(NamedTuple):
-    """Processor seconds of the run's own processes and of the whole machine, until a time."""
+    """Processor seconds of a run's own processes, and of the whole machine, until a time."""
 
     at_s: float
     run_s: float
@@ -77,233 +76,244 @@ class Used(NamedTuple):
 
 
 class Fleet:
-    """A run's server, daemons and files below a folder; `name` is the attack, "" none."""
+    """A run's server, daemons and files below a folder."""
 
-    def __init__(self, folder: Path, name: str, settings: dict[str, Any]) -> None:
-        self.folder, self.name = folder, name
-        self.seen: list[Merged] = []
-        self.joined, self.begun, self.ended = (asyncio.Event() for _ in range(3))
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._server = NatsServer(folder / "nats", extra_config=_credentials(folder))
-        self._settings = settings
+    def __init__(self, folder: Path, liars: int, settings: dict[str, Any]) -> None:
+        self._folder, self._settings = folder, settings
+        self._liars = [liar_name(index) for index in range(liars)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._server = NatsServer(folder / "nats", extra_config=self._credentials())
+        self.used = [Used(0.0, 0.0, 0.0)]
+        # When each version was stored, and how many honest updates it holds.
+        self.seen: list[tuple[float, int]] = []
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
 
     def start(self) -> None:
         """Create the run, and start its daemons."""
         self._server.start()
         self._configure()
-        create(load_config(self.file("operator")), None)
-        self._start("agg", "diloco", ["aggregator"])
+        create(load_config(self._file("operator")), None)
+        self._start("agg", ["aggregator"])
         for learner in HONEST:
-            self._start(learner, "diloco", ["learner", "--learner", learner])
-        if self.name:
-            self._start(LIAR, "bench.attack_live", ["--lie", self.name])
+            self._start(learner, ["learner", "--learner", learner])
 
     def stop(self) -> None:
         """End what still runs."""
-        for process in self._processes.values():
+        for process in self._processes:
             process.kill()
             process.wait()
         self._server.stop()
 
-    def file(self, name: str) -> Path:
-        """Somebody's configuration."""
-        return self.folder / f"{name}.toml"
+    def lie_command(self, attacks: Sequence[str], span_s: float) -> list[str]:
+        """Of the process that lies beside it."""
+        command = [sys.executable, "-m", "bench.attack_live", "--span", str(span_s)]
+        return [*command, "--beside", str(self._folder), "--attacks", json.dumps(attacks)]
 
-    def _start(self, name: str, module: str, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", module, *arguments, "--config", str(self.file(name))]
-        with (self.folder / f"{name}.log").open("wb") as file:
-            self._processes[name] = subprocess.Popen(command, stderr=file)
+    def open(self) -> contextlib.AbstractAsyncContextManager[OpenRun]:
+        """The run, as its operator."""
+        return open_run(str(self._file("operator")), name="watch")
 
-    def _configure(self) -> None:
-        for name in (*HONEST, LIAR, "agg", "operator"):
-            bus = {
-                "url": f"tls://127.0.0.1:{self._server.port}",
-                "credentials": str(self.folder / "auth" / "credentials" / f"{name}.toml"),
-                "tls_ca": str(self.folder / "auth" / "tls" / "ca.pem"),
-            }
-            document = {**self._settings, "bus": bus, "store": {"url": str(self.folder / "store")}}
-            self.file(name).write_text(tomli_w.dumps(document))
+    async def follow(self, opened: OpenRun) -> None:
+        """Read the run's tape to its end."""
+        context, subjects = opened.context, [names.record(RUN, "*"), names.end(RUN)]
+        async for message in context.bus.read(context.tape, subjects, 1):
+            if message.subject == names.end(RUN):
+                self.ended.set()
+                return
+            item = await read_item(context, message)
+            if isinstance(item, Entry) and isinstance(item.body, wire.Record) and item.body.inputs:
+                honest = sum(taken.learner in HONEST for taken in item.body.inputs)
+                self.seen.append((item.time_s, honest))
+            if len(self.seen) >= FIRST:
+                self.begun.set()
 
-    def used(self) -> Used:
-        """What was used so far; the liar's is not the run's."""
-        pids = [self._server.pid, *(p.pid for n, p in self._processes.items() if n != LIAR)]
+    async def sample(self) -> None:
+        """Note what is used, for ever."""
+        while True:
+            self.used.append(self._use())
+            await asyncio.sleep(SAMPLE_S)
+
+    def _use(self) -> Used:
         run_s = 0.0
-        for pid in pids:
+        for pid in (self._server.pid, *(process.pid for process in self._processes)):
             with contextlib.suppress(FileNotFoundError, IndexError):
                 run_s += cpu_s(pid or 0)
-        busy = [int(value) for value in Path("/proc/stat").read_text().split()[1:9]]
-        idle = busy[3] + busy[4]
-        return Used(time.time(), run_s, (sum(busy) - idle) / os.sysconf("SC_CLK_TCK"))
+        ticks = [int(value) for value in Path("/proc/stat").read_text().split()[1:9]]
+        busy = sum(ticks) - ticks[3] - ticks[4]
+        return Used(time.time(), run_s, busy / os.sysconf("SC_CLK_TCK"))
 
-    async def follow(self) -> None:
-        """Read the run's tape to its end."""
-        subjects = [names.record(RUN, "*"), names.join(RUN, LIAR), names.end(RUN)]
-        async with open_run(str(self.file("operator")), name="watch", reads=True) as opened:
-            async for message in opened.context.bus.read(opened.context.tape, subjects, 1):
-                item = await read_item(opened.context, message)
-                if message.subject == names.end(RUN):
-                    self.ended.set()
-                    return
-                if isinstance(item, Entry) and isinstance(item.body, wire.Join):
-                    self.joined.set()
-                if isinstance(item, Entry) and isinstance(item.body, wire.Record):
-                    self._take(item.time_s, item.body)
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.toml"
 
-    def _take(self, at_s: float, record: wire.Record) -> None:
-        if not record.inputs:
-            return
-        honest = [taken for taken in record.inputs if taken.learner in HONEST]
-        self.seen.append(Merged(at_s, len(honest), any(taken.final for taken in honest)))
-        if sum(one.honest for one in self.seen) >= FIRST * len(HONEST):
-            self.begun.set()
+    def _start(self, name: str, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", "diloco", *arguments, "--config", str(self._file(name))]
+        with (self._folder / f"{name}.log").open("wb") as file:
+            self._processes.append(subprocess.Popen(command, stderr=file))
 
+    def _credentials(self) -> str:
+        """Make everybody's; what the server's configuration says of them."""
+        folder = self._folder / "auth"
+        auth.init(folder, RUN, ["127.0.0.1"])
+        for learner in (*HONEST, *self._liars):
+            auth.add(folder, learner, "learner")
+        auth.add(folder, "agg", "aggregator")
+        tls = folder / "tls"
+        extra = f'tls {{ cert_file: "{tls}/nats-1.pem", key_file: "{tls}/nats-1.key" }}\n'
+        return extra + 'accounts { include "../auth/accounts.conf" }\n'
 
-def _credentials(folder: Path) -> str:
-    """Make everybody's; what the server's configuration says of them."""
-    auth.init(folder / "auth", RUN, ["127.0.0.1"])
-    for learner in (*HONEST, LIAR):
-        auth.add(folder / "auth", learner, "learner")
-    auth.add(folder / "auth", "agg", "aggregator")
-    tls = folder / "auth" / "tls"
-    extra = f'tls {{ cert_file: "{tls}/nats-1.pem", key_file: "{tls}/nats-1.key" }}\n'
-    return extra + 'accounts { include "../auth/accounts.conf" }\n'
-
-
-class Cores(NamedTuple):
-    """In use by the run with the liar, the one without, and all that the machine did; its load."""
-
-    lied: float
-    alone: float
-    machine: float
-    load: float
+    def _configure(self) -> None:
+        for name in (*HONEST, *self._liars, "agg", "operator"):
+            bus = {
+                "url": f"tls://127.0.0.1:{self._server.port}",
+                "credentials": str(self._folder / "auth" / "credentials" / f"{name}.toml"),
+                "tls_ca": str(self._folder / "auth" / "tls" / "ca.pem"),
+            }
+            store = {"url": str(self._folder / "store")}
+            self._file(name).write_text(
+                tomli_w.dumps({**self._settings, "bus": bus, "store": store})
+            )
 
 
 class Outcome(NamedTuple):
-    """Of the run with the liar over the one without: loss, and rates of each span, less 1.
+    """Of a span, the run with the liar over the other, less 1; the rates of each of its parts.
 
-    `rate` and `alone_loss` are those of the run without: versions a second, and held-out.
+    `cores` are those in use: by the run with the liar, by the other, by the machine; and its load.
+    `rate` and `alone_loss` are the other's: versions a second, and held-out.
     """
 
+    name: str
     loss: float
     versions: tuple[float, ...]
     merged: tuple[float, ...]
-    cores: Cores
+    cores: tuple[float, float, float, float]
     rate: float
     alone_loss: float
+    wrong: str
 
 
-def play(folder: Path, name: str, settings: dict[str, Any]) -> Outcome:
-    """Both runs, to their ends.
+def play(folder: Path, attacks: Sequence[str], span_s: float, merge: str) -> list[Outcome]:
+    """Two runs from beginning to end.
 
     Raises:
-        TimeoutError: one of them does not come to its end.
+        TimeoutError: one of them does not begin, or does not end.
     """
-    alone, lied = Fleet(folder / "alone", "", settings), Fleet(folder / "lied", name, settings)
+    document = settings(merge, steps=int(3 * (len(attacks) * (span_s + GAP_S) + 60) / STEP_S))
+    alone = Fleet(folder / "alone", 0, document)
+    lied = Fleet(folder / "lied", len(attacks), document)
     try:
         for fleet in (alone, lied):
             fleet.start()
-        began, ended = asyncio.run(_follow([alone, lied]))
-        losses = [_loss(fleet, settings["run"]) for fleet in (alone, lied)]
+        return asyncio.run(_compare(alone, lied, attacks, span_s, document["run"]["steps"]))
     finally:
         for fleet in (alone, lied):
             fleet.stop()
-    began_s = began[0].at_s
-    until_s = min(next(one.at_s for one in f.seen if one.final) for f in (alone, lied))
-    edges = np.linspace(began_s, until_s, SPANS + 1)
-    versions, merged = (
-        _change(_counted(alone, edges, by), _counted(lied, edges, by)) for by in ("each", "honest")
-    )
-    rate = float(_counted(alone, edges, "each").sum() / (until_s - began_s))
+
+
+async def _compare(
+    alone: Fleet, lied: Fleet, attacks: Sequence[str], span_s: float, steps: int
+) -> list[Outcome]:
+    evaluate: Any = build_task(DIGITS, steps=steps, seed=0, options={}).evaluate
+    found = []
+    latest_s = len(attacks) * (span_s + GAP_S) + SPARE_S
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(asyncio.timeout(latest_s))
+        opened = [await stack.enter_async_context(fleet.open()) for fleet in (alone, lied)]
+        working = [
+            asyncio.ensure_future(work)
+            for fleet, run in zip((alone, lied), opened, strict=True)
+            for work in (fleet.follow(run), fleet.sample())
+        ]
+        stack.callback(lambda: [task.cancel() for task in working])
+        await asyncio.gather(alone.begun.wait(), lied.begun.wait())
+        async for span in _spans(lied.lie_command(attacks, span_s)):
+            # The version after the span tells how far the last one within it had come.
+            await asyncio.sleep(GAP_S / 2)
+            losses = [
+                float(evaluate(await global_arrays(run.context, run.specification)))
+                for run in opened
+            ]
+            found.append(_outcome(span, alone, lied, losses))
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        for run in opened:
+            message = wire.Stop(run=RUN, global_step=0, reason="the attacks are over")
+            await run.context.bus.publish(names.stop(RUN), wire.encode(message))
+        await asyncio.gather(alone.ended.wait(), lied.ended.wait())
+    return found
+
+
+async def _spans(command: list[str]) -> AsyncIterator[Span]:
+    """What the liar's process tells of its attacks."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async for line in process.stdout:
+            yield Span(*json.loads(line))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _outcome(span: Span, alone: Fleet, lied: Fleet, losses: Sequence[float]) -> Outcome:
+    edges = np.linspace(span.began_s, span.ended_s, PARTS + 1)
+    versions, before = _change(*(_grown(f.seen, [1] * len(f.seen), edges) for f in (alone, lied)))
+    merged, _ = _change(*(_grown(f.seen, [one for _, one in f.seen], edges) for f in (alone, lied)))
+    took_s = span.ended_s - span.began_s
+    (lied_s, machine_s), (alone_s, _) = (_spent(fleet, span) for fleet in (lied, alone))
+    cores = (lied_s / took_s, alone_s / took_s, machine_s / took_s, os.getloadavg()[0])
     loss = losses[1] / losses[0] - 1
-    return Outcome(loss, versions, merged, _cores(began, ended), rate, losses[0])
+    return Outcome(span.name, loss, versions, merged, cores, before / took_s, losses[0], span.wrong)
 
 
-def _cores(began: list[Used], ended: list[Used]) -> Cores:
-    took_s = ended[0].at_s - began[0].at_s
-    alone, lied = (
-        (after.run_s - before.run_s) / took_s for before, after in zip(began, ended, strict=True)
-    )
-    machine = (ended[0].machine_s - began[0].machine_s) / took_s
-    return Cores(lied, alone, machine, os.getloadavg()[0])
+def _grown(seen: list[tuple[float, int]], counts: list[int], edges: FloatArray) -> FloatArray:
+    """How many were counted in each part; what lies over an edge counts for both."""
+    times = np.array([at_s for at_s, _ in seen])
+    return np.diff(np.interp(edges, times, np.cumsum(np.array(counts, np.float64))))
 
 
-async def _follow(fleets: Sequence[Fleet]) -> tuple[list[Used], list[Used]]:
-    """What both had used when the liar had joined, and when the first run ended."""
-    async with asyncio.timeout(LATEST_S), asyncio.TaskGroup() as group:
-        following = [group.create_task(fleet.follow()) for fleet in fleets]
-        for fleet in fleets:
-            await fleet.begun.wait()
-            if fleet.name:
-                await fleet.joined.wait()
-        began = [fleet.used() for fleet in fleets]
-        await asyncio.wait(following, return_when=asyncio.FIRST_COMPLETED)
-        ended = [fleet.used() for fleet in fleets]
-    return began, ended
+def _change(before: FloatArray, after: FloatArray) -> tuple[tuple[float, ...], float]:
+    """Of each part; and how many there were before."""
+    return tuple(map(float, (after - before) / before.mean())), float(before.sum())
 
 
-def _counted(fleet: Fleet, edges: np.ndarray, by: str) -> np.ndarray:
-    """Versions, or honest updates, of each span: what lies over an edge counts for both in part."""
-    counts = [one.honest if by == "honest" else 1 for one in fleet.seen]
-    times = [one.at_s for one in fleet.seen]
-    return np.diff(np.interp(edges, times, np.cumsum(counts)))
-
-
-def _change(before: np.ndarray, after: np.ndarray) -> tuple[float, ...]:
-    return tuple(float(value) for value in (after - before) / before.mean())
-
-
-def _loss(fleet: Fleet, run: dict[str, Any]) -> float:
-    evaluate: Any = build_task(DIGITS, steps=run["steps"], seed=run["seed"], options={}).evaluate
-    return float(evaluate(load(fleet.file("operator"))))
+def _spent(fleet: Fleet, span: Span) -> tuple[float, float]:
+    """Processor seconds of the run and of the machine within a span."""
+    times, run_s, machine_s = np.array(fleet.used[1:]).T
+    edges = np.array([span.began_s, span.ended_s])
+    run, machine = (np.diff(np.interp(edges, times, spent)) for spent in (run_s, machine_s))
+    return float(run[0]), float(machine[0])
 
 
 # The table
 
 
-def rows(options: argparse.Namespace, merges: Sequence[str]) -> Iterator[str]:
+def rows(attacks: Sequence[str], span_s: float, merges: Sequence[str]) -> Iterator[str]:
     """The table, line by line."""
-    heads = [f"{merge}: loss, % | versions a second, % | honest updates, %" for merge in merges]
-    yield f"| the liar beside three | {' | '.join(heads)} | cores: with, without, machine; load |"
-    yield f"|{' --- |' * (2 + 3 * len(merges))}"
-    every = []
-    for name in ("", *ACTS):
-        if options.only in name:
-            found = {merge: _all(options, name, merge) for merge in merges}
-            every += [one for made in found.values() for one in made]
-            yield _row(name or "nobody", found)
+    found = {}
+    for merge in merges:
+        with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
+            found[merge] = play(Path(folder), attacks, span_s, merge)
+    cells = "versions a second, % | honest updates, % | loss, % | cores: with, without, machine"
+    yield f"| the liar beside three | {' | '.join(f'{merge}: {cells}; load' for merge in merges)} |"
+    yield f"|{' --- |' * (1 + 4 * len(merges))}"
+    for made in zip(*found.values(), strict=True):
+        yield f"| {made[0].name or 'nobody'} | {' | '.join(map(_cells, made))} |"
+    every = [one for made in found.values() for one in made]
     rate, loss = fmean(one.rate for one in every), fmean(one.alone_loss for one in every)
     yield f"\nWithout a liar: {rate:.2f} versions a second, held-out loss {loss:.4f}"
 
 
-def _row(name: str, found: dict[str, list[Outcome]]) -> str:
-    cells = []
-    for made in found.values():
-        versions = [value for one in made for value in one.versions]
-        merged = [value for one in made for value in one.merged]
-        losses = [one.loss for one in made]
-        cells += [_percent(v) if v else "no end" for v in (losses, versions, merged)]
-    every = [one.cores for made in found.values() for one in made]
-    used = [f"{fmean(column):.2f}" for column in zip(*every, strict=True)]
-    return f"| {name} | {' | '.join((*cells, ', '.join(used)))} |"
+def _cells(one: Outcome) -> str:
+    lied, alone, machine, load = one.cores
+    used = f"{lied:.2f}, {alone:.2f}, {machine:.1f}; {load:.0f}"
+    rates = " | ".join(map(_percent, (one.versions, one.merged)))
+    return f"{rates} | {100 * one.loss:+.1f} | {used}" + (f" ({one.wrong})" if one.wrong else "")
 
 
-def _all(options: argparse.Namespace, name: str, merge: str) -> list[Outcome]:
-    found = []
-    for seed in range(options.seeds):
-        with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
-            try:
-                found.append(play(Path(folder), name, settings(merge, options.steps, seed)))
-            except TimeoutError:
-                print(json.dumps([name, merge, seed, "no end"]), file=sys.stderr, flush=True)
-                continue
-        print(json.dumps([name, merge, *found[-1]]), file=sys.stderr, flush=True)
-    return found
-
-
-def settings(merge: str, steps: int, seed: int) -> dict[str, Any]:
+def settings(merge: str, steps: int) -> dict[str, Any]:
     """Of a run, but for where its bus and store are."""
     return {
-        "run": {"name": RUN, "steps": steps, "seed": seed},
+        "run": {"name": RUN, "steps": steps, "seed": 0},
         "task": {"build": "bench.attack_live:build"},
         "sync": {"fragments": 2, "interval_steps": 12, "codec": CODEC, "block": 16},
         "outer": {"merge": merge},
@@ -313,25 +323,24 @@ def settings(merge: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def _percent(values: Sequence[float]) -> str:
-    error = f" ± {100 * stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
-    return f"{100 * fmean(values):+.1f}{error}"
+    return f"{100 * fmean(values):+.1f} ± {100 * stdev(values) / len(values) ** 0.5:.1f}"
 
 
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(prog="bench.attack_live", description=__doc__)
-    parser.add_argument("--steps", type=int, default=400, help="of each run")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--span", type=float, default=20.0, help="seconds of each attack")
     parser.add_argument("--only", default="", help="attacks whose name holds this")
     parser.add_argument("--merges", default="rda,centered_clipping", help="of outer.merge")
-    parser.add_argument("--lie", help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--beside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--attacks", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     log.configure("error")
-    if options.lie:
-        asyncio.run(lie(options.lie, options.config))
+    if options.beside:
+        asyncio.run(lie(options.beside, options.attacks, options.span))
         return
-    for line in rows(options, options.merges.split(",")):
+    attacks = [name for name in ("", *ACTS) if not name or options.only in name]
+    for line in rows(attacks, options.span, options.merges.split(",")):
         print(line, flush=True)
 
 

@@ -1,16 +1,17 @@
-"""The liar of `bench/attack_live.py`: a process with a learner's credentials, and no learner.
+"""The liar of `bench/attack_live.py`: a process with learners' credentials, and no learner.
 
-It waits until every honest learner was merged, joins, and does one thing for ever.
+It waits until every honest learner was merged, and makes its attacks one after another: each under
+a name of its own, which joins, does one thing for a while, and is silent from then on.
 """
 
 import asyncio
 import dataclasses
-import sys
+import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -21,14 +22,17 @@ from diloco.common import names, shards, slices, wire
 from diloco.common.bus import Bus, jetstream
 from diloco.common.codec import Encoded
 from diloco.common.config import load_config
+from diloco.common.errors import DilocoError
 from diloco.common.store import DirectoryStore
 from diloco.common.tape import Entry, RunContext, read_item
 
 CODEC: Final = "int8"
-RUN, HONEST, LIAR = "live", ("a", "b", "c"), "liar"
+RUN, HONEST = "live", ("a", "b", "c")
 STEP_S = 0.06
 # Updates of each honest learner that are merged before anybody lies.
-FIRST = 2
+FIRST = 8
+# Between two attacks.
+GAP_S = 5.0
 
 
 @dataclasses.dataclass
@@ -37,15 +41,17 @@ class Liar:
 
     context: RunContext
     bus: Bus
+    name: str
+    config: Path
     incarnation: int = 0
     seqs: dict[int, int] = dataclasses.field(default_factory=dict)
 
     async def join(self) -> None:
         """Begin a life."""
         message = wire.Join(
-            run=RUN, learner=LIAR, layout=self.context.layout.digest, host="elsewhere"
+            run=RUN, learner=self.name, layout=self.context.layout.digest, host="elsewhere"
         )
-        self.incarnation = await self.bus.publish(names.join(RUN, LIAR), wire.encode(message))
+        self.incarnation = await self.bus.publish(names.join(RUN, self.name), wire.encode(message))
 
     async def wait(self) -> None:
         """Until every honest learner was merged."""
@@ -73,7 +79,7 @@ class Liar:
 
     def model(self, record: wire.Record) -> wire.Input | None:
         """An honest learner's update, to be forged after."""
-        return next((taken for taken in record.inputs if taken.learner != LIAR), None)
+        return next((taken for taken in record.inputs if taken.learner in HONEST), None)
 
     def read(self, taken: wire.Input) -> list[Encoded]:
         """Its parts."""
@@ -91,13 +97,13 @@ class Liar:
         """An announcement as an honest learner would make it; its shards are not stored yet."""
         fragment = record.fragment
         seq = self.seqs[fragment] = self.seqs.get(fragment, 0) + 1
-        prefix = names.shards_prefix(RUN, LIAR, fragment, 0, self.incarnation, seq)
+        prefix = names.shards_prefix(RUN, self.name, fragment, 0, self.incarnation, seq)
         entries = tuple(
             shard.model_copy(update={"name": f"{prefix}{index}"})
             for index, shard in enumerate(taken.shards)
         )
         return wire.Manifest(
-            run=RUN, learner=LIAR, epoch=0, incarnation=self.incarnation, seq=seq,
+            run=RUN, learner=self.name, epoch=0, incarnation=self.incarnation, seq=seq,
             fragment=fragment, base_version=record.version, base_digest=record.view_digest,
             layout=self.context.layout.digest, codec=CODEC, shards=entries,
             tokens=taken.tokens, steps=taken.steps, position=seq, local_step=seq, loss=1.0,
@@ -115,7 +121,7 @@ class Liar:
 
     async def announce(self, manifest: wire.Manifest) -> None:
         """Publish it."""
-        subject = names.update(RUN, LIAR, manifest.fragment)
+        subject = names.update(RUN, self.name, manifest.fragment)
         await self.bus.publish(subject, wire.encode(manifest))
 
 
@@ -143,11 +149,11 @@ async def silent(liar: Liar) -> None:
     """Heartbeats and nothing else."""
     while True:
         beat = wire.Heartbeat(
-            learner=LIAR, incarnation=liar.incarnation, local_step=1, global_step=1, tokens=1,
+            learner=liar.name, incarnation=liar.incarnation, local_step=1, global_step=1, tokens=1,
             loss=1.0, tokens_per_s=1.0, step_time_s=STEP_S, stall_s=0.0, run_s=1.0, bytes_up=0,
             bytes_down=0, updates_sent=0, state="training",
         )  # fmt: skip
-        await liar.bus.publish(names.heartbeat(RUN, LIAR), wire.encode(beat))
+        await liar.bus.publish(names.heartbeat(RUN, liar.name), wire.encode(beat))
         await asyncio.sleep(0.2)
 
 
@@ -160,7 +166,7 @@ def flooding(rate: float, size_bytes: int) -> Act:
         long = sent.model_copy(update={"shards": filling(size_bytes)}) if size_bytes else sent
         payload, began_s, count = wire.encode(long), time.monotonic(), 0
         while True:
-            await liar.bus.publish(names.update(RUN, LIAR, record.fragment), payload)
+            await liar.bus.publish(names.update(RUN, liar.name, record.fragment), payload)
             count += 1
             await asyncio.sleep(max(0.0, began_s + count / rate - time.monotonic()))
 
@@ -171,7 +177,7 @@ def spoiling(spoil: Callable[[Path], None]) -> Act:
     """Objects that are none, or none any more."""
 
     async def act(liar: Liar) -> None:
-        root = DirectoryStore(Path(load_config(Path(sys.argv[-1])).store.url)).root
+        root = DirectoryStore(Path(load_config(liar.config).store.url)).root
         async for record in liar.records():
             taken = liar.model(record)
             if taken is None:
@@ -197,10 +203,10 @@ def _endless(path: Path) -> None:
 
 async def deleting(liar: Liar) -> None:
     """Deletes what of its own was merged."""
-    root = DirectoryStore(Path(load_config(Path(sys.argv[-1])).store.url)).root
+    root = DirectoryStore(Path(load_config(liar.config).store.url)).root
     async for record in liar.records():
         for taken in record.inputs:
-            if taken.learner == LIAR:
+            if taken.learner == liar.name:
                 for shard in taken.shards:
                     (root / shard.name).unlink(missing_ok=True)
         if (honest := liar.model(record)) is not None:
@@ -220,22 +226,56 @@ FORGED = (
 ACTS: dict[str, Act] = {
     **{attack.name: forging(attack) for attack in ATTACKS if attack.name in FORGED},
     "heartbeats and nothing else": silent,
-    "1,000 manifests a second": flooding(1000.0, 0),
-    "40 manifests a second of 1 MB": flooding(40.0, 1_000_000),
     "objects that are links to /dev/zero": spoiling(_link),
     "objects of a terabyte": spoiling(_endless),
     "deletes what was merged": deleting,
+    # What they leave behind meets nobody after them.
+    "1,000 manifests a second": flooding(1000.0, 0),
+    "40 manifests a second of 1 MB": flooding(40.0, 1_000_000),
 }
 
 
-async def lie(name: str, config: Path) -> None:
-    """The liar's process, for ever."""
-    async with open_run(str(config), name=LIAR, reads=True) as opened:
-        section = load_config(config).bus
-        bus = await jetstream.connect(
-            section.url, name=LIAR, credentials=section.credentials, tls_ca=section.tls_ca
-        )
-        liar = Liar(opened.context, bus)
-        await liar.wait()
+class Span(NamedTuple):
+    """An attack, when its name had joined, and when it ended; what ended it early."""
+
+    name: str
+    began_s: float
+    ended_s: float
+    wrong: str = ""
+
+
+def liar_name(index: int) -> str:
+    """Of the attack at an index."""
+    return f"liar-{index}"
+
+
+async def lie(folder: Path, attacks: Sequence[str], span_s: float) -> None:
+    """The liar's process: "" among the attacks is nobody. Tells of each on standard output."""
+    for index, attack in enumerate(attacks):
+        name = liar_name(index)
+        config = folder / f"{name}.toml"
+        async with open_run(str(config), name=name, reads=True) as opened:
+            section = load_config(config).bus
+            bus = await jetstream.connect(
+                section.url, name=name, credentials=section.credentials, tls_ca=section.tls_ca
+            )
+            liar = Liar(opened.context, bus, name, config)
+            if not index:
+                await liar.wait()
+            print(json.dumps(await _act(liar, attack, span_s)), flush=True)
+            await bus.close()
+        await asyncio.sleep(GAP_S)
+
+
+async def _act(liar: Liar, attack: str, span_s: float) -> Span:
+    if attack:
         await liar.join()
-        await ACTS[name](liar)
+    began_s, wrong = time.time(), ""
+    try:
+        async with asyncio.timeout(span_s):
+            await (ACTS[attack](liar) if attack else asyncio.sleep(2 * span_s))
+    except TimeoutError:
+        pass
+    except DilocoError as error:
+        wrong = error.message
+    return Span(attack, began_s, time.time(), wrong)

@@ -140,11 +140,19 @@ class Holdings:
             elif share >= self.unclaimed and share not in self.ahead:
                 yield share, 0
 
+    def _is_free(self, claim: wire.Claim) -> bool:
+        # Not looked for among all that is free: the first claim says how many shares there are.
+        share, earliest = claim.share, min([self.unclaimed, *self.partial])
+        if share // claim.shares != earliest // claim.shares:
+            return False
+        if share in self.partial:
+            return self.partial[share] == claim.first
+        return claim.first == 0 and share >= self.unclaimed and share not in self.ahead
+
     def _give(self, claim: wire.Claim, known: _Learner) -> bool:
         begun = known.incarnation == claim.incarnation
         behind = claim.position >= self.next_position(claim.learner)
-        free = (claim.share, claim.first) in self._free(sizes_of(claim))
-        if not (begun and behind and free):
+        if not (begun and behind and self._is_free(claim)):
             return False
         known.held += (Holding(claim.share, claim.first, claim.position),)
         if self.partial.pop(claim.share, None) is None:

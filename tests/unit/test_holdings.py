@@ -71,6 +71,17 @@ def test_who_divides_an_epoch_otherwise_is_given_nothing():
     assert held.sizes == SIZES
 
 
+def test_a_claim_is_judged_at_once_however_many_shares_its_sender_says_there_are():
+    held = Holdings()
+    many = {"shares": 1 << 62, "batches": 1}
+    assert held.take(word("a", 1, "begin").model_copy(update=many))
+    for share in (1 << 62, (1 << 63) - 1):
+        assert not held.take(word("a", 1, "claim", share=share).model_copy(update=many))
+    last = word("a", 1, "claim", share=(1 << 62) - 1).model_copy(update=many)
+    assert held.take(last)
+    assert not held.take(last.model_copy(update={"position": 1}))
+
+
 class Fleet:
     """Learners that claim, train, announce, crash, are expired and come back, on one tape."""
 
