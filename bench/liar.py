@@ -30,7 +30,7 @@ CODEC: Final = "int8"
 RUN, HONEST = "live", ("a", "b", "c")
 STEP_S = 0.06
 # Updates of each honest learner that are merged before anybody lies.
-FIRST = 8
+FIRST = 30
 # Between two attacks.
 GAP_S = 5.0
 
