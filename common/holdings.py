@@ -8,7 +8,8 @@ Rules:
 3. A learner's end says the position that it has reached. Of each share that it holds, the batches
    before that are behind it; the others are free. It says so itself; once it is silent an
    aggregator does, after ending its life on the tape.
-4. A life has what earlier ones of its name held. After its first word theirs are void.
+4. A life has what earlier ones of its name held. After its first word theirs are void. A word of a
+   life that could not have begun where it stands on the tape is none.
 5. Shares of one epoch are all given out before any of the next: only what is free of the earliest
    epoch that has anything free can be claimed.
 
@@ -91,8 +92,11 @@ class Holdings:
     ahead: set[int] = field(default_factory=set)
     _learners: dict[str, _Learner] = field(default_factory=dict)
 
-    def take(self, claim: wire.Claim) -> bool:
-        """A claim, in the tape's order; whether it counts."""
+    def take(self, claim: wire.Claim, seq: int) -> bool:
+        """A claim that the tape has at a sequence, in the tape's order; whether it counts."""
+        # A life is the sequence of a join. One that was not there yet nobody could ever end.
+        if claim.incarnation >= seq:
+            return False
         known = self._learners.setdefault(claim.learner, _Learner())
         self.sizes = self.sizes or sizes_of(claim)
         if claim.incarnation < known.incarnation or sizes_of(claim) != self.sizes:
