@@ -10,9 +10,10 @@ span of time, under a name of its own, and then is silent for some seconds. "nob
 without any: how far two equal runs differ.
 
 Shown is the run with the liar in % of the other: versions and honest updates merged in a second of
-each span, with the standard error over its parts; the held-out loss when it ends; the part of a
-core that the processes of each used (the liar's left out), how many cores the machine had in use,
-and its load. At last both runs are stopped, and must end.
+each span, with the standard error over its parts; by how much the held-out loss went further away
+from the other's within it, for what an attack has done stays; the part of a core that the processes
+of each used (the liar's left out), how many cores the machine had in use, and its load. At last
+both runs are stopped, and must end.
 """
 
 import argparse
@@ -177,6 +178,8 @@ class Fleet:
 class Outcome(NamedTuple):
     """Of a span, the run with the liar over the other, less 1; the rates of each of its parts.
 
+    `loss` is the change of that within the span.
+
     `cores` are those in use: by the run with the liar, by the other, by the machine; and its load.
     `rate` and `alone_loss` are the other's: versions a second, and held-out.
     """
@@ -213,7 +216,13 @@ async def _compare(
     alone: Fleet, lied: Fleet, attacks: Sequence[str], span_s: float, steps: int
 ) -> list[Outcome]:
     evaluate: Any = build_task(DIGITS, steps=steps, seed=0, options={}).evaluate
-    found = []
+    found: list[Outcome] = []
+
+    async def losses() -> list[float]:
+        return [
+            float(evaluate(await global_arrays(run.context, run.specification))) for run in opened
+        ]
+
     latest_s = len(attacks) * (span_s + GAP_S) + SPARE_S
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(asyncio.timeout(latest_s))
@@ -225,14 +234,14 @@ async def _compare(
         ]
         stack.callback(lambda: [task.cancel() for task in working])
         await asyncio.gather(alone.begun.wait(), lied.begun.wait())
+        before = await losses()
         async for span in _spans(lied.lie_command(attacks, span_s)):
             # The version after the span tells how far the last one within it had come.
             await asyncio.sleep(GAP_S / 2)
-            losses = [
-                float(evaluate(await global_arrays(run.context, run.specification)))
-                for run in opened
-            ]
-            found.append(_outcome(span, alone, lied, losses))
+            after = await losses()
+            loss = after[1] / after[0] / (before[1] / before[0]) - 1
+            before = after
+            found.append(_outcome(span, alone, lied, loss, after[0]))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         for run in opened:
             message = wire.Stop(run=RUN, global_step=0, reason="the attacks are over")
@@ -254,15 +263,15 @@ async def _spans(command: list[str]) -> AsyncIterator[Span]:
         await process.wait()
 
 
-def _outcome(span: Span, alone: Fleet, lied: Fleet, losses: Sequence[float]) -> Outcome:
+def _outcome(span: Span, alone: Fleet, lied: Fleet, loss: float, alone_loss: float) -> Outcome:
     edges = np.linspace(span.began_s, span.ended_s, PARTS + 1)
     versions, before = _change(*(_grown(f.seen, [1] * len(f.seen), edges) for f in (alone, lied)))
     merged, _ = _change(*(_grown(f.seen, [one for _, one in f.seen], edges) for f in (alone, lied)))
     took_s = span.ended_s - span.began_s
     (lied_s, machine_s), (alone_s, _) = (_spent(fleet, span) for fleet in (lied, alone))
     cores = (lied_s / took_s, alone_s / took_s, machine_s / took_s, os.getloadavg()[0])
-    loss = losses[1] / losses[0] - 1
-    return Outcome(span.name, loss, versions, merged, cores, before / took_s, losses[0], span.wrong)
+    rate = before / took_s
+    return Outcome(span.name, loss, versions, merged, cores, rate, alone_loss, span.wrong)
 
 
 def _grown(seen: list[tuple[float, int]], counts: list[int], edges: FloatArray) -> FloatArray:

@@ -213,6 +213,7 @@ async def deleting(liar: Liar) -> None:
             await liar.announce(liar.store(liar.manifest(record, honest), liar.read(honest)))
 
 
+POISONED = "true claims, turned and ten times as long"
 FORGED = (
     "none: an honest fourth",
     "60,000 steps of 2^32 tokens",
@@ -221,15 +222,17 @@ FORGED = (
     "one step and one token",
     "tiny updates",
     "zeros with the greatest claims",
-    "true claims, turned and ten times as long",
+    POISONED,
 )
+_FORGING = {attack.name: forging(attack) for attack in ATTACKS if attack.name in FORGED}
 ACTS: dict[str, Act] = {
-    **{attack.name: forging(attack) for attack in ATTACKS if attack.name in FORGED},
+    **{name: act for name, act in _FORGING.items() if name != POISONED},
     "heartbeats and nothing else": silent,
     "objects that are links to /dev/zero": spoiling(_link),
     "objects of a terabyte": spoiling(_endless),
     "deletes what was merged": deleting,
-    # What they leave behind meets nobody after them.
+    # What these leave behind, a spoilt model or a long tape, is to meet few after them.
+    POISONED: _FORGING[POISONED],
     "1,000 manifests a second": flooding(1000.0, 0),
     "40 manifests a second of 1 MB": flooding(40.0, 1_000_000),
 }

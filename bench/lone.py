@@ -1,6 +1,6 @@
 """What it costs where nobody lies that an update alone in its round takes only its share of a step.
 
-    .venv/bin/python -m bench.lone [--task student] [--budget 360] [--seeds 0,1,2]
+    .venv/bin/python -m bench.lone [--task student] [--budget 360] [--seeds 0,1,2] [--fleets kills]
 
 Runs of `bench/cases.py` in virtual time, under the rule and without it: held-out loss with the rule
 over that without, in %, mean and standard error over the seeds; and the part of all rounds that
@@ -18,8 +18,6 @@ from bench import sweep
 from bench.cases import Case, Fleet, Kind
 from diloco.aggregator.core import rounds
 from diloco.aggregator.core.state import State, contributors
-
-FLEETS: tuple[Fleet, ...] = ("equal", "unequal", "kills")
 
 
 class Rounds:
@@ -62,11 +60,12 @@ def main() -> None:
     parser.add_argument("--task", default="student", choices=get_args(Kind))
     parser.add_argument("--budget", type=int, default=360, help="inner steps of a learner")
     parser.add_argument("--seeds", default="0,1,2,3,4,5", help="joined by commas")
+    parser.add_argument("--fleets", default=",".join(get_args(Fleet)[:3]), help="likewise")
     options = parser.parse_args()
     print("| fleet | seeds | loss, % of that without the rule | rounds of one update, % |")
     print("|---|---|---|---|")
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    for fleet in FLEETS:
+    for fleet in options.fleets.split(","):
         found = [
             compare(
                 Case(
