@@ -17,6 +17,7 @@ Nothing of a life is merged that is stored behind its end. So no batch is in two
 fragment, and every batch is reached as long as somebody lives.
 """
 
+import heapq
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ class Holdings:
     partial: dict[int, int] = field(default_factory=dict)
     unclaimed: int = 0
     ahead: set[int] = field(default_factory=set)
+    # Least first: those of `partial`, and some that were.
+    _given_up: list[int] = field(default_factory=list)
     _learners: dict[str, _Learner] = field(default_factory=dict)
 
     def take(self, claim: wire.Claim, seq: int) -> bool:
@@ -137,17 +140,23 @@ class Holdings:
 
     def _free(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
         """What is free of the earliest epoch that has anything free."""
-        epoch = min([self.unclaimed, *self.partial]) // sizes.shares
+        epoch = self._earliest() // sizes.shares
         for share in range(epoch * sizes.shares, (epoch + 1) * sizes.shares):
             if share in self.partial:
                 yield share, self.partial[share]
             elif share >= self.unclaimed and share not in self.ahead:
                 yield share, 0
 
+    def _earliest(self) -> int:
+        """The first share that may be free: none before it is."""
+        while self._given_up and self._given_up[0] not in self.partial:
+            heapq.heappop(self._given_up)
+        return min([self.unclaimed, *self._given_up[:1]])
+
     def _is_free(self, claim: wire.Claim) -> bool:
         # Not looked for among all that is free: the first claim says how many shares there are.
-        share, earliest = claim.share, min([self.unclaimed, *self.partial])
-        if share // claim.shares != earliest // claim.shares:
+        share = claim.share
+        if share // claim.shares != self._earliest() // claim.shares:
             return False
         if share in self.partial:
             return self.partial[share] == claim.first
@@ -172,4 +181,5 @@ class Holdings:
             reached = holding.first + max(0, position - holding.position)
             if reached < self.sizes.batches:
                 self.partial[holding.share] = reached
+                heapq.heappush(self._given_up, holding.share)
         known.held, known.least = (), max(known.least, position)
