@@ -144,9 +144,6 @@ docs: reference ## build the site of the documentation into site/
 reference: install ## write the generated parts of docs/ anew
 	@$(RUN) docs.generate
 
-attack-live: install ## the same by real processes beside a real nats-server; ARGS="--only links"
-	@$(RUN) bench.attack_live $(ARGS)
-
 bench: install ## run the benchmarks; BENCHES="merge encode" for some of them
 	@for name in $(BENCHES); do \
 		echo "== bench.$$name"; \

@@ -45,7 +45,8 @@ class Expiry:
         context = self._context
         async for message in context.bus.read(context.tape, [names.claim(context.run, "*")], 1):
             try:
-                self._holdings.take(decode_as(wire.Claim, message.subject, message.payload))
+                claim = decode_as(wire.Claim, message.subject, message.payload)
+                self._holdings.take(claim, message.seq)
             except WireError as error:
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
             self._moved.set()

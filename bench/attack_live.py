@@ -1,13 +1,19 @@
-"""A liar beside three honest learners, all of them processes: what its attacks do to the run.
+"""Liars beside three honest learners, all of them processes: what their attacks do to the run.
 
-    .venv/bin/python -m bench.attack_live [--steps 600] [--only NAME] [--merges A,B] [--seeds 1]
+    .venv/bin/python -m bench.attack_live [--span 20] [--only NAME] [--merges A,B]
 
-A nats-server with credentials and permissions (`diloco auth`), an aggregator, three learners that
-train `examples/digits.py` at a pace that leaves most of a core idle, a folder as their store, and a
-process with a fourth learner's credentials that lies: each attack in a run of its own, from when
-every honest learner was merged until the run's end. Shown are versions and honest updates merged in
-a second, the part of a core that all but the liar used, and the held-out loss, in % of the same
-run without a liar.
+Two runs at the same time, so that whatever else the machine does meets both: each has a nats-server
+with credentials and permissions (`diloco auth`), an aggregator, three learners that train
+`examples/digits.py` at a pace that leaves the processor idle, and a folder as its store. Beside one
+of them a process with more learners' credentials (`bench/liar.py`) lies: each attack in turn, for a
+span of time, under a name of its own, and then is silent for some seconds. "nobody" is a span
+without any: how far two equal runs differ.
+
+Shown is the run with the liar in % of the other: versions and honest updates merged in a second of
+each span, with the standard error over its parts; by how much the held-out loss went further away
+from the other's within it, for what an attack has done stays; the part of a core that the processes
+of each used (the liar's left out), how many cores the machine had in use, and its load. At last
+both runs are stopped, and must end.
 """
 
 import argparse
@@ -15,38 +21,39 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import tomli_w
 
-from bench.attack import ATTACKS, Attack
-from bench.flood import cpu_s, filling
-from diloco import Task, load
+from bench.flood import cpu_s
+from bench.liar import ACTS, CODEC, FIRST, GAP_S, HONEST, RUN, STEP_S, Span, liar_name, lie
+from diloco import Task
 from diloco.auth import files as auth
-from diloco.cli.opening import open_run
-from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import Bus, jetstream
-from diloco.common.codec import Encoded
+from diloco.cli.opening import OpenRun, open_run
+from diloco.common import log, names, wire
 from diloco.common.config import load_config
 from diloco.common.nats_server import NatsServer
-from diloco.common.store import DirectoryStore
-from diloco.common.tape import Entry, RunContext, read_item, read_tape
+from diloco.common.tape import Entry, read_item
 from diloco.learner.contract import build_task
+from diloco.model.load import global_arrays
 from diloco.operate.create import create
 
 DIGITS = "examples.digits:build"
-CODEC: Final = "int8"
-RUN, HONEST, LIAR = "live", ("a", "b", "c"), "liar"
-STEP_S = 0.03
-LATEST_S = 240.0
+# Beyond what spans and gaps take: for daemons to begin, and for runs to end.
+SPARE_S = 600.0
+PARTS = 8
+SAMPLE_S = 0.5
+FloatArray = npt.NDArray[np.float64]
 
 
 def build(*, steps: int, seed: int) -> Task:
@@ -61,396 +68,288 @@ def build(*, steps: int, seed: int) -> Task:
     return dataclasses.replace(task, batches=paced)
 
 
-# The liar
+class Used(NamedTuple):
+    """Processor seconds of a run's own processes, and of the whole machine, until a time."""
+
+    at_s: float
+    run_s: float
+    machine_s: float
 
 
-@dataclasses.dataclass
-class Liar:
-    """A process with a learner's credentials, and no learner."""
+class Fleet:
+    """A run's server, daemons and files below a folder."""
 
-    context: RunContext
-    bus: Bus
-    incarnation: int = 0
-    seqs: dict[int, int] = dataclasses.field(default_factory=dict)
+    def __init__(self, folder: Path, liars: int, settings: dict[str, Any]) -> None:
+        self._folder, self._settings = folder, settings
+        self._liars = [liar_name(index) for index in range(liars)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._server = NatsServer(folder / "nats", extra_config=self._credentials())
+        self.used = [Used(0.0, 0.0, 0.0)]
+        # When each version was stored, and how many honest updates it holds.
+        self.seen: list[tuple[float, int]] = []
+        self.begun, self.ended = asyncio.Event(), asyncio.Event()
 
-    async def join(self) -> None:
-        """Begin a life."""
-        message = wire.Join(
-            run=RUN, learner=LIAR, layout=self.context.layout.digest, host="elsewhere"
-        )
-        self.incarnation = await self.bus.publish(names.join(RUN, LIAR), wire.encode(message))
+    def start(self) -> None:
+        """Create the run, and start its daemons."""
+        self._server.start()
+        self._configure()
+        create(load_config(self._file("operator")), None)
+        self._start("agg", ["aggregator"])
+        for learner in HONEST:
+            self._start(learner, ["learner", "--learner", learner])
 
-    async def records(self) -> AsyncIterator[wire.Record]:
-        """The records from now on."""
-        start = await self.bus.last_sequence(self.context.tape) + 1
-        async for message in self.bus.read(self.context.tape, [names.record(RUN, "*")], start):
-            item = await read_item(self.context, message)
-            if isinstance(item, Entry) and isinstance(item.body, wire.Record):
-                yield item.body
+    def stop(self) -> None:
+        """End what still runs."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._server.stop()
 
-    async def first(self) -> tuple[wire.Record, wire.Input]:
-        """The next record with an honest learner's update, and that."""
-        async for record in self.records():
-            taken = self.model(record)
-            if taken is not None:
-                return record, taken
-        raise AssertionError("the tape has an end")
+    def lie_command(self, attacks: Sequence[str], span_s: float) -> list[str]:
+        """Of the process that lies beside it."""
+        command = [sys.executable, "-m", "bench.attack_live", "--span", str(span_s)]
+        return [*command, "--beside", str(self._folder), "--attacks", json.dumps(attacks)]
 
-    def model(self, record: wire.Record) -> wire.Input | None:
-        """An honest learner's update, to be forged after."""
-        return next((taken for taken in record.inputs if taken.learner != LIAR), None)
+    def open(self) -> contextlib.AbstractAsyncContextManager[OpenRun]:
+        """The run, as its operator."""
+        return open_run(str(self._file("operator")), name="watch")
 
-    def read(self, taken: wire.Input) -> list[Encoded]:
-        """Its parts."""
-        return [
-            shards.unpack(
-                self.context.store.get(shard.name),
-                codec=CODEC,
-                count=slices.check(shard.slices, 1 << 40) * self.context.layout.block,
-                block=self.context.layout.block,
-            )
-            for shard in taken.shards
-        ]
+    async def follow(self, opened: OpenRun) -> None:
+        """Read the run's tape to its end."""
+        context, subjects = opened.context, [names.record(RUN, "*"), names.end(RUN)]
+        async for message in context.bus.read(context.tape, subjects, 1):
+            if message.subject == names.end(RUN):
+                self.ended.set()
+                return
+            item = await read_item(context, message)
+            if isinstance(item, Entry) and isinstance(item.body, wire.Record) and item.body.inputs:
+                honest = sum(taken.learner in HONEST for taken in item.body.inputs)
+                self.seen.append((item.time_s, honest))
+            if len(self.seen) >= FIRST:
+                self.begun.set()
 
-    def manifest(self, record: wire.Record, taken: wire.Input) -> wire.Manifest:
-        """An announcement as an honest learner would make it; its shards are not stored yet."""
-        fragment = record.fragment
-        seq = self.seqs[fragment] = self.seqs.get(fragment, 0) + 1
-        prefix = names.shards_prefix(RUN, LIAR, fragment, 0, self.incarnation, seq)
-        entries = tuple(
-            shard.model_copy(update={"name": f"{prefix}{index}"})
-            for index, shard in enumerate(taken.shards)
-        )
-        return wire.Manifest(
-            run=RUN, learner=LIAR, epoch=0, incarnation=self.incarnation, seq=seq,
-            fragment=fragment, base_version=record.version, base_digest=record.view_digest,
-            layout=self.context.layout.digest, codec=CODEC, shards=entries,
-            tokens=taken.tokens, steps=taken.steps, position=seq, local_step=seq, loss=1.0,
-            step_time_s=STEP_S, encode_s=0.0, upload_s=0.0, attempt=0, final=False,
-        )  # fmt: skip
-
-    def store(self, manifest: wire.Manifest, parts: Sequence[Encoded]) -> wire.Manifest:
-        """Store an update's parts; the manifest, with their checksums."""
-        entries = []
-        for shard, part in zip(manifest.shards, parts, strict=True):
-            data = shards.pack(manifest.codec, part, self.context.layout.block)
-            self.context.store.put(shard.name, data)
-            entries.append(shard.model_copy(update={"crc32c": shards.crc32c(data)}))
-        return manifest.model_copy(update={"shards": tuple(entries)})
-
-    async def announce(self, manifest: wire.Manifest) -> None:
-        """Publish it."""
-        subject = names.update(RUN, LIAR, manifest.fragment)
-        await self.bus.publish(subject, wire.encode(manifest))
-
-
-Act = Callable[[Liar], Awaitable[None]]
-
-
-def forging(attack: Attack) -> Act:
-    """Answers every version with an update that is forged after an honest one."""
-
-    async def act(liar: Liar) -> None:
-        async for record in liar.records():
-            taken = liar.model(record)
-            if taken is None:
-                continue
-            sent = liar.manifest(record, taken)
-            parts = [Encoded(*map(np.asarray, part)) for part in liar.read(taken)]
-            forged = parts if attack.forge is None else [*map(attack.forge, parts)]
-            claims = attack.claims(sent)
-            await liar.announce(liar.store(sent, forged).model_copy(update=claims))
-
-    return act
-
-
-async def silent(liar: Liar) -> None:
-    """Heartbeats and nothing else."""
-    while True:
-        beat = wire.Heartbeat(
-            learner=LIAR, incarnation=liar.incarnation, local_step=1, global_step=1, tokens=1,
-            loss=1.0, tokens_per_s=1.0, step_time_s=STEP_S, stall_s=0.0, run_s=1.0, bytes_up=0,
-            bytes_down=0, updates_sent=0, state="training",
-        )  # fmt: skip
-        await liar.bus.publish(names.heartbeat(RUN, LIAR), wire.encode(beat))
-        await asyncio.sleep(0.2)
-
-
-def flooding(rate: float, size_bytes: int) -> Act:
-    """So many manifests a second, of so many bytes."""
-
-    async def act(liar: Liar) -> None:
-        record, taken = await liar.first()
-        sent = liar.manifest(record, taken)
-        long = sent.model_copy(update={"shards": filling(size_bytes)}) if size_bytes else sent
-        payload, began_s, count = wire.encode(long), time.monotonic(), 0
+    async def sample(self) -> None:
+        """Note what is used, for ever."""
         while True:
-            await liar.bus.publish(names.update(RUN, LIAR, record.fragment), payload)
-            count += 1
-            await asyncio.sleep(max(0.0, began_s + count / rate - time.monotonic()))
+            self.used.append(self._use())
+            await asyncio.sleep(SAMPLE_S)
 
-    return act
+    def _use(self) -> Used:
+        run_s = 0.0
+        for pid in (self._server.pid, *(process.pid for process in self._processes)):
+            with contextlib.suppress(FileNotFoundError, IndexError):
+                run_s += cpu_s(pid or 0)
+        ticks = [int(value) for value in Path("/proc/stat").read_text().split()[1:9]]
+        busy = sum(ticks) - ticks[3] - ticks[4]
+        return Used(time.time(), run_s, busy / os.sysconf("SC_CLK_TCK"))
 
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.toml"
 
-def spoiling(spoil: Callable[[Path], None]) -> Act:
-    """Objects that are none, or none any more."""
+    def _start(self, name: str, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", "diloco", *arguments, "--config", str(self._file(name))]
+        with (self._folder / f"{name}.log").open("wb") as file:
+            self._processes.append(subprocess.Popen(command, stderr=file))
 
-    async def act(liar: Liar) -> None:
-        root = DirectoryStore(Path(load_config(Path(sys.argv[-1])).store.url)).root
-        async for record in liar.records():
-            taken = liar.model(record)
-            if taken is None:
-                continue
-            sent = liar.store(liar.manifest(record, taken), liar.read(taken))
-            for shard in sent.shards:
-                spoil(root / shard.name)
-            await liar.announce(sent)
+    def _credentials(self) -> str:
+        """Make everybody's; what the server's configuration says of them."""
+        folder = self._folder / "auth"
+        auth.init(folder, RUN, ["127.0.0.1"])
+        for learner in (*HONEST, *self._liars):
+            auth.add(folder, learner, "learner")
+        auth.add(folder, "agg", "aggregator")
+        tls = folder / "tls"
+        extra = f'tls {{ cert_file: "{tls}/nats-1.pem", key_file: "{tls}/nats-1.key" }}\n'
+        return extra + 'accounts { include "../auth/accounts.conf" }\n'
 
-    return act
-
-
-def _link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def _endless(path: Path) -> None:
-    path.unlink()
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-async def deleting(liar: Liar) -> None:
-    """Deletes what of its own was merged."""
-    root = DirectoryStore(Path(load_config(Path(sys.argv[-1])).store.url)).root
-    async for record in liar.records():
-        for taken in record.inputs:
-            if taken.learner == LIAR:
-                for shard in taken.shards:
-                    (root / shard.name).unlink(missing_ok=True)
-        if (honest := liar.model(record)) is not None:
-            await liar.announce(liar.store(liar.manifest(record, honest), liar.read(honest)))
-
-
-FORGED = (
-    "none: an honest fourth",
-    "60,000 steps of 2^32 tokens",
-    "tiny step time",
-    "huge step time",
-    "one step and one token",
-    "tiny updates",
-    "zeros with the greatest claims",
-    "true claims, turned and ten times as long",
-)
-ACTS: dict[str, Act] = {
-    **{attack.name: forging(attack) for attack in ATTACKS if attack.name in FORGED},
-    "heartbeats and nothing else": silent,
-    "1,000 manifests a second": flooding(1000.0, 0),
-    "40 manifests a second of 1 MB": flooding(40.0, 1_000_000),
-    "objects that are links to /dev/zero": spoiling(_link),
-    "objects of a terabyte": spoiling(_endless),
-    "deletes what was merged": deleting,
-}
-
-
-async def lie(name: str, config: Path) -> None:
-    """The liar's process, for ever."""
-    async with open_run(str(config), name=LIAR, reads=True) as opened:
-        section = load_config(config).bus
-        bus = await jetstream.connect(
-            section.url, name=LIAR, credentials=section.credentials, tls_ca=section.tls_ca
-        )
-        liar = Liar(opened.context, bus)
-        await liar.join()
-        await ACTS[name](liar)
-
-
-# The run
+    def _configure(self) -> None:
+        for name in (*HONEST, *self._liars, "agg", "operator"):
+            bus = {
+                "url": f"tls://127.0.0.1:{self._server.port}",
+                "credentials": str(self._folder / "auth" / "credentials" / f"{name}.toml"),
+                "tls_ca": str(self._folder / "auth" / "tls" / "ca.pem"),
+            }
+            store = {"url": str(self._folder / "store")}
+            self._file(name).write_text(
+                tomli_w.dumps({**self._settings, "bus": bus, "store": store})
+            )
 
 
 class Outcome(NamedTuple):
-    """Versions and honest updates a second, the part of a core in use, and the held-out loss."""
+    """Of a span, the run with the liar over the other, less 1; the rates of each of its parts.
 
-    versions: float
-    merged: float
-    core: float
+    `loss` is the change of that within the span.
+
+    `cores` are those in use: by the run with the liar, by the other, by the machine; and its load.
+    `rate` and `alone_loss` are the other's: versions a second, and held-out.
+    """
+
+    name: str
     loss: float
+    versions: tuple[float, ...]
+    merged: tuple[float, ...]
+    cores: tuple[float, float, float, float]
+    rate: float
+    alone_loss: float
+    wrong: str
 
 
-class Merged(NamedTuple):
-    """When a version was stored, and whose updates it holds."""
+def play(folder: Path, attacks: Sequence[str], span_s: float, merge: str) -> list[Outcome]:
+    """Two runs from beginning to end.
 
-    at_s: float
-    learners: tuple[str, ...]
-
-
-def play(folder: Path, name: str, merge: str, steps: int, seed: int) -> Outcome:
-    """One run, with or without a liar (name "")."""
-    auth.init(folder / "auth", RUN, ["127.0.0.1"])
-    for learner in (*HONEST, LIAR):
-        auth.add(folder / "auth", learner, "learner")
-    auth.add(folder / "auth", "agg", "aggregator")
-    tls = folder / "auth" / "tls"
-    extra = f'tls {{ cert_file: "{tls}/nats-1.pem", key_file: "{tls}/nats-1.key" }}\n'
-    extra += 'accounts { include "../auth/accounts.conf" }\n'
-    with NatsServer(folder / "nats", extra_config=extra) as server, _processes() as started:
-        files = _files(folder, server.port, merge, steps, seed)
-        create(load_config(files["operator"]), None)
-        started.append(_start(folder, "agg", ["aggregator", "--config", str(files["agg"])]))
-        for learner in HONEST:
-            command = ["learner", "--config", str(files[learner]), "--learner", learner]
-            started.append(_start(folder, learner, command))
-        assert server.pid is not None
-        used = [server.pid, *(process.pid for process in started)]
-        asyncio.run(_until(files["operator"], lambda seen: _all_merged(seen, 2)))
-        began_s, used_s = time.time(), sum(map(cpu_s, used))
-        if name:
-            started.append(_lying(folder, name, files[LIAR]))
-        core = asyncio.run(_watch(files["operator"], used, used_s, began_s))
-        seen = asyncio.run(_versions(files["operator"]))
-        params = load(files["operator"])
-    last_s = max(one.at_s for one in seen)
-    later = [one for one in seen if one.at_s > began_s]
-    merged = sum(learner in HONEST for one in later for learner in one.learners)
-    evaluate: Any = build_task(DIGITS, steps=steps, seed=seed, options={}).evaluate
-    took_s = last_s - began_s
-    return Outcome(len(later) / took_s, merged / took_s, core, float(evaluate(params)))
-
-
-def _files(folder: Path, port: int, merge: str, steps: int, seed: int) -> dict[str, Path]:
-    files = {}
-    for name in (*HONEST, LIAR, "agg", "operator"):
-        document = {
-            "run": {"name": RUN, "steps": steps, "seed": seed},
-            "task": {"build": "bench.attack_live:build"},
-            "sync": {"fragments": 2, "interval_steps": 12, "codec": CODEC, "block": 16},
-            "outer": {"merge": merge},
-            # The end waits no longer for who never sends his last update.
-            "quorum": {"deadline_s": 5.0, "read_timeout_s": 5.0},
-            "bus": {
-                "url": f"tls://127.0.0.1:{port}",
-                "credentials": str(folder / "auth" / "credentials" / f"{name}.toml"),
-                "tls_ca": str(folder / "auth" / "tls" / "ca.pem"),
-            },
-            "store": {"url": str(folder / "store")},
-        }
-        files[name] = folder / f"{name}.toml"
-        files[name].write_text(tomli_w.dumps(document))
-    return files
-
-
-@contextlib.contextmanager
-def _processes() -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Processes, none of which outlives the block."""
-    started: list[subprocess.Popen[bytes]] = []
+    Raises:
+        TimeoutError: one of them does not begin, or does not end.
+    """
+    document = settings(merge, steps=int(3 * (len(attacks) * (span_s + GAP_S) + 60) / STEP_S))
+    alone = Fleet(folder / "alone", 0, document)
+    lied = Fleet(folder / "lied", len(attacks), document)
     try:
-        yield started
+        for fleet in (alone, lied):
+            fleet.start()
+        return asyncio.run(_compare(alone, lied, attacks, span_s, document["run"]["steps"]))
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        for fleet in (alone, lied):
+            fleet.stop()
 
 
-def _start(folder: Path, name: str, arguments: list[str]) -> "subprocess.Popen[bytes]":
-    with (folder / f"{name}.log").open("wb") as file:
-        return subprocess.Popen([sys.executable, "-m", "diloco", *arguments], stderr=file)
+async def _compare(
+    alone: Fleet, lied: Fleet, attacks: Sequence[str], span_s: float, steps: int
+) -> list[Outcome]:
+    evaluate: Any = build_task(DIGITS, steps=steps, seed=0, options={}).evaluate
+    found: list[Outcome] = []
 
-
-def _lying(folder: Path, name: str, config: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "bench.attack_live", "--lie", name, "--config", str(config)]
-    with (folder / "liar.log").open("wb") as file:
-        return subprocess.Popen(command, stderr=file)
-
-
-async def _versions(config: Path) -> list[Merged]:
-    async with open_run(str(config), name="watch", reads=True) as opened:
+    async def losses() -> list[float]:
         return [
-            Merged(item.time_s, tuple(taken.learner for taken in item.body.inputs))
-            async for item in read_tape(opened.context)
-            if isinstance(item, Entry) and isinstance(item.body, wire.Record) and item.body.inputs
+            float(evaluate(await global_arrays(run.context, run.specification))) for run in opened
         ]
 
-
-def _all_merged(seen: list[Merged], least: int) -> bool:
-    counts = [learner for one in seen for learner in one.learners]
-    return all(counts.count(name) >= least for name in HONEST)
-
-
-async def _until(config: Path, done: Callable[[list[Merged]], bool]) -> None:
-    async with asyncio.timeout(LATEST_S):
-        while True:
-            if done(await _versions(config)):
-                return
-            await asyncio.sleep(0.2)
-
-
-async def _watch(config: Path, used: list[int], used_s: float, began_s: float) -> float:
-    """The part of a core in use, once the run has ended; daemons leave then."""
-    core = 0.0
-    async with open_run(str(config), name="watch") as opened, asyncio.timeout(LATEST_S):
-        bus, context = opened.context.bus, opened.context
-        while await bus.last(context.tape, names.end(RUN)) is None:
-            with contextlib.suppress(FileNotFoundError, IndexError):
-                core = (sum(map(cpu_s, used)) - used_s) / (time.time() - began_s)
-            await asyncio.sleep(0.5)
-    return core
-
-
-def rows(options: argparse.Namespace, merges: Sequence[str]) -> Iterator[str]:
-    """The table, line by line."""
-    heads = [f"{merge}: loss, % | versions a second, % | honest updates, %" for merge in merges]
-    yield f"| the liar beside three | {' | '.join(heads)} | of a core |"
-    yield f"|{' --- |' * (2 + 3 * len(merges))}"
-    alone = {merge: _all(options, "", merge) for merge in merges}
-    first = [one.loss for one in alone[merges[0]]]
-    for name in ("", *ACTS):
-        if options.only not in name:
-            continue
-        found = {merge: _all(options, name, merge) if name else alone[merge] for merge in merges}
-        cells = []
-        for merge in merges:
-            base = alone[merge] if name else alone[merges[0]]
-            pairs = [*zip(found[merge], base, strict=True)]
-            cells += [
-                _percent([one.loss / other.loss - 1 for one, other in pairs]),
-                _percent([one.versions / other.versions - 1 for one, other in pairs]),
-                _percent([one.merged / other.merged - 1 for one, other in pairs]),
-            ]
-        core = fmean(one.core for made in found.values() for one in made)
-        yield f"| {name or 'nobody'} | {' | '.join(cells)} | {core:.2f} |"
-    rate = fmean(one.versions for made in alone.values() for one in made)
-    yield f"\nNobody: {rate:.2f} versions a second, held-out loss {fmean(first):.4f}"
-
-
-def _all(options: argparse.Namespace, name: str, merge: str) -> list[Outcome]:
-    found = []
-    for seed in range(options.seeds):
-        with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
-            found.append(play(Path(folder), name, merge, options.steps, seed))
-            print(json.dumps([name, merge, *found[-1]]), file=sys.stderr, flush=True)
+    latest_s = len(attacks) * (span_s + GAP_S) + SPARE_S
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(asyncio.timeout(latest_s))
+        opened = [await stack.enter_async_context(fleet.open()) for fleet in (alone, lied)]
+        working = [
+            asyncio.ensure_future(work)
+            for fleet, run in zip((alone, lied), opened, strict=True)
+            for work in (fleet.follow(run), fleet.sample())
+        ]
+        stack.callback(lambda: [task.cancel() for task in working])
+        await asyncio.gather(alone.begun.wait(), lied.begun.wait())
+        before = await losses()
+        async for span in _spans(lied.lie_command(attacks, span_s)):
+            # The version after the span tells how far the last one within it had come.
+            await asyncio.sleep(GAP_S / 2)
+            after = await losses()
+            loss = after[1] / after[0] / (before[1] / before[0]) - 1
+            before = after
+            found.append(_outcome(span, alone, lied, loss, after[0]))
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+        for run in opened:
+            message = wire.Stop(run=RUN, global_step=0, reason="the attacks are over")
+            await run.context.bus.publish(names.stop(RUN), wire.encode(message))
+        await asyncio.gather(alone.ended.wait(), lied.ended.wait())
     return found
 
 
-def _percent(values: list[float]) -> str:
-    error = f" ± {100 * stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
-    return f"{100 * fmean(values):+.1f}{error}"
+async def _spans(command: list[str]) -> AsyncIterator[Span]:
+    """What the liar's process tells of its attacks."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async for line in process.stdout:
+            yield Span(*json.loads(line))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _outcome(span: Span, alone: Fleet, lied: Fleet, loss: float, alone_loss: float) -> Outcome:
+    edges = np.linspace(span.began_s, span.ended_s, PARTS + 1)
+    versions, before = _change(*(_grown(f.seen, [1] * len(f.seen), edges) for f in (alone, lied)))
+    merged, _ = _change(*(_grown(f.seen, [one for _, one in f.seen], edges) for f in (alone, lied)))
+    took_s = span.ended_s - span.began_s
+    (lied_s, machine_s), (alone_s, _) = (_spent(fleet, span) for fleet in (lied, alone))
+    cores = (lied_s / took_s, alone_s / took_s, machine_s / took_s, os.getloadavg()[0])
+    rate = before / took_s
+    return Outcome(span.name, loss, versions, merged, cores, rate, alone_loss, span.wrong)
+
+
+def _grown(seen: list[tuple[float, int]], counts: list[int], edges: FloatArray) -> FloatArray:
+    """How many were counted in each part; what lies over an edge counts for both."""
+    times = np.array([at_s for at_s, _ in seen])
+    return np.diff(np.interp(edges, times, np.cumsum(np.array(counts, np.float64))))
+
+
+def _change(before: FloatArray, after: FloatArray) -> tuple[tuple[float, ...], float]:
+    """Of each part; and how many there were before."""
+    return tuple(map(float, (after - before) / before.mean())), float(before.sum())
+
+
+def _spent(fleet: Fleet, span: Span) -> tuple[float, float]:
+    """Processor seconds of the run and of the machine within a span."""
+    times, run_s, machine_s = np.array(fleet.used[1:]).T
+    edges = np.array([span.began_s, span.ended_s])
+    run, machine = (np.diff(np.interp(edges, times, spent)) for spent in (run_s, machine_s))
+    return float(run[0]), float(machine[0])
+
+
+# The table
+
+
+def rows(attacks: Sequence[str], span_s: float, merges: Sequence[str]) -> Iterator[str]:
+    """The table, line by line."""
+    found = {}
+    for merge in merges:
+        with tempfile.TemporaryDirectory(prefix="bench-live-") as folder:
+            found[merge] = play(Path(folder), attacks, span_s, merge)
+    cells = "versions a second, % | honest updates, % | loss, % | cores: with, without, machine"
+    yield f"| the liar beside three | {' | '.join(f'{merge}: {cells}; load' for merge in merges)} |"
+    yield f"|{' --- |' * (1 + 4 * len(merges))}"
+    for made in zip(*found.values(), strict=True):
+        yield f"| {made[0].name or 'nobody'} | {' | '.join(map(_cells, made))} |"
+    every = [one for made in found.values() for one in made]
+    rate, loss = fmean(one.rate for one in every), fmean(one.alone_loss for one in every)
+    yield f"\nWithout a liar: {rate:.2f} versions a second, held-out loss {loss:.4f}"
+
+
+def _cells(one: Outcome) -> str:
+    lied, alone, machine, load = one.cores
+    used = f"{lied:.2f}, {alone:.2f}, {machine:.1f}; {load:.0f}"
+    rates = " | ".join(map(_percent, (one.versions, one.merged)))
+    return f"{rates} | {100 * one.loss:+.1f} | {used}" + (f" ({one.wrong})" if one.wrong else "")
+
+
+def settings(merge: str, steps: int) -> dict[str, Any]:
+    """Of a run, but for where its bus and store are."""
+    return {
+        "run": {"name": RUN, "steps": steps, "seed": 0},
+        "task": {"build": "bench.attack_live:build"},
+        "sync": {"fragments": 2, "interval_steps": 12, "codec": CODEC, "block": 16},
+        "outer": {"merge": merge},
+        # The end waits no longer for who never sends its last update.
+        "quorum": {"deadline_s": 5.0, "read_timeout_s": 5.0},
+    }
+
+
+def _percent(values: Sequence[float]) -> str:
+    return f"{100 * fmean(values):+.1f} ± {100 * stdev(values) / len(values) ** 0.5:.1f}"
 
 
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(prog="bench.attack_live", description=__doc__)
-    parser.add_argument("--steps", type=int, default=600, help="of each run")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--span", type=float, default=20.0, help="seconds of each attack")
     parser.add_argument("--only", default="", help="attacks whose name holds this")
     parser.add_argument("--merges", default="rda,centered_clipping", help="of outer.merge")
-    parser.add_argument("--lie", help=argparse.SUPPRESS)
-    parser.add_argument("--config", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--beside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--attacks", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     log.configure("error")
-    if options.lie:
-        asyncio.run(lie(options.lie, options.config))
+    if options.beside:
+        asyncio.run(lie(options.beside, options.attacks, options.span))
         return
-    for line in rows(options, options.merges.split(",")):
+    attacks = [name for name in ("", *ACTS) if not name or options.only in name]
+    for line in rows(attacks, options.span, options.merges.split(",")):
         print(line, flush=True)
 
 

@@ -8,7 +8,8 @@ Rules:
 3. A learner's end says the position that it has reached. Of each share that it holds, the batches
    before that are behind it; the others are free. It says so itself; once it is silent an
    aggregator does, after ending its life on the tape.
-4. A life has what earlier ones of its name held. After its first word theirs are void.
+4. A life has what earlier ones of its name held. After its first word theirs are void. A word of a
+   life that could not have begun where it stands on the tape is none.
 5. Shares of one epoch are all given out before any of the next: only what is free of the earliest
    epoch that has anything free can be claimed.
 
@@ -16,6 +17,7 @@ Nothing of a life is merged that is stored behind its end. So no batch is in two
 fragment, and every batch is reached as long as somebody lives.
 """
 
+import heapq
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -89,10 +91,15 @@ class Holdings:
     partial: dict[int, int] = field(default_factory=dict)
     unclaimed: int = 0
     ahead: set[int] = field(default_factory=set)
+    # Least first: those of `partial`, and some that were.
+    _given_up: list[int] = field(default_factory=list)
     _learners: dict[str, _Learner] = field(default_factory=dict)
 
-    def take(self, claim: wire.Claim) -> bool:
-        """A claim, in the tape's order; whether it counts."""
+    def take(self, claim: wire.Claim, seq: int) -> bool:
+        """A claim that the tape has at a sequence, in the tape's order; whether it counts."""
+        # A life is the sequence of a join. One that was not there yet nobody could ever end.
+        if claim.incarnation >= seq:
+            return False
         known = self._learners.setdefault(claim.learner, _Learner())
         self.sizes = self.sizes or sizes_of(claim)
         if claim.incarnation < known.incarnation or sizes_of(claim) != self.sizes:
@@ -133,18 +140,32 @@ class Holdings:
 
     def _free(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
         """What is free of the earliest epoch that has anything free."""
-        epoch = min([self.unclaimed, *self.partial]) // sizes.shares
+        epoch = self._earliest() // sizes.shares
         for share in range(epoch * sizes.shares, (epoch + 1) * sizes.shares):
             if share in self.partial:
                 yield share, self.partial[share]
             elif share >= self.unclaimed and share not in self.ahead:
                 yield share, 0
 
+    def _earliest(self) -> int:
+        """The first share that may be free: none before it is."""
+        while self._given_up and self._given_up[0] not in self.partial:
+            heapq.heappop(self._given_up)
+        return min([self.unclaimed, *self._given_up[:1]])
+
+    def _is_free(self, claim: wire.Claim) -> bool:
+        # Not looked for among all that is free: the first claim says how many shares there are.
+        share = claim.share
+        if share // claim.shares != self._earliest() // claim.shares:
+            return False
+        if share in self.partial:
+            return self.partial[share] == claim.first
+        return claim.first == 0 and share >= self.unclaimed and share not in self.ahead
+
     def _give(self, claim: wire.Claim, known: _Learner) -> bool:
         begun = known.incarnation == claim.incarnation
         behind = claim.position >= self.next_position(claim.learner)
-        free = (claim.share, claim.first) in self._free(sizes_of(claim))
-        if not (begun and behind and free):
+        if not (begun and behind and self._is_free(claim)):
             return False
         known.held += (Holding(claim.share, claim.first, claim.position),)
         if self.partial.pop(claim.share, None) is None:
@@ -160,4 +181,5 @@ class Holdings:
             reached = holding.first + max(0, position - holding.position)
             if reached < self.sizes.batches:
                 self.partial[holding.share] = reached
+                heapq.heappush(self._given_up, holding.share)
         known.held, known.least = (), max(known.least, position)

@@ -151,7 +151,8 @@ class Claims(Shares):
         subjects = [names.claim(context.run, "*")]
         async for message in context.bus.read(context.tape, subjects, 1):
             try:
-                self._holdings.take(decode_as(wire.Claim, message.subject, message.payload))
+                claim = decode_as(wire.Claim, message.subject, message.payload)
+                self._holdings.take(claim, message.seq)
             except WireError as error:
                 # To nobody it is a claim.
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)

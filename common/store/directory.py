@@ -300,7 +300,8 @@ class DirectoryStore:
                 yield from self._walk(root, name)
                 continue
             with contextlib.suppress(FileNotFoundError):
-                yield ObjectInfo(name, entry.stat().st_size)
+                # Not of what a link names: one that goes round in a circle would end the listing.
+                yield ObjectInfo(name, entry.stat(follow_symlinks=False).st_size)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from diloco.common.wire.fields import (
+    LONG_WORD_BYTES,
     Body,
     Count,
     Digest,
@@ -76,6 +77,7 @@ class Heartbeat(Body):
     """
 
     kind: ClassVar[str] = "heartbeat"
+    limit_bytes: ClassVar[int] = LONG_WORD_BYTES
     learner: Name = Field(description="who")
     incarnation: Positive = Field(description="its life")
     local_step: Count = Field(

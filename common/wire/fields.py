@@ -11,6 +11,10 @@ SCHEMA = 1
 # read by one release and written by the next, so that two releases in a row read each other.
 READABLE = frozenset({SCHEMA})
 MESSAGE_BYTES = 1 << 20
+# Of what a learner says beside its updates. Every fragment's owner reads it, whatever it costs: so
+# no longer than its fields need.
+WORD_BYTES = 16 << 10
+LONG_WORD_BYTES = 64 << 10
 # A record larger than this keeps its body in an object, so that streams stay small.
 RECORD_BYTES = 256 << 10
 MAX_ITEMS = 1 << 16

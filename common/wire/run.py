@@ -5,6 +5,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from diloco.common.wire.fields import (
+    LONG_WORD_BYTES,
+    WORD_BYTES,
     Body,
     CheckpointName,
     Count,
@@ -71,6 +73,7 @@ class Join(Body):
     """A learner begins a life; the message's sequence in the stream is its incarnation."""
 
     kind: ClassVar[str] = "join"
+    limit_bytes: ClassVar[int] = WORD_BYTES
     run: Name = Field(description="the run")
     learner: Name = Field(description="the learner, as in the subject")
     layout: Digest = Field(description="the layout that the learner computed from its task")
@@ -85,6 +88,7 @@ class Leave(Body):
     """
 
     kind: ClassVar[str] = "leave"
+    limit_bytes: ClassVar[int] = LONG_WORD_BYTES
     run: Name = Field(description="the run")
     learner: Name = Field(description="the learner")
     incarnation: Positive = Field(description="the life")
@@ -102,6 +106,7 @@ class Claim(Body):
     """
 
     kind: ClassVar[str] = "claim"
+    limit_bytes: ClassVar[int] = LONG_WORD_BYTES
     run: Name = Field(description="the run")
     learner: Name = Field(description="the learner, as in the subject")
     incarnation: Positive = Field(description="its life")

@@ -1,7 +1,7 @@
 """Which share of the data each merged update was trained on: no batch of one is merged twice.
 
-A claim counts if, where it stands, its life has begun, nobody has the share, and all of the epochs
-before are given out. An end gives back what lies behind its position.
+A claim counts if, where it stands, its life can have begun and has, nobody has the share, and all
+of the epochs before are given out. An end gives back what lies behind its position.
 """
 
 from collections import defaultdict
@@ -38,11 +38,13 @@ class Shares:
         """A claim or a manifest."""
         match body:
             case wire.Claim():
-                self._claim(body)
+                self._claim(body, seq)
             case wire.Manifest() if self._held[body.learner]:
                 yield from self._manifest(body, seq)
 
-    def _claim(self, claim: wire.Claim) -> None:
+    def _claim(self, claim: wire.Claim, seq: int) -> None:
+        if claim.incarnation >= seq:
+            return
         if not self._shares:
             self._shares, self._batches = claim.shares, claim.batches
         name, life = claim.learner, self._lives.get(claim.learner, 0)

@@ -498,6 +498,10 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(tmp_path: Path, what
         with pytest.raises(ObjectUnreadableError) as caught:
             read()
         assert not caught.value.retry
+    # It is listed, so that garbage collection comes to its end, and can be deleted.
+    assert [info.name for info in store.list("a/")] == ["a/o", "a/own"]
+    store.delete("a/o")
+    assert [info.name for info in store.list("a/")] == ["a/own"]
 
 
 def test_open_store_takes_file_urls_and_paths(

@@ -9,6 +9,8 @@ from diloco.common import wire
 from diloco.common.holdings import Holding, Holdings, Sizes, end_of
 
 SIZES = Sizes(3, 4)
+# Where the tape is by then: behind all joins.
+SEQ = 10**6
 
 
 def word(learner: str, life: int, what: str, position: int = 0, share: int = 0, first: int = 0):
@@ -20,15 +22,15 @@ def word(learner: str, life: int, what: str, position: int = 0, share: int = 0, 
 
 def test_a_share_belongs_to_the_first_who_claims_it():
     held = Holdings()
-    assert held.take(word("a", 1, "begin"))
-    assert held.take(word("b", 2, "begin"))
-    assert held.take(word("a", 1, "claim", share=1))
-    assert not held.take(word("b", 2, "claim", share=1))
-    assert held.take(word("b", 2, "claim", share=0))
+    assert held.take(word("a", 1, "begin"), SEQ)
+    assert held.take(word("b", 2, "begin"), SEQ)
+    assert held.take(word("a", 1, "claim", share=1), SEQ)
+    assert not held.take(word("b", 2, "claim", share=1), SEQ)
+    assert held.take(word("b", 2, "claim", share=0), SEQ)
     # None of the next epoch before all of this one are given out.
-    assert not held.take(word("a", 1, "claim", position=4, share=3))
-    assert held.take(word("a", 1, "claim", position=4, share=2))
-    assert held.take(word("a", 1, "claim", position=8, share=3))
+    assert not held.take(word("a", 1, "claim", position=4, share=3), SEQ)
+    assert held.take(word("a", 1, "claim", position=4, share=2), SEQ)
+    assert held.take(word("a", 1, "claim", position=8, share=3), SEQ)
     assert held.of("a") == (Holding(1, 0, 0), Holding(2, 0, 4), Holding(3, 0, 8))
     assert held.holders() == ("a", "b")
 
@@ -36,39 +38,62 @@ def test_a_share_belongs_to_the_first_who_claims_it():
 def test_an_end_frees_what_lies_behind_its_position():
     held = Holdings()
     for learner, life in (("a", 1), ("b", 2)):
-        held.take(word(learner, life, "begin"))
-    held.take(word("a", 1, "claim", share=0))
-    held.take(word("a", 1, "claim", position=4, share=1))
-    assert held.take(word("a", 1, "end", position=6))
+        held.take(word(learner, life, "begin"), SEQ)
+    held.take(word("a", 1, "claim", share=0), SEQ)
+    held.take(word("a", 1, "claim", position=4, share=1), SEQ)
+    assert held.take(word("a", 1, "end", position=6), SEQ)
     assert held.of("a") == ()
     assert held.partial == {1: 2}
-    assert not held.take(word("b", 2, "claim", share=1))  # from its third batch only
-    assert held.take(word("b", 2, "claim", share=1, first=2))
+    assert not held.take(word("b", 2, "claim", share=1), SEQ)  # from its third batch only
+    assert held.take(word("b", 2, "claim", share=1, first=2), SEQ)
     assert end_of(SIZES, held.of("b")[-1]) == 2
     # The share before it is at its end, and nobody's any more.
-    assert not held.take(word("b", 2, "claim", position=2, share=0))
-    assert not held.take(word("a", 1, "claim", position=5, share=2))
-    assert held.take(word("a", 1, "claim", position=6, share=2))
+    assert not held.take(word("b", 2, "claim", position=2, share=0), SEQ)
+    assert not held.take(word("a", 1, "claim", position=5, share=2), SEQ)
+    assert held.take(word("a", 1, "claim", position=6, share=2), SEQ)
 
 
 def test_words_of_an_earlier_life_are_void():
     held = Holdings()
-    held.take(word("a", 1, "begin"))
-    held.take(word("a", 1, "claim", share=0))
-    assert not held.take(word("a", 7, "claim", position=4, share=1))  # it has not begun
-    assert held.take(word("a", 7, "begin"))
-    assert not held.take(word("a", 1, "end", position=1))
-    assert not held.take(word("a", 1, "claim", position=4, share=1))
+    held.take(word("a", 1, "begin"), SEQ)
+    held.take(word("a", 1, "claim", share=0), SEQ)
+    assert not held.take(word("a", 7, "claim", position=4, share=1), SEQ)  # it has not begun
+    assert held.take(word("a", 7, "begin"), SEQ)
+    assert not held.take(word("a", 1, "end", position=1), SEQ)
+    assert not held.take(word("a", 1, "claim", position=4, share=1), SEQ)
     assert held.of("a") == (Holding(0, 0, 0),)
-    assert held.take(word("a", 7, "claim", position=4, share=1))
+    assert held.take(word("a", 7, "claim", position=4, share=1), SEQ)
 
 
 def test_who_divides_an_epoch_otherwise_is_given_nothing():
     held = Holdings()
-    held.take(word("a", 1, "begin"))
+    held.take(word("a", 1, "begin"), SEQ)
     other = word("b", 2, "begin").model_copy(update={"batches": 5})
-    assert not held.take(other)
+    assert not held.take(other, SEQ)
     assert held.sizes == SIZES
+
+
+def test_a_life_that_could_not_have_begun_yet_has_no_word():
+    held = Holdings()
+    assert not held.take(word("liar", 10, "begin").model_copy(update={"batches": 5}), 10)
+    assert held.sizes is None
+    assert held.take(word("a", 9, "begin"), 10)
+    assert not held.take(word("a", (1 << 63) - 1, "begin"), 11)
+    assert held.take(word("a", 9, "claim"), 12)
+    # An aggregator that ends a life may do so by a join behind its last word.
+    assert held.take(word("a", 13, "end"), 14)
+    assert held.of("a") == ()
+
+
+def test_a_claim_is_judged_at_once_however_many_shares_its_sender_says_there_are():
+    held = Holdings()
+    many = {"shares": 1 << 62, "batches": 1}
+    assert held.take(word("a", 1, "begin").model_copy(update=many), SEQ)
+    for share in (1 << 62, (1 << 63) - 1):
+        assert not held.take(word("a", 1, "claim", share=share).model_copy(update=many), SEQ)
+    last = word("a", 1, "claim", share=(1 << 62) - 1).model_copy(update=many)
+    assert held.take(last, SEQ)
+    assert not held.take(last.model_copy(update={"position": 1}), SEQ)
 
 
 class Fleet:
@@ -84,7 +109,7 @@ class Fleet:
 
     def put(self, learner: str, what: str, life: int, position: int, choice=(0, 0)) -> bool:
         self.seq += 1
-        return self.held.take(word(learner, life, what, position, *choice))
+        return self.held.take(word(learner, life, what, position, *choice), SEQ)
 
     def join(self, learner: str) -> None:
         """Also of one that has crashed, or that another process supersedes."""

@@ -249,7 +249,8 @@ def test_claims_take_no_memory(body, bomb):
         bomb = msgpack.packb({"schema": wire.SCHEMA, "kind": body.kind, **bomb})
     tracemalloc.start()
     try:
-        assert reason_of(body, bomb) in ("undecodable", "malformed")
+        long = len(bomb) > body.limit_bytes
+        assert reason_of(body, bomb) in (("oversize",) if long else ("undecodable", "malformed"))
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -361,3 +362,24 @@ def test_what_a_sender_wrote_for_people_is_printable_once_it_is_decoded():
 def test_a_loss_is_bounded_and_its_update_is_not_lost(loss, read):
     fields = fields_of(EXAMPLES[wire.Manifest]) | {"loss": loss}
     assert wire.decode(wire.Manifest, msgpack.packb(fields)).loss == read
+
+
+def test_words_of_a_learner_are_no_longer_than_their_fields_need():
+    text, name, great = "\U0001f600" * 2000, "x" * 40, wire.GREATEST
+    by_fragment = (great,) * 4096  # Of as many as a run may have.
+    figures = {f"{'m' * 48}{index:02d}": 1.0 for index in range(64)}
+    words = (
+        EXAMPLES[wire.Join].model_copy(update={"host": text, "learner": name, "run": name}),
+        EXAMPLES[wire.Leave].model_copy(update={"fragments": by_fragment}),
+        EXAMPLES[wire.Claim].model_copy(update={"lost": by_fragment}),
+        EXAMPLES[wire.Heartbeat].model_copy(
+            update={"metrics": figures, "state": text, "trouble": text}
+        ),
+    )
+    for word in words:
+        payload = wire.encode(word)
+        assert wire.decode(type(word), payload) == word
+        assert type(word).limit_bytes < wire.MESSAGE_BYTES / 8
+        # Decoded, it would take every owner of a fragment tens of milliseconds.
+        long = payload + bytes(type(word).limit_bytes)
+        assert reason_of(type(word), long) == "oversize"
