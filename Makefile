@@ -29,7 +29,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-stores test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim terraform lock clean
 
@@ -83,6 +83,16 @@ test-extras: install ## test what needs torch, TensorBoard and W&B, in .venv-ext
 		--no-build-isolation -e .
 	@.venv-extras/bin/python -m pytest tests/integration/test_torch.py tests/integration/test_trackers.py \
 		$(ARGS)
+
+# Servers of an environment of their own: moto speaks S3, Azurite (of npm) as Azure does.
+AZURITE = 3.37.0
+test-stores: install ## test s3:// and az:// against moto and Azurite, in .venv-stores; needs npm
+	@test -d .venv-stores || $(PYTHON) -m venv .venv-stores
+	@.venv-stores/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		-r locks/stores.lock
+	@npm install --prefix .venv-stores --silent --no-audit --no-fund azurite@$(AZURITE)
+	@DILOCO_TEST_SERVERS=$(CURDIR)/.venv-stores $(RUN) pytest tests/conformance/test_store.py \
+		tests/integration/test_store_buckets.py $(ARGS)
 
 # PROMETHEUS is a folder with Debian's prometheus, promtool, prometheus-alertmanager and amtool.
 test-alerts: install ## break runs, and see alerts pass a real Prometheus and Alertmanager; PROMETHEUS=...

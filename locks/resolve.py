@@ -2,7 +2,8 @@
 
     python locks/resolve.py UV [OPTION ...]
 
-`make lock` does it. Each file is installed together with requirements.lock, whose versions hold.
+`make lock` does it. Each file is installed together with requirements.lock, whose versions hold,
+but those of `APART`, which are installed alone.
 """
 
 import re
@@ -14,6 +15,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 BASE = ROOT / "requirements.lock"
 EXTRAS = ("arrow", "cuda", "tensorboard", "torch", "tpu", "wandb")
+# Programs for tests, each in an environment of its own: they need other versions than ours.
+APART = {"stores": "moto[s3,server]>=5"}
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
            "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header",
            "--no-annotate")  # fmt: skip
@@ -36,9 +39,20 @@ def resolve(uv: str, extra: str, *options: str) -> str:
     return "".join(text for name, text in entries(done.stdout).items() if name not in base)
 
 
+def resolve_apart(uv: str, requirement: str, *options: str) -> str:
+    """The entries of an environment that has nothing of ours."""
+    done = subprocess.run(
+        [uv, "pip", "compile", "-", "--quiet", *OPTIONS, *options],
+        cwd=ROOT, input=requirement, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
 def main() -> None:
     """Resolve all."""
     uv, *options = sys.argv[1:]
+    for name, requirement in APART.items():
+        (HERE / f"{name}.lock").write_text(resolve_apart(uv, requirement, *options))
     for extra in EXTRAS:
         (HERE / f"{extra}.lock").write_text(resolve(uv, extra, *options))
 

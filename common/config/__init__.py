@@ -30,6 +30,7 @@ from diloco.common.config.daemon import (
 from diloco.common.config.environment import (
     ServiceManager,
     allows_accelerators,
+    allows_http,
     environment_with,
     is_journal,
     keep_off_accelerators,
@@ -91,6 +92,7 @@ __all__ = [
     "SyncSection",
     "TaskSection",
     "allows_accelerators",
+    "allows_http",
     "changes",
     "check_changeable",
     "check_same_run",

@@ -52,8 +52,8 @@ class StoreSection(Section):
     """Where objects are."""
 
     url: str = Field(
-        description="`gs://bucket/prefix`, or a folder that all daemons share: a path, or"
-        " `file:///absolute/path`"
+        description="`gs://bucket/prefix`, `s3://bucket/prefix`, `az://container/prefix`, or a"
+        " folder that all daemons share: a path, or `file:///absolute/path`"
     )
     emulator: bool = Field(
         default=False,

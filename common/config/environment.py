@@ -42,6 +42,11 @@ def storage_emulator(*, asked_for: bool) -> str | None:
     return host if not host or "://" in host else f"http://{host}"
 
 
+def allows_http(name: str) -> bool:
+    """Whether a variable such as AWS_ALLOW_HTTP lets a store be asked without TLS."""
+    return os.environ.get(name, "").lower() in {"1", "true"}
+
+
 class ServiceManager(NamedTuple):
     """The systemd that started this process.
 

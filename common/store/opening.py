@@ -10,12 +10,15 @@ from diloco.common.store.protocol import ObjectStore
 
 
 def open_store(url: str, *, emulator: bool = False, create: bool = False) -> ObjectStore:
-    """The store at `url`: `gs://bucket/prefix`, `file:///absolute/path`, or the path of a folder.
+    """The store at `url`: `gs://bucket/prefix`, `s3://...`, `az://...`, or a folder.
+
+    A folder is `file:///absolute/path`, or its path.
 
     Args:
         url: where the objects are.
         create: make a folder that is not there, as who creates a run does. For all others it is not
-            mounted: an empty one in its place would hide that.
+            mounted: an empty one in its place would hide that. Of a bucket of another service than
+            Google's, try that it never overwrites.
         emulator: a gs:// URL means the server at STORAGE_EMULATOR_HOST.
 
     Raises:
@@ -38,7 +41,22 @@ def open_store(url: str, *, emulator: bool = False, create: bool = False) -> Obj
         from diloco.common.store.gcs import open_gcs
 
         return open_gcs(url, storage_emulator(asked_for=emulator))
+    if scheme in ("s3", "az"):
+        return _open_bucket(url, create=create)
     raise ConfigError(
         f"{url!r}: unknown kind of store {scheme!r}",
-        hint="write gs://bucket/prefix or file:///path",
+        hint="write gs://bucket/prefix, s3://bucket/prefix, az://container/prefix or file:///path",
     )
+
+
+def _open_bucket(url: str, *, create: bool) -> ObjectStore:
+    try:
+        from diloco.common.store.buckets import open_bucket
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        raise ConfigError(
+            f"{url!r}: the client for such buckets is not installed",
+            hint="pip install 'diloco[buckets]'; see docs/stores.md",
+        ) from error
+    return open_bucket(url, check=create)

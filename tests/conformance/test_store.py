@@ -1,7 +1,7 @@
 """What every object store does; a new backend is one more entry of `STORES`.
 
 With DILOCO_TEST_BUCKET=gs://bucket/prefix also over real Google Cloud Storage, by the
-application-default credentials.
+application-default credentials; by `make test-stores` also over moto and Azurite.
 """
 
 import errno
@@ -34,6 +34,7 @@ from diloco.common.store import DirectoryStore, MemoryStore, ObjectInfo, ObjectS
 from diloco.common.store.gcs import open_gcs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import bucket_servers
 from gcs_server import GcsServer
 
 REAL_BUCKET = os.environ.get("DILOCO_TEST_BUCKET")
@@ -66,11 +67,19 @@ def real_gcs(_: Path) -> Iterator[ObjectStore]:
             store.delete(info.name)
 
 
+@contextmanager
+def bucket(scheme: str) -> Iterator[ObjectStore]:
+    address = bucket_servers.shared(scheme)
+    with bucket_servers.environment(scheme, address):
+        yield open_store(f"{scheme}://bucket/some/{secrets.token_hex(8)}")
+
+
 STORES: dict[str, Callable[[Path], AbstractContextManager[ObjectStore]]] = {
     "memory": memory,
     "directory": directory,
     "gcs": gcs,
     **({"real gcs": real_gcs} if REAL_BUCKET else {}),
+    **({s: lambda _, s=s: bucket(s) for s in ("s3", "az")} if bucket_servers.SERVERS else {}),  # type: ignore[misc]
 }
 
 
@@ -520,7 +529,7 @@ def test_open_store_takes_file_urls_and_paths(
         ("gs://", "no bucket"),
         ("gs:///x", "no bucket"),
         ("gs://b/x/../y", "not an object name"),
-        ("s3://b", "'s3'"),
+        ("ftp://b", "'ftp'"),
         ("", "empty"),
         ("file://x/y", "absolute"),
     ],

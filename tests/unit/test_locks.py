@@ -29,9 +29,9 @@ def test_a_lock_adds_what_its_extra_needs(extra: str) -> None:
     assert direct(extra) <= set(own) | set(base)
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_a_lock_has_hashes_and_no_address(extra: str) -> None:
-    text = (ROOT / f"locks/{extra}.lock").read_text()
+@pytest.mark.parametrize("name", [*EXTRAS, "stores"])
+def test_a_lock_has_hashes_and_no_address(name: str) -> None:
+    text = (ROOT / f"locks/{name}.lock").read_text()
     assert "://" not in text
     entries = re.split(r"^(?=[a-zA-Z0-9])", text, flags=re.MULTILINE)[1:]
     assert all("--hash=sha256:" in entry for entry in entries)
