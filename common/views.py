@@ -121,25 +121,26 @@ async def older_snapshot(context: RunContext, record: wire.Record, record_seq: i
     """The stored version before `record.snapshot_version`, from which `record` can be had too.
 
     All versions after it up to `record` were merged: deltas, or their inputs, lead from one to
-    the next. None where there is no such version, as right after a rollback.
+    the next. None where there is no such version, as right after a rollback or after a record that
+    cannot be read either.
 
     Raises:
-        DilocoError: as `records_of`.
+        NewTapeError: the run was resumed on a new tape.
     """
     found: list[Older] = []
     if not record.base_seq:
         return None  # The first of its epoch, which may not stand on the tape yet.
-    async for item in records_of(context, record.fragment):
+    async for item in records_of(context, record.fragment, unreadable=found.clear):
         if item.record_seq > record_seq:
             break
         if item.record.what == "verdict":
             continue
         if item.record.what != "version":
-            found = []  # What a rollback leads to does not follow from what was before.
+            found.clear()  # What a rollback leads to does not follow from what was before.
         for older in found:
             older.since.append(item)
         if item.record.snapshot_version == item.record.outer_version == item.record.version:
-            found = [*found[-1:], Older(item, [])]
+            found[:] = [*found[-1:], Older(item, [])]
     newest = [older for older in found if older.basis.record.version < record.snapshot_version]
     return newest[-1] if newest else None
 

@@ -1,7 +1,7 @@
 """The records of a fragment, and the objects that they name."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 import msgpack
@@ -119,15 +119,19 @@ class Recorded(NamedTuple):
 
 
 async def records_of(
-    context: RunContext, fragment: int, start_seq: int = 1
+    context: RunContext,
+    fragment: int,
+    start_seq: int = 1,
+    unreadable: Callable[[], None] | None = None,
 ) -> AsyncIterator[Recorded]:
     """A fragment's records, from the oldest that the tape still has to the newest of now.
 
-    Those before `start_seq` are passed over, and those that are collected meanwhile.
+    Those before `start_seq` are passed over, and those that are collected meanwhile. `unreadable`
+    is called, if it is given, in place of one that stays and cannot be read.
 
     Raises:
         NewTapeError, IntegrityError: as `last_record`.
-        ObjectMissingError: the body of a record that stays is gone.
+        WireError, IntegrityError, ObjectMissingError: a record that stays cannot be read.
     """
     _, newest_seq = await last_record(context, fragment)
     if start_seq > newest_seq:
@@ -136,9 +140,12 @@ async def records_of(
     async for message in context.bus.read(context.tape, [subject], start_seq):
         try:
             record = await read_record(context, message)
-        except ObjectMissingError:
-            if await _stands(context, subject, message.seq):
-                raise
+        except (WireError, IntegrityError, ObjectMissingError) as error:
+            gone = isinstance(error, ObjectMissingError)
+            if not gone or await _stands(context, subject, message.seq):
+                if unreadable is None:
+                    raise
+                unreadable()
         else:
             found = decode(message.subject, message.payload)
             body = found.body if isinstance(found, wire.RecordPointer) else None

@@ -221,5 +221,5 @@ class End(Body):
     run: Name = Field(description="the run")
     versions: Several[Count] = Field(description="of each fragment")
     record_seqs: Several[Positive] = Field(
-        description="stream sequences of the fragments' last records"
+        description="stream sequences of final records of these versions"
     )

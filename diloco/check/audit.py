@@ -469,9 +469,13 @@ def _check_end(found: Audit, at: tuple[int, wire.End], hostile: Sequence[str]) -
     found.hold(history.stop is not None, "end", "the tape", "an end without a stop")
     for fragment, chain in history.records.items():
         before = [(seq, record) for seq, record in chain if seq < end_seq]
-        said = (end.versions[fragment], end.record_seqs[fragment], True)
-        stands = (chain[-1][1].version, before[-1][0], before[-1][1].final) if before else None
-        found.hold(said == stands, "end", f"fragment {fragment}", f"says {said}, but is {stands}")
+        said, named = end.versions[fragment], end.record_seqs[fragment]
+        version = chain[-1][1].version if before else None
+        # What came too late is answered by a record more, which whoever says the end may not know.
+        finals = [seq for seq, record in before if record.final]
+        about = f"fragment {fragment}"
+        found.hold(said == version, "end", about, f"says version {said}, but is at {version}")
+        found.hold(named in finals, "end", about, f"names record {named}, of final ones {finals}")
     covered: Counter[tuple[str, int, int]] = Counter()
     for _, manifest in history.manifests:
         life = (manifest.learner, manifest.incarnation, manifest.fragment)

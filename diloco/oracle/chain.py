@@ -33,6 +33,7 @@ class Chain:
         late_s: how long after its time a timer may be told, None for however long: an owner that
             is paused decides nothing, and nothing says for how long it was.
         base: the newest record; `base_seq` its sequence.
+        final_seqs: sequences of its records as of its last version, of which it needs no more.
         followed: records whose decision was made again; `unknown`: others, with the reason.
     """
 
@@ -47,6 +48,7 @@ class Chain:
         self.late_s: float | None = None
         self.base: wire.Record | None = None
         self.base_seq = 0
+        self.final_seqs: list[int] = []
         self.followed = 0
         self.unknown: list[tuple[int, str]] = []
         self._layout = layout
@@ -90,6 +92,7 @@ class Chain:
         if breaches:
             self._life = None
         self.base, self.base_seq = record, seq
+        self.final_seqs = [*self.final_seqs, seq] if record.final else []
         if record.what != "verdict":
             self._versions[record.version] = record
         self._heard = self._heard[self._index(record.position) :]

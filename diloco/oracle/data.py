@@ -33,12 +33,16 @@ class _Sent:
 
 @dataclass
 class _Learner:
-    """A learner's newest life; where its data goes on, at least and, by late messages, at most."""
+    """A learner's newest life; where its data goes on, at least and, by late messages, at most.
+
+    `said`: how far its lives have said to be, each while it was the newest; `late`: afterwards.
+    """
 
     incarnation: int = 0
     least: int = 0
     most: int = 0
     said: int = 0
+    late: int = 0
 
 
 class Data:
@@ -76,7 +80,7 @@ class Data:
             case wire.Join():
                 learner = self._learners[body.learner]
                 learner.incarnation = seq
-                learner.least = learner.most = learner.said
+                learner.least, learner.most = learner.said, max(learner.said, learner.late)
             case wire.Leave() if same_tape(body.incarnation, seq):
                 self._say(body.learner, body.incarnation, body.position)
             case wire.Manifest() if body.epoch == self._epoch:
@@ -84,9 +88,11 @@ class Data:
 
     def _say(self, name: str, incarnation: int, position: int) -> None:
         learner = self._learners[name]
-        learner.said = max(learner.said, position)
-        # It came late: the newer life may have gone on behind it or not.
-        if incarnation != learner.incarnation:
+        if incarnation >= learner.incarnation:
+            learner.said = max(learner.said, position)
+        else:
+            # None of it is merged: newer lives may have gone on behind it or not.
+            learner.late = max(learner.late, position)
             learner.most = max(learner.most, position)
 
     def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Finding]:

@@ -162,7 +162,12 @@ class Oracle:
         if going_on:
             yield Finding("end", seq, "run", "final", "every fragment", f"not {going_on}")
         versions = tuple(record.version for record in newest)
-        seqs = tuple(chain.base_seq for chain in self.chains)
-        if (end.versions, end.record_seqs) != (versions, seqs):
-            said = (end.versions, end.record_seqs)
-            yield Finding("end", seq, "run", "versions", (versions, seqs), said)
+        if end.versions != versions:
+            yield Finding("end", seq, "run", "versions", versions, end.versions)
+        # What came too late is answered by a record more, which whoever says the end may not know.
+        named = dict(enumerate(end.record_seqs))
+        for chain in self.chains:
+            said = named.get(chain.fragment)
+            if chain.final_seqs and said not in chain.final_seqs:
+                about = f"fragment {chain.fragment}"
+                yield Finding("end", seq, about, "record_seqs", chain.final_seqs, said)

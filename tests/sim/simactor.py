@@ -146,6 +146,7 @@ class Actor:
         # Before its daemon knows its run; and of one that goes on with a server that is lost.
         self.starting = False
         self.outlived = False
+        self.awake_since_s = 0.0
         # Of a process of an earlier release.
         self.earlier = False
         self.bus_cut_until_s = 0.0
@@ -281,4 +282,5 @@ class Actor:
         loop = self.world.loop
         self.world.note(self, "paused", f"{for_s:.1f} s")
         loop.freeze(self)
+        self.awake_since_s = loop.now_s + for_s
         loop.call_later(for_s, loop.thaw, self, context=self.world.context)

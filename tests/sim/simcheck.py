@@ -42,7 +42,7 @@ class Checkers:
         self.joined: dict[str, int] = {}
         self.stopped = False
         self.end_seq = 0
-        self.adopted: dict[tuple[str, int], str] = {}
+        self.adopted: dict[tuple[str, int, int], str] = {}
         self.epoch = 0
         self.past: Counter[str] = Counter()
         self.oracle = Beside(world.layout, light=isinstance(world.tensors, Light))
@@ -264,7 +264,7 @@ class Checkers:
     def on_adopted(self, life: Life, ready: Ready, view: np.ndarray, position: int) -> None:
         """A learner has adopted a record: its view is the aggregator's, bit for bit."""
         learner, fragment, digest = life.learner, ready.fragment, ready.view_digest
-        self.adopted[learner, fragment] = digest
+        self.adopted[learner, life.incarnation, fragment] = digest
         if shards.digest(view) != digest:
             about = f"{learner} fragment {fragment}"
             self._world.fail(Violation("view", about, f"is not {digest}"))

@@ -181,7 +181,13 @@ class Liar:
     async def _lie(self, incarnation: int) -> None:
         world, context = self._world, self._context
         fragment = self._rng.randrange(len(self._seqs))
-        truth = await self._truth(fragment, incarnation)
+        chain = world.checkers.chains[fragment]
+        if chain.record is None:
+            return  # A tape that has just been begun: nothing of this fragment is on it.
+        honest = [one.manifest for one in chain.sent.values()]
+        others = [one for one in honest if one and one.learner != context.learner]
+        true = await self._true(fragment, incarnation, chain.record)
+        truth = Truth(true, others)
         lie = self._rng.choice(LIES)
         manifest = lie(truth, self._rng)
         payload = wire.encode(manifest)
@@ -194,12 +200,9 @@ class Liar:
         subject = names.update(context.run, context.learner, fragment)
         await context.bus.publish(subject, payload)
 
-    async def _truth(self, fragment: int, incarnation: int) -> Truth:
-        """An update of one step, whose shards are stored."""
+    async def _true(self, fragment: int, incarnation: int, record: wire.Record) -> wire.Manifest:
+        """An update of one step to a record's version, whose shards are stored."""
         world, context = self._world, self._context
-        chain = world.checkers.chains[fragment]
-        assert chain.record is not None
-        record = chain.record
         self._seqs[fragment] += 1
         position = next(self._positions)
         replica = world.tensors.replica(
@@ -217,7 +220,7 @@ class Liar:
             final=False,
         )
         stored = await Uploader(context, replica).store(incarnation, send, replica.send(fragment))
-        manifest = wire.Manifest(
+        return wire.Manifest(
             run=context.run,
             learner=context.learner,
             epoch=context.epoch,
@@ -240,8 +243,6 @@ class Liar:
             attempt=0,
             final=False,
         )
-        sent = (one.manifest for one in chain.sent.values())
-        return Truth(manifest, [one for one in sent if one and one.learner != context.learner])
 
 
 def _garbled(payload: bytes, rng: random.Random) -> bytes:

@@ -289,11 +289,13 @@ class Scenario:
     async def _check_paused(self, rng: random.Random) -> None:
         """In calm nobody takes a step while the run is paused, and it ends once it is not."""
         world, at = self.world, self.operator
-        held = await at.command(at.hold, rng)
+        held, epoch = await at.command(at.hold, rng), world.epoch
         await asyncio.sleep(SUPERSEDED_S)
         before = world.steps
         await asyncio.sleep(PAUSED_S)
-        if held and not world.checkers.stopped and world.steps > before:
+        # A checkpoint from before it was paused, from which it went on, knows nothing of it.
+        stays = held and world.epoch == epoch and not world.checkers.stopped
+        if stays and world.steps > before:
             what = f"{world.steps - before} steps of a run that is paused"
             world.fail(Violation("paused", "learners", what))
         await at.command(at.let_go, rng)
@@ -341,13 +343,21 @@ class Scenario:
         world = self.world
         if not world.tail_lost or world.injected["rot_record"]:
             return  # What a record said that nobody can read is not known.
+        if world.without_server:
+            return  # Nobody has been told of another tape, where the checkpoint cannot be resumed.
         try:
             standing = [world.checkers.views(fragment) for fragment in range(self.plan.fragments)]
         except ObjectMissingError:
             return  # Nor what one said whose body was collected on the word of those that were lost.
-        living = {learner.name for learner in self.learners if learner.actor is not None}
-        for (name, fragment), digest in world.checkers.adopted.items():
-            if name in living and digest not in standing[fragment]:
+        # Who was stopped until a moment ago has not been told of what it missed.
+        before_s = world.loop.now_s - STANDSTILL_S / 3
+        living = {
+            (one.name, one.incarnation)
+            for one in self.learners
+            if one.actor is not None and one.actor.awake_since_s < before_s
+        }
+        for (name, incarnation, fragment), digest in world.checkers.adopted.items():
+            if (name, incarnation) in living and digest not in standing[fragment]:
                 what = f"trains on a view of fragment {fragment} that no record has: {digest}"
                 world.fail(Violation("unnoticed", name, what))
 

@@ -253,6 +253,27 @@ def test_an_end_before_the_last_version_is_named(eventful_tape):
     assert [finding.rule for finding in ask(lab, [*tape, *more]).findings] == ["stop", "end"]
 
 
+@pytest.mark.parametrize(("named", "findings"), [(1, []), (2, []), (0, ["end"]), (3, ["end"])])
+def test_an_end_names_any_final_record_of_the_last_version(eventful_tape, named, findings):
+    lab, tape = eventful_tape
+    before, newest = [item for item in tape if isinstance(item.body, wire.Record)][-2:]
+    seq = tape[-1].seq
+    final = newest.body.model_copy(update={"final": True})
+    # What came too late for the last version is answered by a record more.
+    verdict = final.model_copy(update={"what": "verdict", "base_seq": newest.seq})
+    seqs = (before.seq, newest.seq, seq + 1, seq + 2)
+    stop = wire.Stop(run="lab", global_step=0, reason="steps")
+    end = wire.End(run="lab", versions=(final.version,), record_seqs=(seqs[named],))
+    more = [
+        Entry(seq + 1, newest.time_s, newest.subject, verdict, 1),
+        Entry(seq + 2, newest.time_s, "diloco.lab.stop", stop, 1),
+        Entry(seq + 3, newest.time_s, "diloco.lab.end", end, 1),
+    ]
+    at = tape.index(newest)
+    told = [*tape[:at], newest._replace(body=final), *tape[at + 1 :], *more]
+    assert [one.rule for one in ask(lab, told).findings if one.rule == "end"] == findings
+
+
 def test_a_quarantine_without_offences_is_named(eventful_tape):
     lab, tape = eventful_tape
     last = tape[-1]

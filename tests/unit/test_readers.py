@@ -88,6 +88,29 @@ def test_a_view_whose_snapshot_is_lost_is_had_from_the_one_before(run_async, los
     run_async(scenario())
 
 
+@pytest.mark.parametrize("loss", ["gone", "damaged"])
+@pytest.mark.parametrize("part", ["snapshot", "outer"])
+@pytest.mark.parametrize(("record", "helps"), [(3, True), (8, False)])
+def test_a_record_that_is_lost_too_costs_what_stands_before_it(
+    run_async, monkeypatch, record, helps, part, loss
+):
+    monkeypatch.setattr(wire, "RECORD_BYTES", 100)
+    read = load_view if part == "snapshot" else recover
+
+    async def scenario() -> None:
+        lab = await made(ODD)
+        newest, _ = await lab.newest()
+        lose(lab, next(r.body for r in await lab.records() if r.record.version == record), loss)
+        lose(lab, getattr(newest, part), "gone")
+        if helps:
+            assert (await read(lab.context, 0)).record == newest
+        else:
+            with pytest.raises(IntegrityError, match=getattr(newest, part).name):
+                await read(lab.context, 0)
+
+    run_async(scenario())
+
+
 def lose(lab: Lab, ref: wire.ObjectRef, how: str) -> None:
     if how == "gone":
         lab.remove([ref])

@@ -1,0 +1,60 @@
+"""Where the oracle lets a learner's data go on, over its lives."""
+
+import pytest
+from machinelab import lab_rules, make_manifest
+
+from diloco.common import wire
+from diloco.oracle.data import Data
+
+SPECIFICATION = wire.Specification.model_construct(epoch=0)
+
+
+def findings(story):
+    """Of (sequence on the tape, message)."""
+    data = Data(SPECIFICATION, {})
+    return [(one.expected, one.found) for seq, body in story for one in data.take(body, seq)]
+
+
+def join():
+    return wire.Join(run="lab", learner="a", layout="0" * 32, host="here")
+
+
+def update(incarnation, seq, steps, position):
+    return make_manifest(
+        lab_rules(), "a", incarnation, seq, fragment=0, steps=steps, position=position
+    )
+
+
+def leave(incarnation, position):
+    return wire.Leave(
+        run="lab", learner="a", incarnation=incarnation, position=position, fragments=(0,)
+    )
+
+
+@pytest.mark.parametrize("begins_at", [7, 8])
+def test_lives_go_on_behind_or_before_what_came_after_the_next_join(begins_at):
+    # The first life's update comes when the second has begun, and is superseded.
+    story = [
+        (4, join()),
+        (5, update(4, 1, 4, 4)),
+        (6, join()),
+        (7, update(4, 2, 4, 8)),
+        (8, update(6, 1, 3, 7)),
+        (9, leave(6, 7)),
+        (10, join()),
+        (11, update(10, 1, 1, begins_at + 1)),
+    ]
+    assert findings(story) == []
+
+
+@pytest.mark.parametrize("begins_at", [6, 9])
+def test_but_nowhere_else(begins_at):
+    story = [
+        (4, join()),
+        (5, update(4, 1, 7, 7)),
+        (6, join()),
+        (7, update(4, 2, 1, 8)),
+        (8, join()),
+        (9, update(8, 1, 1, begins_at + 1)),
+    ]
+    assert findings(story) == [((7, 8), begins_at)]
