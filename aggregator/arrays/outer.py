@@ -220,6 +220,9 @@ def _chunks(gradient: Gradient) -> list[tuple[int, Vector]]:
 
 def _share_out(work: Callable[[Sequence[Any]], None], items: Sequence[Any], threads: int) -> None:
     """Have `work` done on all items by some threads, in parts of neighbours."""
+    if len(items) == 1:
+        work(items)
+        return
     # Several parts for each thread, so that one that is held up does not hold up the end.
     parts = min(len(items), 4 * threads)
     edges = [len(items) * part // parts for part in range(parts + 1)]

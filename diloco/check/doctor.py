@@ -19,12 +19,12 @@ from rich.table import Table
 
 from diloco.check import directions, fleet, members, service, symptoms
 from diloco.check.audit import Account, Audit, Objects, audit
-from diloco.check.beside import beside
 from diloco.check.listing import Listing, list_now, read_listing
 from diloco.check.objects import check_objects
 from diloco.check.rules import Judged, judge
 from diloco.check.symptoms import Finding
 from diloco.check.wholeness import wholeness
+from diloco.cli.beside import beside
 from diloco.cli.opening import OpenRun, open_run, run_config
 from diloco.cli.screen import SEVERITY_STYLES
 from diloco.common import names, wire

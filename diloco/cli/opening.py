@@ -71,6 +71,11 @@ def use_place(place: Place) -> None:
     _Given.place = place
 
 
+def place() -> Place:
+    """What `use_place` was given, for another process of the same command."""
+    return _Given.place
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenRun:
     """A run, connected: the file it was named by, what its tape says it is, and its parts.

@@ -246,45 +246,57 @@ async def _read_kept(
                 yield score
 
 
-async def scores_of(
-    context: RunContext,
-    series: TimeSeries,
-    points: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[wire.Score]:
+async def scores_of(context: RunContext, series: TimeSeries, points: int) -> list[wire.Score]:
     """Scores spread over a run: those that were kept, and of views that the store still has.
 
     Args:
         context: the run's.
         series: what its tape says.
         points: how many to have; none are made where one was kept nearby.
-        progress: called with how many of how many are done.
 
     Raises:
         DilocoError: as `Scorer.of_run`; the store is away.
     """
     scores = await kept(context)
-    missing_s = _missing(series, scores, points)
-    if not missing_s:
-        return scores
+    made = await score_at(context, unscored(series, scores, points))
+    return sorted([*scores, *made], key=lambda score: score.at_s)
+
+
+def unscored(
+    series: TimeSeries, scores: Sequence[wire.Score], points: int
+) -> list[tuple[int, ...]]:
+    """Versions spread over a run that have no score nearby: the sequences of their records.
+
+    Args:
+        series: what its tape says.
+        scores: those that were kept.
+        points: how many scores to have.
+    """
+    known = {score.record_seqs for score in scores}
+    standing = (_standing(series, at_s) for at_s in _missing(series, scores, points))
+    return [seqs for seqs in dict.fromkeys(standing) if seqs is not None and seqs not in known]
+
+
+async def score_at(context: RunContext, versions: Sequence[tuple[int, ...]]) -> list[wire.Score]:
+    """Scores of versions that the store still has, each given as `unscored` does.
+
+    Raises:
+        DilocoError: as `Scorer.of_run`; the store is away.
+    """
+    if not versions:
+        return []
     try:
         scorer = await Scorer.of_run(context)
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib"):
             raise
-        return scores  # Where there is no JAX, those that others kept are all there are.
-    done = {score.record_seqs for score in scores}
-    for count, at_s in enumerate(missing_s):
-        if progress is not None:
-            progress(count, len(missing_s))
-        seqs = _standing(series, at_s)
-        if seqs is None or tuple(seqs) in done:
-            continue
-        done.add(tuple(seqs))
+        return []  # Where there is no JAX, those that others kept are all there are.
+    made = []
+    for seqs in versions:
         with contextlib.suppress(ObjectMissingError, IntegrityError):
             records = [await record_at(context, f, seq) for f, seq in enumerate(seqs)]
-            scores.append(await scorer.of(records, seqs))
-    return sorted(scores, key=lambda score: score.at_s)
+            made.append(await scorer.of(records, seqs))
+    return made
 
 
 def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> list[float]:
@@ -303,7 +315,7 @@ def _missing(series: TimeSeries, scores: Sequence[wire.Score], points: int) -> l
     ]
 
 
-def _standing(series: TimeSeries, at_s: float) -> list[int] | None:
+def _standing(series: TimeSeries, at_s: float) -> tuple[int, ...] | None:
     """Sequences of the records of all fragments that stood at a time; None if it is too early."""
     table = series.versions
     fragment, seq = table["fragment"], table["seq"]
@@ -314,7 +326,7 @@ def _standing(series: TimeSeries, at_s: float) -> list[int] | None:
         if not mine.size:
             return None
         found.append(int(mine[-1]))
-    return found
+    return tuple(found)
 
 
 async def record_at(context: RunContext, fragment: int, seq: int) -> wire.Record:

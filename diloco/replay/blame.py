@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nlargest
-from math import comb, inf
+from itertools import chain
+from math import exp, fsum, inf, lgamma, log, log1p
 from operator import attrgetter
-from statistics import fmean, median, pstdev
+from statistics import median
 from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.merge import Vector
@@ -27,6 +31,7 @@ from diloco.common import wire
 from diloco.common.averaged import settings_of
 from diloco.common.layout import Fragment
 from diloco.projections.history import Chain, History, in_order
+from diloco.replay.effects import Column, Effect, Effects, Judged
 from diloco.replay.rounds import admitted_again, copy_arrays, load_arrays, settings_at
 
 # Updates whose harm is looked into tensor by tensor.
@@ -42,6 +47,9 @@ CHANCE, CHANCE_TELLING = 1e-4, 1e-3
 # Rounds tell who is of no use while their updates do this share of the most that any did.
 MUCH = 0.03
 
+# Of updates, in a table of effects.
+Places = npt.NDArray[np.intp]
+
 # Held-out loss of the model with these views, of all fragments in order.
 Evaluate = Callable[[Sequence[Vector]], float]
 
@@ -49,49 +57,6 @@ Evaluate = Callable[[Sequence[Vector]], float]
 # "unclear": in sum it made the loss worse, by no more than the others' updates may by chance.
 Word = Literal["harmful", "useless", "unclear", "helpful"]
 AGAINST: tuple[Word, ...] = ("harmful", "useless")
-
-
-class Judged(NamedTuple):
-    """An update that is judged, in short: there may be very many."""
-
-    learner: str
-    incarnation: int
-    seq: int
-    norm: float
-    loss: float
-    weight: float
-    staleness: int
-    clip: float
-
-    @classmethod
-    def of(cls, taken: wire.Input) -> "Judged":
-        """As a record has it."""
-        return cls(
-            taken.learner, taken.incarnation, taken.seq, taken.norm, taken.loss, taken.weight,
-            taken.staleness, taken.clip,
-        )  # fmt: skip
-
-
-class Effect(NamedTuple):
-    """What one update did to the held-out loss, within its round.
-
-    Attributes:
-        did: the loss after the round less the loss without this update: above 0 it did harm.
-        alone: the loss had the round been this update alone, less the loss before.
-        loss, loss_without: of the model after the round.
-    """
-
-    fragment: int
-    version: int
-    record_seq: int
-    global_step: int
-    at_s: float
-    update: Judged
-    did: float
-    alone: float
-    loss_before: float
-    loss: float
-    loss_without: float
 
 
 class TensorEffect(NamedTuple):
@@ -126,7 +91,7 @@ class Sentence(NamedTuple):
 class Blame:
     """Every update's effect in order of time, and those of the worst by tensor."""
 
-    effects: list[Effect] = field(default_factory=list)
+    effects: Effects = field(default_factory=Effects)
     tensors: list[TensorEffect] = field(default_factory=list)
     _worst: list[Effect] = field(default_factory=list)
 
@@ -271,82 +236,104 @@ def tensor_ranges(fragment: Fragment) -> list[tuple[str, list[tuple[int, int]]]]
 # Judging
 
 
-class _Own(NamedTuple):
-    """An update of a learner, and what the others of its round do alone.
+class _Beside:
+    """Every update and what the others of its round do alone, in columns.
 
-    `telling`: updates of the round still do much, as those of its fragment go.
+    Attributes:
+        did, alone: of each update.
+        telling: updates of its round still do much, as those of its fragment go. Rounds are chosen
+            by all alike, so that it favours no learner.
     """
 
-    effect: Effect
-    others: list[float]
-    telling: bool
+    def __init__(self, effects: Effects) -> None:
+        self.did, self.alone = effects.column("did"), effects.column("alone")
+        self._learner, seq = effects.column("learner"), effects.column("record_seq")
+        begins = np.append(True, seq[1:] != seq[:-1])
+        self._round = np.cumsum(begins) - 1
+        self._edges = np.append(np.flatnonzero(begins), len(seq))
+        self.telling = self._telling(effects.column("fragment")[begins])
+
+    def own(self, learner: int) -> Places:
+        """A learner's updates, in order."""
+        return np.flatnonzero(self._learner == learner)
+
+    def others(self, place: int) -> list[float]:
+        """What the other learners' updates in the round of an update do alone."""
+        within = slice(*self._edges[self._round[place] :][:2])
+        mine = self._learner[within] == self._learner[place]
+        return [float(value) for value in self.alone[within][~mine]]
+
+    def all_others(self, places: Places) -> Column:
+        """The same of many updates, one after another."""
+        return np.fromiter(
+            chain.from_iterable(self.others(place) for place in places), dtype=np.float64
+        )
+
+    def _telling(self, fragments: Column) -> npt.NDArray[np.bool_]:
+        rounds = np.split(self.alone, self._edges[1:-1])
+        usual = np.asarray([median(alone.tolist()) for alone in rounds])
+        most = np.zeros_like(usual)
+        for fragment in np.unique(fragments):
+            most[fragments == fragment] = min(0.0, usual[fragments == fragment].min())
+        telling = (usual < MUCH * most) & (most < 0)
+        of_each: npt.NDArray[np.bool_] = telling[self._round]
+        return of_each
 
 
-def judge(effects: Sequence[Effect]) -> list[Sentence]:
+def judge(effects: Effects) -> list[Sentence]:
     """What is held against each learner, the worst first."""
-    rounds: dict[int, list[Effect]] = defaultdict(list)
-    for effect in effects:
-        rounds[effect.record_seq].append(effect)
-    telling = _telling(rounds)
-    own: dict[str, list[_Own]] = defaultdict(list)
-    for seq, inputs in rounds.items():
-        for one in inputs:
-            others = [o.alone for o in inputs if o.update.learner != one.update.learner]
-            own[one.update.learner].append(_Own(one, others, seq in telling))
-    found = [_judge(learner, mine) for learner, mine in own.items()]
+    if not effects:
+        return []
+    beside = _Beside(effects)
+    found = [
+        _judge(learner, effects, beside, beside.own(place))
+        for place, learner in enumerate(effects.learners)
+    ]
     order = get_args(Word)
     return sorted(found, key=lambda one: (order.index(one.word), -one.total))
 
 
-def _telling(rounds: Mapping[int, Sequence[Effect]]) -> set[int]:
-    """Rounds whose updates help much; chosen by all alike, so that it favours no learner."""
-    usual = {seq: median(one.alone for one in inputs) for seq, inputs in rounds.items()}
-    most: dict[int, float] = defaultdict(float)
-    for seq, inputs in rounds.items():
-        most[inputs[0].fragment] = min(most[inputs[0].fragment], usual[seq])
-    return {
-        seq for seq, inputs in rounds.items() if usual[seq] < MUCH * most[inputs[0].fragment] < 0
-    }
-
-
-def _judge(learner: str, own: Sequence[_Own]) -> Sentence:
-    begin = _turn(own)
+def _judge(learner: str, effects: Effects, beside: _Beside, own: Places) -> Sentence:
+    begin = _turn(beside, own)
     late = own[begin:] if len(own) - begin >= FEWEST else own
     # All of them show who does harm; who is of no use shows only where the others are of some.
-    told = late if _is_sure(late, CHANCE) else [one for one in late if one.telling]
-    sure = told is late or _is_worst(told, CHANCE_TELLING)
-    alone, usual = _means(told if sure else late)
-    total = sum(one.effect.did for one in own)
+    told = late if _is_sure(beside, late, CHANCE) else late[beside.telling[late]]
+    sure = told is late or _is_worst(beside, told, CHANCE_TELLING)
+    alone, usual = _means(beside, told if sure else late)
+    did = beside.did[own]
+    total = float(did.sum())
     word = _word(alone, usual) if sure else "helpful"
     if word == "helpful" and total > 0:
         word = "unclear"
     return Sentence(
-        learner, word, total, sum(one.effect.did > 0 for one in own), len(own), alone, usual,
-        late[0].effect if word in AGAINST else None,
+        learner, word, total, int((did > 0).sum()), len(own), alone, usual,
+        effects[int(late[0])] if word in AGAINST else None,
     )  # fmt: skip
 
 
-def _means(own: Sequence[_Own]) -> tuple[float, float]:
-    beside = [did for one in own for did in one.others]
-    return fmean(one.effect.alone for one in own), fmean(beside) if beside else 0.0
+def _means(beside: _Beside, own: Places) -> tuple[float, float]:
+    others = beside.all_others(own)
+    return float(beside.alone[own].mean()), float(others.mean()) if others.size else 0.0
 
 
-def _is_sure(own: Sequence[_Own], chance: float) -> bool:
+def _is_sure(beside: _Beside, own: Places, chance: float) -> bool:
     """Whether it is no accident that a learner's updates lie where they do."""
-    alone, usual = _means(own)
-    spread = _spread([did for one in own for did in one.others])
-    return _is_worst(own, chance) or (
-        len(own) >= FEWEST and alone - usual > SURE * spread / len(own) ** 0.5
-    )
+    if _is_worst(beside, own, chance):
+        return True
+    others = beside.all_others(own)
+    if len(own) < FEWEST or others.size < FEWEST:
+        return False
+    alone, usual = _means(beside, own)
+    return bool(alone - usual > SURE * float(others.std()) / len(own) ** 0.5)
 
 
-def _is_worst(own: Sequence[_Own], chance: float) -> bool:
+def _is_worst(beside: _Beside, own: Places, chance: float) -> bool:
     """Whether a learner is the worst of its rounds too often for chance."""
     if len(own) < FEWEST:
         return False
-    share = 1 / (1 + fmean(len(one.others) for one in own))
-    worst = sum(one.effect.alone > max(one.others, default=inf) for one in own)
-    return _tail(worst, len(own), share) < chance
+    share = 1 / (1 + beside.all_others(own).size / len(own))
+    worst = sum(beside.alone[place] > max(beside.others(place), default=inf) for place in own)
+    return _tail(int(worst), len(own), share) < chance
 
 
 def _word(alone: float, usual: float) -> Word:
@@ -356,23 +343,24 @@ def _word(alone: float, usual: float) -> Word:
     return "useless" if alone > USELESS * min(usual, 0.0) else "helpful"
 
 
-def _spread(values: Sequence[float]) -> float:
-    return pstdev(values) if len(values) >= FEWEST else inf
-
-
 def _tail(hits: int, trials: int, chance: float) -> float:
-    """Probability of so many hits or more."""
-    return sum(
-        comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(hits, trials + 1)
+    """Probability of so many hits or more; in logarithms, since trials may be very many."""
+    if chance >= 1:
+        return 1.0
+    hit, miss = log(chance), log1p(-chance)
+    ways = lgamma(trials + 1)
+    return fsum(
+        exp(ways - lgamma(k + 1) - lgamma(trials - k + 1) + k * hit + (trials - k) * miss)
+        for k in range(hits, trials + 1)
     )
 
 
-def _turn(own: Sequence[_Own]) -> int:
+def _turn(beside: _Beside, own: Places) -> int:
     """Index of the update from which on a learner did most worse than half of what others did."""
     best, at, summed = 0.0, len(own), 0.0
     for index in range(len(own) - 1, -1, -1):
-        usual = median(own[index].others or [0.0])
-        summed += own[index].effect.alone - min(usual, 0.0) / 2
+        usual = median(beside.others(own[index]) or [0.0])
+        summed += float(beside.alone[own[index]]) - min(usual, 0.0) / 2
         if summed > best:
             best, at = summed, index
     return at

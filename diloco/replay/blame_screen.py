@@ -1,9 +1,11 @@
 """Blame as tables, a figure and JSON."""
 
 import json as json_module
+import sys
 from collections.abc import Sequence
+from heapq import nlargest
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from diloco.common.errors import ConfigError
-from diloco.replay.blame import AGAINST, Blame, Effect, Sentence, judge
+from diloco.replay.blame import AGAINST, Blame, Sentence, judge
+from diloco.replay.effects import Effect, Effects
 
 WORST = 10
 _COLOURS = {"harmful": "bold red", "useless": "yellow", "unclear": "dim", "helpful": "green"}
@@ -22,7 +25,7 @@ def tell(found: Blame, console: Console) -> None:
     """Who did harm, which updates, in which tensors."""
     sentences = judge(found.effects)
     console.print(_learners(sentences))
-    worst = sorted(found.effects, key=lambda one: -one.did)[:WORST]
+    worst = nlargest(WORST, found.effects, key=attrgetter("did"))
     console.print(_updates([one for one in worst if one.did > 0] or worst[:1]))
     if found.tensors:
         console.print(_tensors(found))
@@ -33,13 +36,9 @@ def tell(found: Blame, console: Console) -> None:
         console.print(_nobody(found.effects, sentences), soft_wrap=True)
 
 
-def _nobody(effects: Sequence[Effect], sentences: Sequence[Sentence]) -> str:
+def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
     """Nothing is held against anybody: what that means."""
-    if (
-        effects
-        and effects[-1].loss > effects[0].loss_before
-        and fmean(e.alone for e in effects) > 0
-    ):
+    if effects and effects[-1].loss > effects[0].loss_before and effects.column("alone").mean() > 0:
         return (
             f"no learner stands out, but the held-out loss went from {effects[0].loss_before:.4f} "
             f"to {effects[-1].loss:.4f}, and a round of one update alone makes it worse, whoever "
@@ -119,17 +118,18 @@ def tell_json(run: str, found: Blame) -> None:
         one._asdict() | {"since": None if one.since is None else _plain(one.since)}
         for one in judge(found.effects)
     ]
-    document = {
-        "run": run,
-        "learners": sentences,
-        "updates": [_plain(one) for one in found.effects],
-        "tensors": [
-            {"update": name_of(one.effect), "fragment": one.effect.fragment,
-             "version": one.effect.version, "tensor": one.tensor, "did": one.did}
-            for one in found.tensors
-        ],
-    }  # fmt: skip
-    print(json_module.dumps(document), flush=True)  # noqa: T201 - the result itself
+    tensors = [
+        {"update": name_of(one.effect), "fragment": one.effect.fragment,
+         "version": one.effect.version, "tensor": one.tensor, "did": one.did}
+        for one in found.tensors
+    ]  # fmt: skip
+    head = json_module.dumps({"run": run, "learners": sentences, "tensors": tensors})
+    # Updates may be hundreds of thousands: one line each, and never all of them in memory.
+    sys.stdout.write(head.removesuffix("}") + ', "updates": [')
+    for count, one in enumerate(found.effects):
+        sys.stdout.write((",\n" if count else "\n") + json_module.dumps(_plain(one)))
+    sys.stdout.write("]}\n")
+    sys.stdout.flush()
 
 
 def _plain(one: Effect) -> dict[str, Any]:
@@ -152,10 +152,11 @@ def draw(run: str, found: Blame, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for learner in sorted({one.update.learner for one in found.effects}):
-        own = [one for one in found.effects if one.update.learner == learner]
-        steps = [one.global_step for one in own]
-        axes.step(steps, np.cumsum([one.did for one in own]), where="post", label=learner)
+    columns = (found.effects.column(name) for name in ("learner", "global_step", "did"))
+    learner, steps, did = columns
+    for place, name in sorted(enumerate(found.effects.learners), key=itemgetter(1)):
+        own = learner == place
+        axes.step(steps[own], np.cumsum(did[own]), where="post", label=name)
     axes.axhline(0, color="black", lw=0.6)
     axes.set_xlabel("global step")
     axes.set_ylabel("sum of effects on the held-out loss")

@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -13,12 +13,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
+from diloco.cli.beside import beside
 from diloco.cli.folders import make_folder
-from diloco.cli.opening import open_run
+from diloco.cli.opening import Place, open_run, place, use_place
+from diloco.common import log, wire
+from diloco.common.config import keep_off_accelerators
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError
 from diloco.common.tape import RunContext
 from diloco.figures import style
-from diloco.model.scores import record_at, scores_of
+from diloco.model.scores import kept, record_at, score_at, unscored
 from diloco.projections.agreement import Pairs, pair_cosines
 from diloco.projections.timeseries import TimeSeries, read_time_series
 from diloco.report import figures_learners, figures_rounds, figures_run
@@ -142,7 +145,7 @@ def run_report(target: str, *, out: Path | None, evaluations: int) -> Path:
         DilocoError: no such run; bus or store are away; the folder cannot be written.
     """
     with staging() as stage:
-        shown = asyncio.run(gather(target, evaluations, stage))
+        shown = gather(target, evaluations, stage)
         folder = out or _folder(target, shown.series.run)
         return write(shown, folder, stage)
 
@@ -164,11 +167,33 @@ def _folder(target: str, run: str) -> Path:
     return Path(target) / "report" if Path(target).is_dir() else Path(f"report-{run}")
 
 
-async def gather(target: str, evaluations: int, stage: Stage, *, pairs: bool = True) -> Shown:
+def gather(target: str, evaluations: int, stage: Stage, *, pairs: bool = True) -> Shown:
     """Everything that the report shows; arguments and errors as `run_report`.
 
     Without `pairs` no updates are compared.
     """
+    shown = asyncio.run(_read(target, stage, pairs=pairs))
+    if missing := unscored(shown.series, shown.scores, evaluations):
+        stage("evaluating views on held-out data", 0, len(missing))
+        made = beside(score_versions, target, place(), missing)
+        shown.scores = sorted([*shown.scores, *made], key=lambda score: score.at_s)
+    return shown
+
+
+def score_versions(target: str, at: Place, versions: Sequence[tuple[int, ...]]) -> list[wire.Score]:
+    """As `score_at`, in a process that has yet to open the run, and loads JAX and the task."""
+    log.configure("error")
+    keep_off_accelerators()
+    use_place(at)
+
+    async def score() -> list[wire.Score]:
+        async with open_run(target, name="report", reads=True) as run:
+            return await score_at(run.context, versions)
+
+    return asyncio.run(score())
+
+
+async def _read(target: str, stage: Stage, *, pairs: bool) -> Shown:
     async with open_run(target, name="report", reads=True) as run:
         context = run.context
         series = await read_time_series(
@@ -179,12 +204,7 @@ async def gather(target: str, evaluations: int, stage: Stage, *, pairs: bool = T
         shown = Shown(series, make_lanes(series))
         if pairs:
             shown.pairs = await sample_pairs(context, series, stage)
-        shown.scores = await scores_of(
-            context,
-            series,
-            evaluations,
-            lambda done, total: stage("evaluating views on held-out data", done, total),
-        )
+        shown.scores = await kept(context)
     return shown
 
 

@@ -1,6 +1,5 @@
 """`diloco report A B`: runs beside each other, in one HTML file."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ def run_comparison(targets: Sequence[str], *, out: Path, evaluations: int) -> Pa
         DilocoError: no such run; bus or store are away; the folder cannot be written.
     """
     with staging() as stage:
-        found = [asyncio.run(gather(target, evaluations, stage, pairs=False)) for target in targets]
+        found = [gather(target, evaluations, stage, pairs=False) for target in targets]
         return write(named(targets, found), out)
 
 

@@ -76,7 +76,7 @@ def ended_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def look(target: Path, evaluations: int):
-    return asyncio.run(gather(str(target), evaluations, lambda *_: None))
+    return gather(str(target), evaluations, lambda *_: None)
 
 
 def test_views_of_earlier_times_are_scored_from_what_is_stored(ended_run: World) -> None:

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from diloco.check.beside import beside
+from diloco.cli.beside import beside
 
 SCRIPT = """
 import os, sys
-from diloco.check.beside import beside
+from diloco.cli.beside import beside
 from diloco.common.errors import TaskError
 
 def work(what):
@@ -37,7 +37,7 @@ def test_it_loads_nothing_here_and_may_even_abort(tmp_path):
         [sys.executable, str(program)], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "the process that was to build the task ended by itself\n"
+    assert done.stdout == "the process that was to run the task ended by itself\n"
 
 
 def test_where_jax_is_loaded_already_it_works_here():

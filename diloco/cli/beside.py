@@ -1,7 +1,7 @@
 """A part of the work in a process that ends with it: what it loads is not kept until the end.
 
-A user's task brings JAX and more, some 170 MiB; the doctor needs it for a moment, and then reads a
-tape of any length.
+A user's task brings JAX and more, some 170 MiB, and its first evaluation another 50: the doctor and
+the report need it for a moment, and themselves read a tape of any length.
 """
 
 import signal
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import active_children, get_context, resource_tracker
 from typing import ParamSpec, TypeVar
 
 from diloco.common.errors import TaskError
@@ -34,10 +34,15 @@ def beside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             working = pool.submit(function, *args, **kwargs)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            return working.result()
+            try:
+                return working.result()
+            except KeyboardInterrupt:
+                for child in active_children():
+                    child.terminate()
+                raise
     except BrokenProcessPool as error:
         raise TaskError(
-            "the process that was to build the task ended by itself",
+            "the process that was to run the task ended by itself",
             hint="try it with `diloco task check`",
         ) from error
     finally:
