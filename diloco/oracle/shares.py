@@ -21,6 +21,14 @@ class _Held(NamedTuple):
     stop: int
 
 
+class Span(NamedTuple):
+    """Batches [first, stop) of a share: of as many as a claim says, which may be any number."""
+
+    share: int
+    first: int
+    stop: int
+
+
 class Shares:
     """Everybody's shares, and the batches of each that are merged."""
 
@@ -31,8 +39,9 @@ class Shares:
         self._reached: dict[str, int] = defaultdict(int)
         # Batches that were given out of each share; all of them while somebody has it.
         self._given: dict[int, int] = defaultdict(int)
-        self._covers: dict[tuple[str, int, int, int], list[tuple[int, int]]] = {}
-        self._merged: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        self._covers: dict[tuple[str, int, int, int], list[Span]] = {}
+        # Of each fragment and share, ascending and apart.
+        self._merged: dict[tuple[int, int], list[Span]] = defaultdict(list)
 
     def take(self, body: wire.Body, seq: int) -> Iterator[Finding]:
         """A claim or a manifest."""
@@ -81,28 +90,46 @@ class Shares:
     def _manifest(self, manifest: wire.Manifest, seq: int) -> Iterator[Finding]:
         start = manifest.position - manifest.steps
         covered = [
-            (held.share, held.first + at - held.start)
+            Span(
+                held.share,
+                held.first + max(start, held.start) - held.start,
+                held.first + min(manifest.position, held.stop) - held.start,
+            )
             for held in self._held[manifest.learner]
-            for at in range(max(start, held.start), min(manifest.position, held.stop))
+            if max(start, held.start) < min(manifest.position, held.stop)
         ]
+        count = sum(span.stop - span.first for span in covered)
         update = (manifest.learner, manifest.incarnation, manifest.fragment, manifest.seq)
         self._covers[update] = covered
         # What another life has made superseded is rejected, whatever it covers.
-        if len(covered) < manifest.steps and manifest.incarnation >= self._lives[manifest.learner]:
+        if count < manifest.steps and manifest.incarnation >= self._lives[manifest.learner]:
             about = f"learner {manifest.learner} fragment {manifest.fragment}"
-            yield Finding("shares", seq, about, "steps", len(covered), manifest.steps)
+            yield Finding("shares", seq, about, "steps", count, manifest.steps)
 
     def resolve(self, record: wire.Record, seq: int) -> Iterator[Finding]:
         """A record merges updates, of batches that the fragment has not yet."""
-        merged = self._merged[record.fragment]
         for one in record.inputs:
             update = (one.learner, one.incarnation, record.fragment, one.seq)
-            for batch in self._covers.pop(update, ()):
-                if batch in merged:
+            for span in self._covers.pop(update, ()):
+                merged = self._merged[record.fragment, span.share]
+                again = [it for it in merged if it.first < span.stop and span.first < it.stop]
+                if again:
                     about = f"update {one.incarnation}-{one.seq} of {one.learner}"
-                    yield Finding("shares", seq, about, "", "each batch once", batch)
-                merged.add(batch)
+                    yield Finding("shares", seq, about, "", "each batch once", again[0])
+                merged[:] = _joined([*merged, span])
 
-    def merged(self, fragment: int) -> frozenset[tuple[int, int]]:
-        """The shares and batches whose work a fragment has."""
-        return frozenset(self._merged[fragment])
+    def merged(self, fragment: int) -> list[Span]:
+        """The batches whose work a fragment has."""
+        mine = [spans for (index, _), spans in self._merged.items() if index == fragment]
+        return [span for spans in mine for span in spans]
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Spans of one share, ascending and apart."""
+    joined: list[Span] = []
+    for span in sorted(spans):
+        if joined and span.first <= joined[-1].stop:
+            joined[-1] = joined[-1]._replace(stop=max(span.stop, joined[-1].stop))
+        else:
+            joined.append(span)
+    return joined
