@@ -9,7 +9,7 @@ INTERRUPTED = 130
 def main() -> None:
     """Load the command and run it."""
     try:
-        from diloco.__main__ import main as run
+        from diloco.program import main as run
 
         run()
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
-from diloco.__main__ import app
+from diloco.program import app
 from docs.generate.markdown import fence, table
 
 Command = TyperCommand | TyperGroup

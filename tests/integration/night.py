@@ -14,9 +14,9 @@ from harness import Process, World
 from runbook_pages import ROOT, commands
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
 from diloco.common.errors import DilocoError
 from diloco.common.nats_server import NatsServer
+from diloco.program import app
 
 
 class Said(NamedTuple):

@@ -5,8 +5,8 @@ Run as: python -m other_release WRITES READS COMMAND ..., READS being a list suc
 
 import sys
 
-from diloco.__main__ import main
 from diloco.common.wire import coding
+from diloco.program import main
 
 if __name__ == "__main__":
     writes, reads = sys.argv[1:3]

@@ -10,8 +10,8 @@ from harness import ENDLESS, World
 from runbook_pages import RUNBOOKS, commands
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
 from diloco.common import log
+from diloco.program import app
 
 # Those that last as long as a run, that want a bus without it, or a task that writes text; and
 # what changes the machine.

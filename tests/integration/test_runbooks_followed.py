@@ -12,9 +12,9 @@ import spoiled
 from runbook_pages import ROOT, commands
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
 from diloco.cli.opening import Place, use_place
 from diloco.common import log
+from diloco.program import app
 from diloco.replay.bundle import Wanted, run_bundle
 
 pytestmark = pytest.mark.slow

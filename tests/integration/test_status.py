@@ -29,7 +29,7 @@ def diloco(world: World, *arguments: str) -> str:
 
 LOADED = """
 import json, sys
-from diloco.__main__ import app
+from diloco.program import app
 app(sys.argv[1:], standalone_mode=False)
 print(json.dumps(sorted(sys.modules)))
 """

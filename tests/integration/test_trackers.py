@@ -9,7 +9,7 @@ wandb = pytest.importorskip("wandb")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from diloco.__main__ import app  # noqa: E402
+from diloco.program import app  # noqa: E402
 
 
 @pytest.fixture

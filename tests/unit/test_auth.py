@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
 from diloco.auth import files as auth
 from diloco.auth.permissions import Identity, grants
 from diloco.common import log
 from diloco.common.credentials import Credentials, load_credentials, render_credentials
 from diloco.common.errors import ConfigError
 from diloco.common.nats_server import find_binary
+from diloco.program import app
 
 
 def checked(configuration: Path) -> None:

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
+from diloco.program import app
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
 from diloco.aggregator.core import events, machine
 from diloco.common.codec import encoded_bytes
 from diloco.common.config import parse_settings
@@ -31,6 +30,7 @@ from diloco.plan.owner import Aggregator
 from diloco.plan.prices import read_prices
 from diloco.plan.rounds import Worker
 from diloco.plan.run import run_plan
+from diloco.program import app
 
 YEAR_S = 365.25 * 86400
 

@@ -14,9 +14,9 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
 from diloco.auth import files as auth
 from diloco.common.errors import ConfigError
+from diloco.program import app
 from diloco.provision.known import known
 from diloco.provision.plan import check
 

@@ -23,7 +23,7 @@ EVERY_HELP = """
 from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
-from diloco.__main__ import app
+from diloco.program import app
 
 def paths(command, *before):
     yield before

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from diloco.__main__ import app
+from diloco.program import app
 
 PACKAGES = ("common", "aggregator", "learner", "diloco")
 PARTS = ["Symptom", "Meaning", "Check", "Act", "Verify", "Aftermath"]

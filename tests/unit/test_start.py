@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Loads the command, and is interrupted amid it.
 PROGRAM = """
 import sys
@@ -15,13 +17,16 @@ class Interrupted(MetaPathFinder):
         return None
 
 sys.meta_path.insert(0, Interrupted())
-from diloco.start import main
-main()
 """
+STARTS = {
+    "the command": "from diloco.start import main\nmain()",
+    "python -m diloco": "import runpy\nrunpy.run_module('diloco', run_name='__main__')",
+}
 
 
-def test_an_interrupt_while_it_loads_leaves_no_trace():
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_an_interrupt_while_it_loads_leaves_no_trace(start):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True
+        [sys.executable, "-c", PROGRAM + start], check=False, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
+from diloco.program import app
 
 TASKS = """
 import dataclasses

@@ -7,13 +7,13 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from diloco.__main__ import app
 from diloco.cli.failing import as_failure
 from diloco.cli.parts import PARTS
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError
 from diloco.common.exits import Exit
+from diloco.program import app
 
 
 def refusal(*words: str) -> ConfigError:

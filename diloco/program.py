@@ -1,0 +1,108 @@
+"""The operator's command; `diloco --help` lists its parts.
+
+Each room declares its commands in `command.py` and loads what they need when they run, so that
+`--help` and wrong options are answered at once, and only what computes loads JAX.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import diloco
+from diloco.alerts.command import app as alerts
+from diloco.auth.command import app as auth
+from diloco.check.command import app as check
+from diloco.cli.parts import Parted
+from diloco.common.errors import DilocoError
+from diloco.common.exits import Exit
+from diloco.daemons.command import app as daemons
+from diloco.dashboard.command import app as dashboard
+from diloco.local.command import app as local
+from diloco.look.command import app as look
+from diloco.model.command import app as model
+from diloco.operate.command import app as operate
+from diloco.plan.command import app as plan
+from diloco.provision.command import app as provision
+from diloco.replay.command import app as replay
+from diloco.report.command import app as report
+from diloco.task.command import app as task
+from diloco.trackers.command import app as trackers
+
+app = typer.Typer(
+    name="diloco",
+    no_args_is_help=True,
+    cls=Parted,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+for room in (
+    local, task, plan, daemons, operate, look, dashboard, alerts, check, report, trackers, model,
+    replay, auth, provision,
+):  # fmt: skip
+    app.add_typer(room)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        Console().print(f"diloco {diloco.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    bus: Annotated[
+        str | None,
+        typer.Option(
+            help="NATS server of a run given by name [default: DILOCO_BUS_URL, else "
+            "nats://127.0.0.1:4222]",
+            metavar="URL",
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="object store of a run given by name or as a tape file [default: "
+            "DILOCO_STORE_URL]",
+            metavar="URL",
+        ),
+    ] = None,
+    version: Annotated[  # noqa: ARG001 - the callback has answered
+        bool,
+        typer.Option(
+            "--version", help="print the version and exit", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Train one model on islands of accelerators that are far apart, unequal and unreliable."""
+    if context.invoked_subcommand != "learner":
+        from diloco.common.config import keep_off_accelerators
+
+        keep_off_accelerators()
+    if bus is not None or store is not None:
+        from diloco.cli.opening import Place, use_place
+
+        use_place(Place(bus, store))
+
+
+def main() -> None:
+    """Run the command; our own errors are shown as sentences, bugs keep their trace."""
+    try:
+        app()
+    except DilocoError as error:
+        from diloco.cli.failing import tell_failure
+
+        tell_failure(error)
+        sys.exit(error.status)
+    except BrokenPipeError:
+        # Who read the output, such as `head`, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(Exit.FAILED)
+    except Exception as error:  # noqa: BLE001 - a bug: told with its trace
+        from diloco.cli.failing import tell_bug
+
+        tell_bug(error)
+        sys.exit(Exit.FAILED)
