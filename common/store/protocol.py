@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from diloco.common.errors import (
+    ConfigError,
     ObjectExistsError,
     ObjectMissingError,
     ObjectRangeError,
@@ -149,6 +150,25 @@ def check_object_name(name: str) -> None:
             f"{name[:80]!r} is not an object name",
             hint="tokens of [A-Za-z0-9._=-] joined by '/', relative, no '..', at most 512 long",
         )
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Bucket, and prefix without a last '/', of a URL like "gs://bucket/prefix".
+
+    Raises:
+        ConfigError: it names no bucket, or a prefix that cannot be one.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.rstrip("/")
+    if not bucket:
+        raise ConfigError(f"{url!r} names no bucket", hint=f"write {scheme}://bucket/prefix")
+    try:
+        if prefix:
+            check_object_name(prefix)
+    except StoreError as error:
+        raise ConfigError(f"{url!r}: {error.message}", hint=error.hint) from error
+    return bucket, prefix
 
 
 def object_exists(name: str) -> ObjectExistsError:

@@ -58,12 +58,7 @@ def test_a_message_cannot_hold_the_positions_of_5000():
 def test_a_run_with_5000_learners_is_resumed_twice(run_async):
     async def scenario() -> None:
         lab = Lab()
-        await lab.create()
-        async with lab.aggregating():
-            await lab.join("a")
-            await lab.send_many("a", 2)
-            marked = await checkpoint.mark(lab.context)
-        file = checkpoint_files.load_file(lab.store, RUN, marked.name)
+        file = await marked_run(lab)
         assert (file.specification.positions, file.data_positions) == ({"a": 16}, ())
 
         # As `mark` leaves them, had they all been there.
@@ -105,15 +100,19 @@ def test_a_process_that_outlived_its_tape_does_not_send_its_learner_back(run_asy
     run_async(scenario())
 
 
-async def outlived(lab: Lab) -> tuple[Context, Context]:
-    """A lab's run on the tape that is lost, and on the one that came in its place."""
+async def marked_run(lab: Lab) -> wire.CheckpointFile:
+    """A checkpoint of a lab's run, which has two versions by then."""
     await lab.create()
     async with lab.aggregating():
         await lab.join("a")
         await lab.send_many("a", 2)
-        marked = await checkpoint.mark(lab.context)
-    file = checkpoint_files.load_file(lab.store, RUN, marked.name)
-    now = await resumed(lab, file)
+        made = await checkpoint.mark(lab.context)
+    return checkpoint_files.load_file(lab.store, RUN, made.name)
+
+
+async def outlived(lab: Lab) -> tuple[Context, Context]:
+    """A lab's run on the tape that is lost, and on the one that came in its place."""
+    now = await resumed(lab, await marked_run(lab))
     # Its connection finds the new server under the old address.
     return dataclasses.replace(lab.context, bus=now.bus), now
 

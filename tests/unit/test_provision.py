@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "infra" / "terraform" / "examples"
 HOSTS = ["10.64.0.11", "10.64.0.12", "10.64.0.13"]
 LEARNERS = ("central", "east", "east-two", "europe", "tokyo", "slice", "tester")
+SLICE = {"zone": "us-east5-a", "kind": "v6e", "chips": 4}
 Document = dict[str, Any]
 
 
@@ -205,19 +206,19 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     # Names.
     "a learner called operator": (put("learners/operator", {}), "learners.operator"),
     "an operator as learner": (
-        put("learners/operator", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/operator", SLICE),
         "what the run calls its own",
     ),
     "a guard as learner": (
-        put("learners/guard", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/guard", SLICE),
         "what the run calls its own",
     ),
     "a server as learner": (
-        put("learners/nats-1", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/nats-1", SLICE),
         "what the run calls its own",
     ),
     "an aggregator as learner": (
-        put("learners/aggregator-a", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/aggregator-a", SLICE),
         "a learner and an aggregator",
     ),
     "a learner as aggregator": (
@@ -225,19 +226,19 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
         "and an aggregator",
     ),
     "a name that ends in a hyphen": (
-        put("learners/east-", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/east-", SLICE),
         "east-",
     ),
     "a name with capitals": (
-        put("learners/East", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/East", SLICE),
         "East",
     ),
     "a name that is too long": (
-        put("learners/" + 41 * "a", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/" + 41 * "a", SLICE),
         "aaaa",
     ),
     "a name too long with the run's": (
-        put("learners/" + 40 * "a", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/" + 40 * "a", SLICE),
         "aaaa",
     ),
     "more learners than bindings": (many, "51 learners are more than the 50"),
@@ -334,7 +335,7 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
         "sync_interval",
     ),
     "a learner without credentials": (
-        put("learners/west", {"zone": "us-east5-a", "kind": "v6e", "chips": 4}),
+        put("learners/west", SLICE),
         "add-learner",
     ),
     "an aggregator without credentials": (
@@ -344,9 +345,7 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     "a learner with an aggregator's": (
         lambda document, _: (
             document["aggregators"].pop("aggregator-b")
-            and document["learners"].update(
-                {"aggregator-b": {"zone": "us-east5-a", "kind": "v6e", "chips": 4}}
-            )
+            and document["learners"].update({"aggregator-b": SLICE})
         ),
         "those of a aggregator",
     ),

@@ -7,8 +7,8 @@ from obstore import exceptions as theirs
 from obstore.store import AzureStore, S3Store
 
 from diloco.common.config import allows_http
-from diloco.common.errors import ConfigError, StoreError
-from diloco.common.store.protocol import check_object_name
+from diloco.common.errors import ConfigError
+from diloco.common.store.protocol import split_url
 
 # To connect; between two bytes; and of a request, which may send some gigabytes.
 _TIMEOUTS = {"connect_timeout": "10s", "read_timeout": "30s", "timeout": "1h"}
@@ -48,17 +48,8 @@ def parse(url: str) -> Place:
     Raises:
         ConfigError: it names no bucket, or a prefix that cannot be one.
     """
-    scheme, _, rest = url.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    prefix = prefix.rstrip("/")
-    if not bucket:
-        raise ConfigError(f"{url!r} names no bucket", hint=f"write {scheme}://bucket/prefix")
-    try:
-        if prefix:
-            check_object_name(prefix)
-    except StoreError as error:
-        raise ConfigError(f"{url!r}: {error.message}", hint=error.hint) from error
-    return Place(scheme, bucket, f"{prefix}/" if prefix else "")
+    bucket, prefix = split_url(url)
+    return Place(url.partition("://")[0], bucket, f"{prefix}/" if prefix else "")
 
 
 def connect(place: Place) -> S3Store | AzureStore:

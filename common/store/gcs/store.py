@@ -10,9 +10,7 @@ from google.auth.credentials import AnonymousCredentials, Credentials
 from google.cloud.storage import Blob
 
 from diloco.common.errors import (
-    ConfigError,
     ObjectMissingError,
-    StoreError,
     StoreUnavailableError,
 )
 from diloco.common.store.deadline import Deadline
@@ -26,6 +24,7 @@ from diloco.common.store.protocol import (
     check_object_name,
     check_range,
     object_exists,
+    split_url,
 )
 
 _DOWNLOADS = 3  # of an object whose bytes come damaged
@@ -44,15 +43,7 @@ def open_gcs(url: str, emulator: str | None = None) -> "GcsStore":
         ConfigError: the URL names no bucket, or a prefix that cannot be one.
         StoreError: there are no credentials.
     """
-    bucket, _, prefix = url.removeprefix("gs://").partition("/")
-    prefix = prefix.rstrip("/")
-    if not bucket:
-        raise ConfigError(f"{url!r} names no bucket", hint="write gs://bucket/prefix")
-    try:
-        if prefix:
-            check_object_name(prefix)
-    except StoreError as error:
-        raise ConfigError(f"{url!r}: {error.message}", hint=error.hint) from error
+    bucket, prefix = split_url(url)
     credentials = AnonymousCredentials() if emulator else _default_credentials()
     return GcsStore(bucket, prefix, credentials, endpoint=emulator or ENDPOINT)
 
