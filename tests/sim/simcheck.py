@@ -22,6 +22,7 @@ from diloco.common import names, shards, wire
 from diloco.common.bus import Message
 from diloco.common.errors import DilocoError, WireError
 from diloco.common.tape import decode, decode_as
+from diloco.common.tape.sequences import first_sequence
 from diloco.learner.sync import Ready
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class Checkers:
 
     def on_trimming(self, stream: str, subject: str, below_seq: int) -> None:
         """Messages of a subject below a sequence are about to go."""
-        if not self._world.tail_lost:
+        # Who outlived another tape may trim what this one does not have.
+        if not self._world.tail_lost and below_seq > first_sequence(self.epoch):
             self._guard(self.garbage.on_trimming, stream, subject, below_seq)
 
     def _may_be_merged(self, shard: names.ShardName) -> bool:
