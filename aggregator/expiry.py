@@ -18,7 +18,7 @@ from diloco.aggregator.core.hearing import Hearing
 from diloco.aggregator.swap import swap
 from diloco.common import names, wire
 from diloco.common.errors import SwapLostError, WireError
-from diloco.common.holdings import EXPIRY, Holdings, lost_batches
+from diloco.common.holdings import EXPIRY, Holdings, declared_sizes, lost_batches
 from diloco.common.service import first_of
 from diloco.common.tape import check_length, decode, decode_as, same_tape
 
@@ -34,7 +34,7 @@ class Expiry:
     def __init__(self, context: Context, hearing: Hearing) -> None:
         self._context = context
         self._hearing = hearing
-        self._holdings = Holdings()
+        self._holdings = Holdings(declared_sizes(context.settings))
         self._moved = asyncio.Event()
 
     async def watch(self) -> None:

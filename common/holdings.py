@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from diloco.common import wire
+from diloco.common.config import RunSettings
 
 # Of the ids of joins by which aggregators end lives that are silent.
 EXPIRY = "expiry-"
 
 
 class Sizes(NamedTuple):
-    """How an epoch is divided; all learners of a run say the same."""
+    """How an epoch is divided; claims that say otherwise than the run are void."""
 
     shares: int
     batches: int
@@ -68,6 +69,12 @@ def sizes_of(claim: wire.Claim) -> Sizes:
     return Sizes(claim.shares, claim.batches)
 
 
+def declared_sizes(settings: RunSettings) -> Sizes | None:
+    """How the run's operator says that an epoch is divided; None: nobody does."""
+    run = settings.run
+    return Sizes(run.data_shares, run.share_batches) if run.data_shares else None
+
+
 @dataclass
 class _Learner:
     """What a learner holds; its next holding begins no earlier than at `least`."""
@@ -82,7 +89,7 @@ class Holdings:
     """Everybody's, after the claims taken so far.
 
     Attributes:
-        sizes: as the first message says; None before it.
+        sizes: as declared, or as the first message says; None before it.
         partial: first free batch of each share that was given up before its end.
         unclaimed: every share from here on is free, but those in `ahead`.
     """
@@ -154,7 +161,7 @@ class Holdings:
         return min([self.unclaimed, *self._given_up[:1]])
 
     def _is_free(self, claim: wire.Claim) -> bool:
-        # Not looked for among all that is free: the first claim says how many shares there are.
+        # Not looked for among all that is free: a claim may say how many shares there are.
         share = claim.share
         if share // claim.shares != self._earliest() // claim.shares:
             return False

@@ -21,7 +21,7 @@ from diloco.common.errors import (
     SubjectUntakenError,
     WireError,
 )
-from diloco.common.holdings import Holding, Holdings, Sizes, end_of
+from diloco.common.holdings import Holding, Holdings, Sizes, declared_sizes, end_of
 from diloco.common.service import first_of
 from diloco.common.tape import decode_as
 from diloco.learner.background import Background
@@ -111,7 +111,7 @@ class Claims(Shares):
         self._position = place.position
         self._background = background
         self._told = told
-        self._holdings = Holdings()
+        self._holdings = Holdings(declared_sizes(context.settings))
         self._sizes: Sizes | None = None
         # The newest claim that was read.
         self._seq = 0
@@ -185,14 +185,13 @@ class Claims(Shares):
         """Refuse to divide an epoch otherwise than the run does.
 
         Raises:
-            RunMismatchError: the tape's first claim says otherwise.
+            RunMismatchError: its operator, or the tape's first claim, says otherwise.
         """
         theirs = self._holdings.sizes
         if theirs is not None and theirs != sizes:
             raise RunMismatchError(
                 f"this learner divides an epoch of its data into {sizes.shares} shares of"
-                f" {sizes.batches} batches, the run's others into {theirs.shares} of"
-                f" {theirs.batches}",
+                f" {sizes.batches} batches, the run into {theirs.shares} of {theirs.batches}",
                 hint="give all learners the same examples, batch and number of shares",
             )
 

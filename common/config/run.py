@@ -1,6 +1,6 @@
 """The sections that define a run; they go into its specification."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -41,6 +41,22 @@ class RunSection(Section):
         default=False,
         description="learners wait at their next step boundary: `diloco run pause`, `run continue`",
     )
+
+    data_shares: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="shares of one epoch of the data, where learners claim them: one that divides"
+        " it otherwise than this and `share_batches` is refused. 0: as the first claim of any"
+        " learner says",
+    )
+    share_batches: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="batches of one such share; with `data_shares`"
+    )
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.data_shares > 0) != (self.share_batches > 0):
+            raise ValueError("data_shares and share_batches say together how an epoch is divided")
+        return self
 
     def tokens_of(self, learner: str) -> int:
         """Tokens of one inner step of a learner; 0: as its task says."""

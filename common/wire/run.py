@@ -115,8 +115,8 @@ class Claim(Body):
         " `end`: what lies behind `position` of all that it holds is free; said by the learner or,"
         " once it is silent, by an aggregator"
     )
-    shares: Positive = Field(description="of an epoch; as in the tape's first claim")
-    batches: Positive = Field(description="of a share; as in the tape's first claim")
+    shares: Positive = Field(description="of an epoch; as the run says, or its first claim")
+    batches: Positive = Field(description="of a share; as the run says, or its first claim")
     share: Count = Field(description="of `claim`: the share's number; else 0")
     first: Count = Field(description="of `claim`: its first batch that is free; else 0")
     position: Count = Field(

@@ -52,7 +52,7 @@ class Oracle:
             if fragment.averaged or created.sync.adopt == "overwrite"
         ]
         self._data = Data(specification, earlier, overwritten)
-        self.shares = Shares()
+        self.shares = Shares(created.run)
         self._remaker = remaker
         self._last_seq = 0
         self._stopped = False

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from diloco.common import wire
+from diloco.common.config import RunSection
 from diloco.oracle.finding import Finding
 
 
@@ -30,10 +31,15 @@ class Span(NamedTuple):
 
 
 class Shares:
-    """Everybody's shares, and the batches of each that are merged."""
+    """Everybody's shares, and the batches of each that are merged.
 
-    def __init__(self) -> None:
-        self._shares = self._batches = 0
+    Args:
+        run: whose `data_shares` and `share_batches` hold, if it has them.
+    """
+
+    def __init__(self, run: RunSection | None = None) -> None:
+        self._shares = run.data_shares if run else 0
+        self._batches = run.share_batches if run else 0
         self._lives: dict[str, int] = {}
         self._held: dict[str, list[_Held]] = defaultdict(list)
         self._reached: dict[str, int] = defaultdict(int)

@@ -6,6 +6,7 @@ import pytest
 from machinelab import lab_rules, make_manifest
 
 from diloco.common import wire
+from diloco.common.config import RunSection
 from diloco.oracle.shares import Shares
 
 HUGE = 1 << 62
@@ -30,8 +31,8 @@ def record(*numbers):
     return 99, SimpleNamespace(fragment=0, inputs=inputs)
 
 
-def findings(*story):
-    shares = Shares()
+def findings(*story, shares=None):
+    shares = shares or Shares()
     found = []
     for seq, body in story:
         heard = shares.take if not isinstance(body, SimpleNamespace) else shares.resolve
@@ -58,6 +59,15 @@ def test_batches_that_are_merged_again_are_named(steps, position) -> None:
 
 def test_an_update_of_batches_that_nobody_was_given_is_named() -> None:
     assert findings(*BEGUN, update(7, 1, 4, 12))[1] == [("steps", 2, 4)]
+
+
+def test_what_the_run_declares_no_first_claim_changes() -> None:
+    run = RunSection(name="lab", steps=1, data_shares=2, share_batches=10)
+    begun = claim(5, what="begin", batches=HUGE), claim(6, what="begin"), claim(7)
+    story = (*begun, update(8, 1, 4, 4), record(1))
+    shares, found = findings(*story, shares=Shares(run))
+    assert (shares.merged(0), found) == ([(0, 0, 4)], [])
+    assert findings(*story)[0].merged(0) == []
 
 
 def test_claims_and_updates_of_any_size_cost_no_more_than_small_ones() -> None:

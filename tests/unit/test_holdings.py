@@ -2,11 +2,14 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.common import wire
-from diloco.common.holdings import Holding, Holdings, Sizes, end_of
+from diloco.common.config import parse_settings
+from diloco.common.errors import ConfigError
+from diloco.common.holdings import Holding, Holdings, Sizes, declared_sizes, end_of
 
 SIZES = Sizes(3, 4)
 # Where the tape is by then: behind all joins.
@@ -33,6 +36,19 @@ def test_a_share_belongs_to_the_first_who_claims_it():
     assert held.take(word("a", 1, "claim", position=8, share=3), SEQ)
     assert held.of("a") == (Holding(1, 0, 0), Holding(2, 0, 4), Holding(3, 0, 8))
     assert held.holders() == ("a", "b")
+
+
+def test_what_the_run_declares_no_first_claim_changes():
+    run = {"name": "r", "steps": 1, "data_shares": SIZES.shares, "share_batches": SIZES.batches}
+    held = Holdings(declared_sizes(parse_settings({"run": run})))
+    lie = {"shares": 1 << 62, "batches": 1}
+    assert not held.take(word("x", 1, "begin").model_copy(update=lie), SEQ)
+    assert held.take(word("a", 1, "begin"), SEQ)
+    assert held.take(word("a", 1, "claim", share=1), SEQ)
+    del run["data_shares"], run["share_batches"]
+    assert declared_sizes(parse_settings({"run": run})) is None
+    with pytest.raises(ConfigError, match="say together"):
+        parse_settings({"run": {**run, "data_shares": 3}})
 
 
 def test_an_end_frees_what_lies_behind_its_position():
