@@ -23,7 +23,9 @@ from diloco.aggregator.swap import commit_record, swap
 from diloco.common import names, wire
 from diloco.common.bus import Bus
 from diloco.common.errors import (
+    IntegrityError,
     ObjectExistsError,
+    ObjectMissingError,
     RunMismatchError,
     RunMissingError,
     SwapLostError,
@@ -56,13 +58,33 @@ class Marked(NamedTuple):
 async def mark(context: Context) -> Marked:
     """Make a checkpoint of the newest versions.
 
-    The mark is published first: from then on garbage collection leaves these versions alone.
+    The mark is published first: from then on garbage collection leaves these versions alone, but
+    not what they are made of while they are not stored yet. If it is faster, newer ones are marked.
 
     Raises:
         IntegrityError: stored objects do not give the recorded digests.
     """
+    while True:
+        newest = await _newest_of_all(context)
+        try:
+            return await _mark(context, newest)
+        except (IntegrityError, ObjectMissingError) as error:
+            if _seqs(await _newest_of_all(context)) == _seqs(newest):
+                raise
+            context.logger.warning("checkpoint_overtaken", why=error.message)
+
+
+async def _newest_of_all(context: Context) -> list[Recorded]:
     fragments = range(len(context.layout.fragments))
-    newest = await asyncio.gather(*(_newest(context, fragment) for fragment in fragments))
+    return await asyncio.gather(*(_newest(context, fragment) for fragment in fragments))
+
+
+def _seqs(newest: list[Recorded]) -> list[int]:
+    return [at.record_seq for at in newest]
+
+
+async def _mark(context: Context, newest: list[Recorded]) -> Marked:
+    """A checkpoint of these versions."""
     point = await context.bus.last_sequence(context.tape)
     message = wire.Checkpoint(
         run=context.run,

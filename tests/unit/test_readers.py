@@ -9,6 +9,7 @@ import pytest
 from runlab import RUN, SNAPSHOT_EVERY, Lab
 from structlog.testing import capture_logs
 
+from diloco.aggregator import checkpoint
 from diloco.aggregator.recovery import rebuild, recover
 from diloco.aggregator.rollback import find_versions, roll_back
 from diloco.common import names, shards, wire
@@ -132,6 +133,40 @@ def test_an_outer_state_that_is_lost_is_made_again_from_the_one_before(run_async
         assert recovered.arrays.outer_digest() == record.outer_digest
         assert [entry["event"] for entry in logs] == ["state_skipped"]
         await more(lab, 2 * SNAPSHOT_EVERY)
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("moves_on", [True, False])
+def test_a_checkpoint_that_collection_overtakes_is_one_of_newer_versions(
+    run_async, monkeypatch, moves_on
+):
+    async def scenario() -> None:
+        lab = await made(ODD, replay_window_s=0)
+        record, _ = await lab.newest()
+        publish, slowly = lab.bus.publish, iter([True])
+
+        async def published(subject, payload, **how):
+            seq = await publish(subject, payload, **how)
+            if subject == names.checkpoint(RUN) and next(slowly, False):
+                # What this version is made of goes before it is stored itself.
+                if moves_on:
+                    await more(lab, 2 * SNAPSHOT_EVERY)
+                else:
+                    lab.remove([shard for one in record.inputs for shard in one.shards])
+            return seq
+
+        monkeypatch.setattr(lab.bus, "publish", published)
+        if moves_on:
+            with capture_logs() as logs:
+                marked = await checkpoint.mark(lab.context)
+            assert marked.versions == (ODD + 2 * SNAPSHOT_EVERY,)
+            assert [e["event"] for e in logs if e["log_level"] == "warning"] == [
+                "checkpoint_overtaken"
+            ]
+        else:
+            with pytest.raises(IntegrityError, match="cannot be recomputed"):
+                await checkpoint.mark(lab.context)
 
     run_async(scenario())
 
