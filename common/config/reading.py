@@ -15,13 +15,13 @@ from diloco.common.config.run import RunSettings
 from diloco.common.errors import ConfigError
 
 
-def load_config(path: Path) -> Config:
+def load_config(path: Path | str) -> Config:
     """The configuration in the TOML file `path`.
 
     Raises:
         ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
     """
-    return make_config(with_environment(read_document(path)), source=str(path))
+    return make_config(with_environment(read_document(Path(path))), source=str(path))
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -202,7 +202,7 @@ def path(tmp_path, monkeypatch):
 
 
 def test_a_file_is_read(path):
-    assert load_config(path).bus.replicas == 3
+    assert load_config(path).bus.replicas == load_config(str(path)).bus.replicas == 3
 
 
 @pytest.mark.parametrize(
