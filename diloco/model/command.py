@@ -7,6 +7,7 @@ import typer
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
+from diloco.cli.loading import interrupts_wait
 from diloco.common import log
 
 app = group()
@@ -37,7 +38,8 @@ def evaluate(
 ) -> None:
     """Score the global model on the task's held-out data."""
     log.configure("error")
-    from diloco.model.evaluate import run_evaluate
+    with interrupts_wait():
+        from diloco.model.evaluate import run_evaluate
 
     asyncio.run(
         run_evaluate(run, version=version, follow=follow, every_s=every_s, keep=keep, json=json)
@@ -59,6 +61,7 @@ def sample(
     For the built-in task, and for tasks with a `sample` function (docs/tasks.md).
     """
     log.configure("error")
-    from diloco.model.sample import run_sample
+    with interrupts_wait():
+        from diloco.model.sample import run_sample
 
     asyncio.run(run_sample(run, prompt, length=length, temperature=temperature, seed=seed))

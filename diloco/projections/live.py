@@ -22,6 +22,8 @@ from diloco.projections.trend import Trend, points_of
 
 # Rounds whose staleness and size the averages look back on.
 RECENT = 64
+# Of a large fleet fewer, down to so many: each holds what is known of every learner.
+RECENT_INPUTS, LEAST_RECENT = 4096, 4
 
 
 # Learner, incarnation and number of an update of a fragment.
@@ -196,7 +198,7 @@ class Follower:
         for rejected in record.rejected:
             state.rejections[rejected.reason] += 1
         if record.inputs:
-            state.recent = [*state.recent, record][-RECENT:]
+            state.recent = newest([*state.recent, record])
         for learner, point in points_of(record):
             state.trends[learner].add(point)
 
@@ -250,3 +252,14 @@ async def read_leases(context: RunContext) -> dict[int, wire.Lease]:
             if message is not None:
                 found[fragment] = decode_as(wire.Lease, subject, message.payload)
     return found
+
+
+def newest(records: list[wire.Record]) -> list[wire.Record]:
+    """The newest of records that are worth their memory."""
+    kept, inputs = 0, 0
+    for record in records[::-1][:RECENT]:
+        inputs += len(record.inputs)
+        if kept >= LEAST_RECENT and inputs > RECENT_INPUTS:
+            break
+        kept += 1
+    return records[-kept:]

@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
+from diloco.cli.loading import interrupts_wait
 from diloco.cli.screen import say, working
 from diloco.common import log
 from diloco.replay.options import Options
@@ -29,7 +30,8 @@ def replay(run: shared.RunOrTape, options: Options) -> int:
     could not be looked at, such as what garbage collection has taken.
     """
     log.configure("error")
-    from diloco.replay.run import run_replay
+    with interrupts_wait():
+        from diloco.replay.run import run_replay
 
     return run_replay(run, options)
 
