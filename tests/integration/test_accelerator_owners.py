@@ -34,7 +34,7 @@ def test_nothing_but_a_learner_starts_an_accelerator(
     plugins = str(package.parent.parent)
     monkeypatch.setattr(
         "harness.environment",
-        lambda: {**found(), "PYTHONPATH": f"{found()['PYTHONPATH']}:{plugins}"},
+        lambda **how: {**found(**how), "PYTHONPATH": f"{found(**how)['PYTHONPATH']}:{plugins}"},
     )
     aggregator, learner = world.aggregator(), world.learner("a")
     world.until(lambda: aggregator.events("committed"), "a version")
