@@ -82,7 +82,12 @@ def test_what_a_killed_learner_held_goes_to_others_and_nothing_is_merged_twice(n
     def covered(end):
         merged = judged(world).shares.merged
         return all(
-            sum(share < shares_task.SHARES for share, _ in merged(fragment)) >= EPOCH - lost
+            sum(
+                span.stop - span.first
+                for span in merged(fragment)
+                if span.share < shares_task.SHARES
+            )
+            >= EPOCH - lost
             for fragment, lost in enumerate(end.lost)
         )
 
