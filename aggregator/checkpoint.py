@@ -44,6 +44,8 @@ from diloco.common.tape import (
     store_positions,
 )
 
+# Of newer versions, where garbage collection took what a checkpoint was to be made of.
+ATTEMPTS = 3
 # Learners whose newest messages are asked for at a time.
 AT_ONCE = 64
 
@@ -64,14 +66,16 @@ async def mark(context: Context) -> Marked:
     Raises:
         IntegrityError: stored objects do not give the recorded digests.
     """
-    while True:
+    for left in reversed(range(ATTEMPTS)):
         newest = await _newest_of_all(context)
         try:
             return await _mark(context, newest)
         except (IntegrityError, ObjectMissingError) as error:
-            if _seqs(await _newest_of_all(context)) == _seqs(newest):
+            # Where no newer ones come, nothing was collected: something is damaged.
+            if not left or _seqs(await _newest_of_all(context)) == _seqs(newest):
                 raise
             context.logger.warning("checkpoint_overtaken", why=error.message)
+    raise AssertionError("the last attempt returns or raises")
 
 
 async def _newest_of_all(context: Context) -> list[Recorded]:

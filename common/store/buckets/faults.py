@@ -18,8 +18,9 @@ _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound")
 # Whom clients ask for a machine's own credentials where the environment has none.
 _METADATA = re.compile(r"169\.254\.\d+\.\d+")
-# Nothing was sent: the client's own configuration does not do.
-_UNSENT = re.compile(r"must be specified|Missing|builder error|nvalid")
+# Nothing was sent: what the environment says does not do.
+_UNSENT = re.compile(r"must be specified|Missing[A-Z]\w+|builder error|invalid peer certificate")
+_PLAIN = "builder error"
 
 
 def names_no_bucket(error: BaseException) -> bool:
@@ -65,7 +66,8 @@ def _fault(action: str, where: str, place: Place, error: BaseException) -> Store
             f"the environment names nobody, and {told}", hint=f"set {CREDENTIALS[place.scheme]}"
         )
     if status is None and _UNSENT.search(text):
-        return StoreError(told, hint=f"of an endpoint without TLS, set {HTTP[place.scheme]}=true")
+        plain = f"of an endpoint without TLS, set {HTTP[place.scheme]}=true"
+        return StoreError(told, hint=plain if _PLAIN in text else None)
     if status is None or status in _PASSING:
         return StoreUnavailableError(
             told, hint="this is retried; see runbooks/store-away.md if it lasts"
