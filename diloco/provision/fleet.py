@@ -142,6 +142,13 @@ class Images(Part):
     cpu: Image | None = None
 
 
+class Bundles(Part):
+    """What machines run, by kind."""
+
+    cpu: FilePath
+    tpu: FilePath | None = None
+
+
 class Fleet(Part):
     """The file.
 
@@ -153,7 +160,7 @@ class Fleet(Part):
     project: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
     run_toml: FilePath
     auth_folder: FilePath
-    release_archive: FilePath
+    bundles: Bundles
     parameters: Annotated[int, Field(ge=1)]
     subnets: Annotated[dict[Region, Subnet], Field(min_length=1)]
     nats: Nats

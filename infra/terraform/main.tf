@@ -52,13 +52,19 @@ locals {
   nats_regions   = [for zone in var.nats.zones : regex("^(.*)-[a-z]$", zone)[0]]
   nats_addresses = [for index, region in local.nats_regions : cidrhost(var.subnets[region], 11 + index)]
 
-  release_sha256 = filesha256(var.release_archive)
-  startup_script = file("${path.module}/../boot.py")
-  livez_port     = 9463 # as infra/boot.py has it
+  digests = { for kind, path in var.bundles : kind => filesha256(path) }
+  startup_script = templatefile("${path.module}/startup.py.tftpl", {
+    files = { for name in ["boot.py", "release.py"] : name => file("${path.module}/../${name}") }
+  })
+  livez_port = 9463 # as infra/boot.py has it
 
+  # By the kind of the bundle that a machine runs.
   boot = {
-    bucket  = module.configuration.name
-    release = { object = google_storage_bucket_object.release.name, sha256 = local.release_sha256 }
+    for kind, digest in local.digests : kind => {
+      bucket  = module.configuration.name
+      kind    = kind
+      release = { object = google_storage_bucket_object.release[kind].name, sha256 = digest }
+    }
   }
 
   deleter_role = "projects/${var.project}/roles/${google_project_iam_custom_role.deleter.role_id}"
@@ -152,9 +158,10 @@ module "configuration" {
 }
 
 resource "google_storage_bucket_object" "release" {
-  name   = "common/diloco-${substr(local.release_sha256, 0, 16)}.tar.gz"
-  bucket = module.configuration.name
-  source = var.release_archive
+  for_each = local.digests
+  name     = "common/diloco-${each.key}-${substr(each.value, 0, 16)}.tar.gz"
+  bucket   = module.configuration.name
+  source   = var.bundles[each.key]
 }
 
 resource "google_storage_bucket_object" "run" {
@@ -192,7 +199,7 @@ module "nats" {
   subnetworks    = module.network.subnetworks
   tag            = local.tags.nats
   startup_script = local.startup_script
-  boot           = local.boot
+  boot           = local.boot["cpu"]
   authority      = google_storage_bucket_object.authority.name
   labels         = local.labels
 }
@@ -215,7 +222,7 @@ module "aggregator" {
   subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
   tag            = local.tags.aggregator
   startup_script = local.startup_script
-  boot           = local.boot
+  boot           = local.boot["cpu"]
   files          = local.files
   labels         = local.labels
 }
@@ -245,7 +252,7 @@ module "learner" {
   livez_port     = local.livez_port
   paused         = var.paused || each.value.paused
   startup_script = local.startup_script
-  boot           = local.boot
+  boot           = local.boot[each.value.kind == "cpu" ? "cpu" : "tpu"]
   files          = local.files
   labels         = local.labels
 }

@@ -43,13 +43,23 @@ variable "run_toml" {
   }
 }
 
-variable "release_archive" {
-  description = "Path of the project's archive, a .tar.gz with one folder: git archive --format=tar.gz --prefix=diloco/ -o diloco.tar.gz HEAD"
-  type        = string
+variable "bundles" {
+  description = "Paths of the bundles that machines run: cpu for NATS servers, aggregators and machines without accelerators, tpu for the others. make bundle KIND=cpu, make bundle KIND=tpu"
+  type        = any # An object type would drop a key that it does not know.
 
   validation {
-    condition     = endswith(var.release_archive, ".tar.gz") && fileexists(var.release_archive)
-    error_message = "release_archive must be the path of a .tar.gz; make it with: git archive --format=tar.gz --prefix=diloco/ -o diloco.tar.gz HEAD"
+    condition     = try(length(setsubtract(keys(var.bundles), ["cpu", "tpu"])) == 0 && contains(keys(var.bundles), "cpu"), false)
+    error_message = "bundles takes cpu, which NATS servers and aggregators need, and tpu."
+  }
+
+  validation {
+    condition     = try(alltrue([for path in values(var.bundles) : endswith(path, ".tar.gz") && fileexists(path)]), false)
+    error_message = "Each of bundles must be the path of a .tar.gz; make it with: make bundle KIND=cpu, make bundle KIND=tpu"
+  }
+
+  validation {
+    condition     = try(contains(keys(var.bundles), "tpu"), false) || alltrue([for one in values(var.learners) : try(one.kind, "") == "cpu"])
+    error_message = "A learner has TPUs, and bundles has no tpu; make it with: make bundle KIND=tpu"
   }
 }
 

@@ -183,6 +183,15 @@ def install_as_the_page_says():
     until(lambda: "Server is ready" in journal(NATS), "nats is ready")
 
 
+def lay_out_boot():
+    """What infra/terraform/startup.py.tftpl lays out at each boot; where it starts it."""
+    folder = Path("/usr/local/lib/diloco/diloco/infra")
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in Path("/opt/src/infra").glob("*.py"):
+        (folder / source.name).write_text(source.read_text())
+    return folder.parents[1]
+
+
 def write_run_file(**instead):
     text = CONFIG + page.blocks()["run.toml"]
     for before, after in instead.items():

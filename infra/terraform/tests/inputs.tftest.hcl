@@ -1,4 +1,4 @@
-# Wrong inputs are refused before anything is planned. auth_folder and release_archive come from the
+# Wrong inputs are refused before anything is planned. auth_folder and bundles come from the
 # command line: .ci/terraform.
 
 variables {
@@ -155,13 +155,31 @@ run "no_file" {
   expect_failures = [var.run_toml]
 }
 
-run "no_archive" {
+run "no_bundle" {
   command = plan
 
   variables {
-    release_archive = "none.tar.gz"
+    bundles = { cpu = "none.tar.gz" }
   }
-  expect_failures = [var.release_archive]
+  expect_failures = [var.bundles]
+}
+
+run "no_bundle_for_tpus" {
+  command = plan
+
+  variables {
+    bundles = { cpu = var.bundles.cpu }
+  }
+  expect_failures = [var.bundles]
+}
+
+run "a_bundle_of_no_kind" {
+  command = plan
+
+  variables {
+    bundles = { cpu = var.bundles.cpu, tpu = var.bundles.tpu, gpu = var.bundles.cpu }
+  }
+  expect_failures = [var.bundles]
 }
 
 run "no_auth_folder" {

@@ -1,4 +1,4 @@
-# What must hold of every fleet. auth_folder and release_archive come from the command line: .ci/terraform.
+# What must hold of every fleet. auth_folder and bundles come from the command line: .ci/terraform.
 
 variables {
   project         = "my-project"

@@ -8,10 +8,9 @@ locals {
   created     = ["global/", "checkpoint/"]
   listed      = "api.getAttribute('storage.googleapis.com/objectListPrefix', '')"
   parameters = merge(var.boot, {
-    role        = "aggregator"
-    name        = var.name
-    accelerator = false
-    files       = var.files
+    role  = "aggregator"
+    name  = var.name
+    files = var.files
     secrets = merge(
       { "/etc/diloco/credentials/aggregator.toml" = module.credentials.version },
       { for operator in module.operator : "/etc/diloco/credentials/operator.toml" => operator.version },

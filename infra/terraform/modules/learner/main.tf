@@ -30,12 +30,11 @@ locals {
   may_read = join(" || ", [for prefix in local.readable : "resource.name.startsWith('${local.objects}${prefix}')"])
   may_list = "${local.metadata}.startsWith('${local.listed}')"
   parameters = merge(var.boot, {
-    role        = "learner"
-    name        = var.name
-    accelerator = local.accelerator
-    files       = var.files
-    secrets     = { "/etc/diloco/credentials/${var.name}.toml" = module.credentials.version }
-    units       = ["diloco-learner@${var.name}.service"]
+    role    = "learner"
+    name    = var.name
+    files   = var.files
+    secrets = { "/etc/diloco/credentials/${var.name}.toml" = module.credentials.version }
+    units   = ["diloco-learner@${var.name}.service"]
     environment = local.hosts == 1 ? {
       # A machine that comes back after a preemption has an empty disk.
       DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true"

@@ -12,9 +12,8 @@ locals {
   }
   parameters = {
     for name, server in local.servers : name => merge(var.boot, {
-      role        = "nats"
-      name        = name
-      accelerator = false
+      role = "nats"
+      name = name
       files = {
         "/etc/nats/nats.conf"       = google_storage_bucket_object.configuration[name].name
         "/etc/nats/accounts.conf"   = google_storage_bucket_object.accounts.name
