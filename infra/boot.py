@@ -16,79 +16,28 @@ Files on the machine:
     /usr/local/lib/diloco   this program, by infra/terraform/startup.py.tftpl at each boot
 """
 
-import base64
-import hashlib
-import json
 import sys
 import time
 import traceback
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
-from http.client import HTTPResponse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
+from diloco.infra.beside import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS
+from diloco.infra.cloud import Google
+from diloco.infra.ended import DROP_IN
 from diloco.infra.release import Refused, Releases, Run, run_command, say, write
 
-METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/"
-STORAGE = "https://storage.googleapis.com/storage/v1/"
-SECRETS = "https://secretmanager.googleapis.com/v1/"
 _AGAIN_S = 60.0
-# Where Google's health checks ask whether the machine lives, as infra/terraform has it. Its daemon
-# is not asked: it may compile, wait, have failed or ended, and a new machine helps none of that.
-LIVEZ_PORT = 9463
-LIVEZ = "diloco-livez.service"
-_PROGRAM = "/usr/local/lib/diloco"
-_LIVEZ_UNIT = f"""[Unit]
-Description=Answers health checks of this machine
-
-[Service]
-WorkingDirectory={_PROGRAM}
-ExecStart=/usr/bin/python3 -m diloco.infra.boot livez
-Restart=always
-RestartSec=5
-OOMScoreAdjust=-500
-
-DynamicUser=yes
-NoNewPrivileges=yes
-CapabilityBoundingSet=
-ProtectSystem=strict
-ProtectHome=yes
-ProtectKernelTunables=yes
-ProtectKernelModules=yes
-ProtectKernelLogs=yes
-ProtectControlGroups=yes
-ProtectClock=yes
-ProtectHostname=yes
-ProtectProc=invisible
-ProcSubset=pid
-PrivateTmp=yes
-PrivateDevices=yes
-PrivateUsers=yes
-RestrictNamespaces=yes
-RestrictRealtime=yes
-LockPersonality=yes
-MemoryDenyWriteExecute=yes
-MemoryMax=256M
-SystemCallArchitectures=native
-SystemCallFilter=@system-service
-SystemCallFilter=~@privileged @resources
-SystemCallErrorNumber=EPERM
-RestrictAddressFamilies=AF_INET AF_INET6
-
-[Install]
-WantedBy=multi-user.target
-"""
+# Beside logs.
+_BESIDE = {"learner": (LIVEZ,), "keeper": (KEEPER,)}
 
 
 class Parameters(NamedTuple):
     """The metadata attribute `diloco`, written by Terraform.
 
     Attributes:
-        role: "nats", "aggregator" or "learner".
+        role: "nats", "aggregator", "learner", or "keeper", which has no release.
         name: of the server, aggregator or learner.
         bucket: holds the release and the files.
         release: {"object": name, "sha256": hexadecimal digest} of the bundle.
@@ -97,6 +46,7 @@ class Parameters(NamedTuple):
         environment: what the unit's environment file holds.
         units: what is enabled and started.
         kind: of the bundle: "cpu", "cuda" or "tpu".
+        groups: of learners, for the keeper: `keeper.Wanted` each.
         disk: {"device": of the streams, "folder": where they are}; None: no disk of its own.
     """
 
@@ -109,56 +59,8 @@ class Parameters(NamedTuple):
     environment: Mapping[str, str]
     units: Sequence[str]
     kind: str
+    groups: Sequence[Mapping[str, object]] = ()
     disk: Mapping[str, str] | None = None
-
-
-class Google:
-    """What the machine's service account reads of Google Cloud."""
-
-    def __init__(
-        self, metadata: str = METADATA, storage: str = STORAGE, secrets: str = SECRETS
-    ) -> None:
-        self._metadata = metadata
-        self._storage = storage
-        self._secrets = secrets
-
-    def parameters(self) -> Parameters:
-        """What this machine is to be."""
-        return Parameters(**json.loads(self._about_me("attributes/diloco")))
-
-    def object(self, bucket: str, name: str) -> bytes:
-        """The bytes of an object."""
-        return self._get(self._media(bucket, name))
-
-    def save(self, bucket: str, name: str, path: Path) -> str:
-        """Write an object to a file, which may be larger than memory; its sha256."""
-        digest = hashlib.sha256()
-        with (
-            _open(self._media(bucket, name), self._authorized()) as answer,
-            path.open("wb") as file,
-        ):
-            while data := answer.read(1 << 20):
-                digest.update(data)
-                file.write(data)
-        return digest.hexdigest()
-
-    def secret(self, version: str) -> bytes:
-        """The bytes of a secret."""
-        answer = json.loads(self._get(f"{self._secrets}{version}:access"))
-        return base64.b64decode(answer["payload"]["data"])
-
-    def _media(self, bucket: str, name: str) -> str:
-        return f"{self._storage}b/{bucket}/o/{urllib.parse.quote(name, safe='')}?alt=media"
-
-    def _get(self, url: str) -> bytes:
-        return _fetch(url, self._authorized())
-
-    def _authorized(self) -> dict[str, str]:
-        token = json.loads(self._about_me("service-accounts/default/token"))["access_token"]
-        return {"Authorization": f"Bearer {token}"}
-
-    def _about_me(self, path: str) -> bytes:
-        return _fetch(self._metadata + path, {"Metadata-Flavor": "Google"})
 
 
 class Boot:
@@ -182,10 +84,15 @@ class Boot:
         Returns:
             Whether the machine runs the release that it was told, and not the one before.
         """
-        parameters = self._google.parameters()
-        say(f"{parameters.role} {parameters.name}: release {parameters.release['object']}")
+        parameters = Parameters(**self._google.parameters())
+        say(
+            f"{parameters.role} {parameters.name}: {parameters.release.get('object', 'no release')}"
+        )
+        self.start_beside(LOGS, *_BESIDE.get(parameters.role, ()))
+        if parameters.role == "keeper":
+            return True
         if parameters.role == "learner":
-            self.answer_health_checks()
+            self._prepare(parameters.kind)
         before = self._releases.used
         home = self._fetch(parameters, before)
         self._releases.install(home)
@@ -198,11 +105,23 @@ class Boot:
         home = self._releases.settle(home, before, parameters.units)
         return home == self._releases.home(parameters.release["sha256"])
 
-    def answer_health_checks(self) -> None:
-        """Have the machine say that it lives, before and whatever else happens on it."""
-        write(self._root / "etc/systemd/system" / LIVEZ, _LIVEZ_UNIT.encode(), 0o644)
+    def start_beside(self, *units: str) -> None:
+        """Have the machine say that it lives and what it does, whatever else happens on it."""
+        for unit in units:
+            write(self._root / "etc/systemd/system" / unit, UNITS[unit].encode(), 0o644)
         self._run(["systemctl", "daemon-reload"])
-        self._run(["systemctl", "enable", "--now", LIVEZ])
+        self._run(["systemctl", "enable", "--now", *units])
+
+    def _prepare(self, kind: str) -> None:
+        """What a learner's unit has on such a machine beside what it has everywhere."""
+        drop_in = self._root / "etc/systemd/system/diloco-learner@.service.d/40-ended.conf"
+        write(drop_in, DROP_IN.encode(), 0o644)
+        if kind == "tpu":
+            for path, text in ACCELERATORS.items():
+                write(self._root / path, text.encode(), 0o644)
+            self._run(["systemd-sysusers"])
+            self._run(["udevadm", "control", "--reload"])
+            self._run(["udevadm", "trigger", "--settle", "-s", "vfio", "-s", "accel"])
 
     # The release
 
@@ -292,39 +211,8 @@ class Boot:
             self._run(["systemctl", verb, "--no-block", *units])
 
 
-def _open(url: str, headers: Mapping[str, str]) -> HTTPResponse:
-    request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310 - none but Google's
-    answer: HTTPResponse = urllib.request.urlopen(request, timeout=60)  # noqa: S310 - as above
-    return answer
-
-
-def _fetch(url: str, headers: Mapping[str, str]) -> bytes:
-    with _open(url, headers) as answer:
-        return answer.read()
-
-
-class _Livez(BaseHTTPRequestHandler):
-    timeout = 10.0
-
-    def do_GET(self) -> None:
-        lives = self.path.partition("?")[0] == "/livez"
-        self.send_response(HTTPStatus.OK if lives else HTTPStatus.NOT_FOUND)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Health checks are no events."""
-
-
-def livez_server(address: str = "", port: int = LIVEZ_PORT) -> ThreadingHTTPServer:
-    """What answers health checks: that it can is the answer."""
-    return ThreadingHTTPServer((address, port), _Livez)
-
-
 def main() -> None:
     """Boot, and try again for as long as something is missing: rights take minutes to arrive."""
-    if sys.argv[1:] == ["livez"]:
-        livez_server().serve_forever()
     while True:
         try:
             told = Boot(Google(), run_command).boot()

@@ -171,6 +171,7 @@ class Fleet(Part):
     images: Images = Images()
     hourly_checkpoints: bool = False
     paused: bool = False
+    keeper: bool = True
     operators: list[
         Annotated[str, Field(pattern=r"^(user|group|serviceAccount):[^ @]+@[^ @]+\.[^ @]+$")]
     ] = []

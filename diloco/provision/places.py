@@ -13,7 +13,7 @@ from diloco.provision.known import Accelerator, Known
 # Each learner adds three members to the bucket's policy; see docs/security.md.
 MOST_LEARNERS = 50
 LIVENESS_PORT = 9463
-_RESERVED = ("operator", "guard")
+_RESERVED = ("operator", "guard", "keeper")
 _NODE = re.compile(r"nats-[0-9]+")
 _CUBE = (4, 8, 12, 16, 20, 24)
 _SMALL = ("2x2x2", "2x2x4", "2x4x4")

@@ -6,6 +6,7 @@ locals {
     nats       = "${local.name}-nats"
     aggregator = "${local.name}-aggregator"
     learner    = "${local.name}-learner"
+    keeper     = "${local.name}-keeper"
   }
   labels = merge(var.labels, { diloco-run = var.run })
 
@@ -54,9 +55,9 @@ locals {
 
   digests = { for kind, path in var.bundles : kind => filesha256(path) }
   startup_script = templatefile("${path.module}/startup.py.tftpl", {
-    files = { for name in ["boot.py", "release.py"] : name => file("${path.module}/../${name}") }
+    files = { for name in ["boot.py", "release.py", "beside.py", "cloud.py", "logs.py", "keeper.py", "ended.py"] : name => file("${path.module}/../${name}") }
   })
-  livez_port = 9463 # as infra/boot.py has it
+  livez_port = 9463 # as infra/beside.py has it
 
   # By the kind of the bundle that a machine runs.
   boot = {
@@ -97,14 +98,15 @@ locals {
     module.nats.service_accounts,
     { for name, aggregator in module.aggregator : name => aggregator.service_account },
     { for name, learner in module.learner : name => learner.service_account },
+    var.keeper ? { keeper = module.keeper[0].service_account } : {},
   )
-  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(var.learners))
+  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(var.learners), var.keeper ? ["keeper"] : [])
 }
 
 resource "google_project_service" "this" {
   for_each = toset([
     "cloudresourcemanager.googleapis.com", "compute.googleapis.com", "iam.googleapis.com",
-    "iap.googleapis.com", "oslogin.googleapis.com", "secretmanager.googleapis.com",
+    "iap.googleapis.com", "logging.googleapis.com", "oslogin.googleapis.com", "secretmanager.googleapis.com",
     "storage.googleapis.com",
   ])
   service            = each.key
@@ -257,6 +259,29 @@ module "learner" {
   labels         = local.labels
 }
 
+# Mends what Google does not, and lets go what has ended.
+module "keeper" {
+  source  = "./modules/keeper"
+  count   = var.keeper ? 1 : 0
+  project = var.project
+  run     = var.run
+  zone    = var.nats.zones[0]
+  image   = local.images.cpu
+  groups = [for name, learner in module.learner : {
+    project = var.project
+    zone    = learner.group.zone
+    name    = learner.group.name
+    hosts   = learner.group.target_size
+    spot    = local.learners[name].spot
+  }]
+  subnetwork     = module.network.subnetworks[local.nats_regions[0]]
+  tag            = local.tags.keeper
+  startup_script = local.startup_script
+  labels         = local.labels
+
+  depends_on = [google_project_service.this]
+}
+
 # Operators: the run's objects, and the machines by IAP. Their credentials for NATS stay with them.
 resource "google_storage_bucket_iam_member" "operator" {
   for_each = var.operators
@@ -282,6 +307,12 @@ resource "google_project_iam_member" "operator_login" {
   project  = var.project
   role     = "roles/compute.osAdminLogin"
   member   = each.key
+
+  # Root on this run's machines, and on no other of the project.
+  condition {
+    title      = "machines of the run"
+    expression = "resource.name.extract('/instances/{name}').startsWith('${local.name}-')"
+  }
 }
 
 # Who logs in to a machine could act as its service account, and must be allowed to.

@@ -194,8 +194,8 @@ variable "aggregators" {
   }
 
   validation {
-    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard"], name)])
-    error_message = "Names of aggregators must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator or guard."
+    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard", "keeper"], name)])
+    error_message = "Names of aggregators must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator, guard or keeper."
   }
 
   validation {
@@ -246,8 +246,8 @@ variable "learners" {
   }
 
   validation {
-    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard"], name)])
-    error_message = "Names of learners must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator or guard."
+    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard", "keeper"], name)])
+    error_message = "Names of learners must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator, guard or keeper."
   }
 
   validation {
@@ -309,6 +309,12 @@ variable "paused" {
   description = "Whether no learner has machines for now: for a pause, or when the run has ended. NATS, aggregators, the bucket and all rights stay."
   type        = bool
   default     = false
+}
+
+variable "keeper" {
+  description = "Whether a small machine makes preempted spot slices of several hosts anew, which Google does not, and takes the machines of learners whose run has ended."
+  type        = bool
+  default     = true
 }
 
 variable "images" {

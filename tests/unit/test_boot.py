@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 from small_bundle import bundle
 
-from diloco.infra import boot, release
+from diloco.infra import beside, boot, release
+from diloco.infra.cloud import Google
 
 ROOT = Path(__file__).parents[2]
 SEED = b'seed = "SU-of-central"\n'
@@ -46,7 +47,7 @@ class Cloud:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/"
-        self.google = boot.Google(self.url + "m/", self.url + "o/", self.url + "s/")
+        self.google = Google(self.url + "m/", self.url + "o/", self.url + "s/")
 
     def release(self, version: str, **manifest: Any) -> str:
         """Have machines be told a bundle; the name of its folder on them."""
@@ -185,17 +186,20 @@ def test_nothing_is_fetched_but_the_bundle(machine: Machine, word: str) -> None:
 
 def test_a_learners_machine_answers_health_checks_first(machine: Machine, cloud: Cloud) -> None:
     commands = machine.boot()
-    assert commands[:2] == ["systemctl daemon-reload", f"systemctl enable --now {boot.LIVEZ}"]
-    unit = (machine.root / "etc/systemd/system" / boot.LIVEZ).read_text()
+    units = f"{beside.LOGS} {beside.LIVEZ}"
+    assert commands[:2] == ["systemctl daemon-reload", f"systemctl enable --now {units}"]
+    unit = (machine.root / "etc/systemd/system" / beside.LIVEZ).read_text()
     (folder,) = re.findall(r"^WorkingDirectory=(\S+)$", unit, re.MULTILINE)
     template = (ROOT / "infra/terraform/startup.py.tftpl").read_text()
     assert f'home = pathlib.Path("{folder}")' in template
     cloud.parameters |= {"role": "aggregator", "units": ["diloco-aggregator.service"]}
-    assert boot.LIVEZ not in " ".join(machine.boot())
+    said = " ".join(machine.boot())
+    assert beside.LIVEZ not in said
+    assert beside.LOGS in said
 
 
 def test_the_answer_to_health_checks() -> None:
-    server = boot.livez_server("127.0.0.1", 0)
+    server = beside.livez_server("127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
@@ -211,7 +215,7 @@ def test_the_answer_to_health_checks() -> None:
 
 def test_terraform_asks_where_machines_answer() -> None:
     text = (ROOT / "infra/terraform/main.tf").read_text()
-    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(boot.LIVEZ_PORT)]
+    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(beside.LIVEZ_PORT)]
 
 
 def test_a_second_boot_installs_nothing_and_disturbs_nobody(machine: Machine) -> None:

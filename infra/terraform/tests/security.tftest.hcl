@@ -267,6 +267,92 @@ run "machines" {
   }
 }
 
+run "updates" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for one in module.learner : one.group.update_policy[0].minimal_action == "REFRESH" && one.group.update_policy[0].most_disruptive_allowed_action == "REFRESH"])
+    error_message = "a new release deletes no machine"
+  }
+  assert {
+    condition     = alltrue(concat([for instance in module.nats.instances : instance.allow_stopping_for_update], [for one in module.aggregator : one.instance.allow_stopping_for_update]))
+    error_message = "machines can be made larger"
+  }
+  assert {
+    condition     = toset([for kind, bundle in google_storage_bucket_object.release : kind]) == toset(["cpu", "tpu"])
+    error_message = "each kind of machine has its bundle"
+  }
+  assert {
+    condition = { for name, one in module.learner : name => jsondecode(one.template.metadata["diloco"]).kind } == {
+      central = "tpu", east = "tpu", europe = "tpu", tester = "cpu"
+    }
+    error_message = "and is told of it"
+  }
+}
+
+run "logs" {
+  command = plan
+
+  assert {
+    condition = alltrue(flatten([
+      [for one in module.learner : one.logs.role == "roles/logging.logWriter"],
+      [for one in module.aggregator : one.logs.role == "roles/logging.logWriter"],
+      [for one in module.nats.logs : one.role == "roles/logging.logWriter"],
+      module.keeper[0].logs.role == "roles/logging.logWriter",
+    ]))
+    error_message = "each machine may write logs, and read none"
+  }
+}
+
+run "keeper" {
+  command = plan
+
+  assert {
+    condition     = module.keeper[0].role.permissions == toset(["compute.instanceGroupManagers.get", "compute.instanceGroupManagers.update", "compute.instances.get", "compute.instances.getGuestAttributes"])
+    error_message = "it looks, and resizes"
+  }
+  assert {
+    condition     = module.keeper[0].binding.condition[0].expression == "resource.name.extract('/instanceGroupManagers/{name}').startsWith('diloco-demo-') || resource.name.extract('/instances/{name}').startsWith('diloco-demo-')"
+    error_message = "the groups and machines of this run, and no others"
+  }
+  assert {
+    condition = { for group in jsondecode(module.keeper[0].instance.metadata["diloco"]).groups : group.name => [group.zone, group.hosts, group.spot] } == {
+      diloco-demo-central = ["us-central1-a", 1, false], diloco-demo-east = ["us-east5-a", 1, true]
+      diloco-demo-europe  = ["europe-west4-b", 1, false], diloco-demo-tester = ["us-central1-b", 1, false]
+    }
+    error_message = "it is told of each group"
+  }
+  assert {
+    condition     = length(module.keeper[0].instance.network_interface[0].access_config) == 0
+    error_message = "it has no address on the internet"
+  }
+  assert {
+    condition     = alltrue([for one in module.learner : one.template.metadata["enable-guest-attributes"] == "TRUE"])
+    error_message = "machines of learners can say that their run has ended"
+  }
+}
+
+run "without_a_keeper" {
+  command = plan
+
+  variables {
+    keeper = false
+  }
+  assert {
+    condition     = length(module.keeper) == 0
+    error_message = "nobody has rights on machines"
+  }
+}
+
+run "operators" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for one in google_project_iam_member.operator_login : one.condition[0].expression == "resource.name.extract('/instances/{name}').startsWith('diloco-demo-')"])
+    error_message = "operators are root on machines of this run, and not of the project"
+  }
+}
+
 run "health" {
   command = plan
 

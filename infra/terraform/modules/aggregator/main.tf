@@ -74,6 +74,12 @@ resource "google_storage_bucket_iam_member" "configuration" {
   }
 }
 
+resource "google_project_iam_member" "logs" {
+  project = var.project
+  role    = "roles/logging.logWriter"
+  member  = google_service_account.this.member
+}
+
 module "credentials" {
   source  = "../secret"
   project = var.project
@@ -101,6 +107,8 @@ resource "google_compute_instance" "this" {
   machine_type = var.machine_type
   labels       = var.labels
   tags         = [var.tag]
+  # For another machine type.
+  allow_stopping_for_update = true
 
   boot_disk {
     initialize_params {

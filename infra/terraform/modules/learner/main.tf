@@ -102,6 +102,12 @@ resource "google_storage_bucket_iam_member" "configuration" {
   }
 }
 
+resource "google_project_iam_member" "logs" {
+  project = var.project
+  role    = "roles/logging.logWriter"
+  member  = google_service_account.this.member
+}
+
 module "credentials" {
   source  = "../secret"
   project = var.project
@@ -159,11 +165,12 @@ resource "google_compute_instance_template" "this" {
 
   # No secret stands here: whoever may look at the machine can read it, and so can all its processes.
   metadata = {
-    startup-script         = var.startup_script
-    diloco                 = jsonencode(local.parameters)
-    enable-oslogin         = "TRUE"
-    block-project-ssh-keys = "TRUE"
-    serial-port-enable     = "FALSE"
+    startup-script          = var.startup_script
+    diloco                  = jsonencode(local.parameters)
+    enable-guest-attributes = "TRUE"
+    enable-oslogin          = "TRUE"
+    block-project-ssh-keys  = "TRUE"
+    serial-port-enable      = "FALSE"
   }
 
   scheduling {
@@ -254,12 +261,15 @@ resource "google_compute_instance_group_manager" "this" {
 
   # A change of the template waits for the machine's next life; nothing that trains is stopped by an
   # apply. A learner never has two machines at once.
+  # Whoever updates the machines themselves refreshes them: a new release is metadata, for which no
+  # machine is deleted.
   update_policy {
-    type                  = "OPPORTUNISTIC"
-    minimal_action        = "REPLACE"
-    replacement_method    = "RECREATE"
-    max_surge_fixed       = 0
-    max_unavailable_fixed = local.hosts
+    type                           = "OPPORTUNISTIC"
+    minimal_action                 = "REFRESH"
+    most_disruptive_allowed_action = "REFRESH"
+    replacement_method             = "RECREATE"
+    max_surge_fixed                = 0
+    max_unavailable_fixed          = local.hosts
   }
 
   # Capacity may come hours later, and the group goes on asking.

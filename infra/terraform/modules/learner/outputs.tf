@@ -45,3 +45,8 @@ output "health_check" {
   description = "What its machine is asked; null for a slice of several hosts."
   value       = one(google_compute_health_check.this[*])
 }
+
+output "logs" {
+  description = "The right to write logs."
+  value       = google_project_iam_member.logs
+}

@@ -47,6 +47,13 @@ resource "google_storage_bucket_iam_member" "configuration" {
   }
 }
 
+resource "google_project_iam_member" "logs" {
+  for_each = local.servers
+  project  = var.project
+  role     = "roles/logging.logWriter"
+  member   = google_service_account.this[each.key].member
+}
+
 module "key" {
   source   = "../secret"
   project  = var.project
@@ -136,6 +143,8 @@ resource "google_compute_instance" "this" {
   labels              = var.labels
   tags                = [var.tag]
   deletion_protection = true
+  # For another machine type: one server after the other, docs/provision.md.
+  allow_stopping_for_update = true
 
   boot_disk {
     initialize_params {

@@ -66,5 +66,5 @@ def test_a_bundle_is_all_that_a_machine_needs(tmp_path: Path) -> None:
     make_rootfs()
     found = {make_sources(tmp_path / "src"): "/opt/src", make_cloud(tmp_path / "cloud"): "/cloud"}
     options = [f"--bind-ro={source}:{target}" for source, target in found.items()]
-    driver = Path(__file__).parent / "bundled" / "machine.py"
+    driver = Path(__file__).parent / "bundled" / "bundled_machine.py"
     assert boot(tmp_path, driver, *options).rstrip().endswith("all passed")

@@ -21,6 +21,7 @@ from cloud import OBJECTS, Cloud
 from rig import (
     AGGREGATOR,
     NATS,
+    TASK,
     A,
     active,
     check,
@@ -79,17 +80,24 @@ def an_empty_machine():
     run("bash", "-c", "! getent hosts pypi.org")
     assert [path.name for path in Path("/sys/class/net").iterdir()] == ["lo"]
     assert shutil.which("pip") is None
+    used_s = os.times()
     began = time.monotonic()
     status, said = cloud.boot(**learner())
     assert status == 0, said
     until(lambda: process_of(A), "the learner's process runs")
     print(f"   a learner's process runs {time.monotonic() - began:.1f} s after the script's start")
+    took = os.times()
+    cpu_s = sum(took[2:4]) - sum(used_s[2:4])
+    print(f"   the script and its commands took {cpu_s:.1f} s of a core", flush=True)
     until(lambda: events(A), "it says something")
     print(f"   and says something after {time.monotonic() - began:.1f} s", flush=True)
     check("from an empty disk to a learner's process, with no network")
 
 
 def a_run():
+    TASK.mkdir()
+    # Where there is no disk to mount.
+    Path("/var/lib/nats/jetstream").mkdir(parents=True)
     status, _ = cloud.boot(
         role="nats", name="nats-1", release=release("cpu.tar.gz"),
         files={"/etc/nats/nats.conf": "nats-1.conf", "/etc/nats/accounts.conf": "accounts.conf",
@@ -112,6 +120,9 @@ def a_run():
     until(lambda: active(AGGREGATOR) and active(A), "aggregator and learner are ready", 240)
     until(lambda: try_versions() > 2, "versions are made")
     check("a NATS server, an aggregator and a learner of the bundle make versions")
+    until(lambda: cloud.actions() >= {"started", "recovered"}, "its logs have left the machine")
+    assert cloud.server.attributes == {"diloco/run": "goes-on"}
+    check("what it logs leaves the machine, and it says that its run goes on")
 
 
 def an_upgrade():

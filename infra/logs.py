@@ -1,0 +1,153 @@
+"""Send what this machine's units say to Cloud Logging, so that it outlives the machine.
+
+Follows the journal from where it was last, in order, at least once: what was accepted is noted by
+its cursor, and an entry that is sent twice has the same id, by which Google knows it. While nothing
+can be sent the journal keeps it.
+"""
+
+import contextlib
+import hashlib
+import json
+import queue
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.infra.cloud import LOGGING, Google
+from diloco.infra.release import say
+
+CURSOR = Path("/var/lib/diloco-logs/cursor")
+_UNITS = ("diloco-*", "nats-server.service", "google-startup-scripts.service")
+# Of Cloud Logging: 256 KB an entry, 10 MB a request. A cut line says so.
+_LONGEST = 100_000
+_MOST = 50
+_WAITS_S = 1.0
+_AGAIN_S = 5.0
+_LONGEST_PAUSE_S = 300.0
+# By the priority of syslog.
+_SEVERITIES = ("EMERGENCY", "ALERT", "CRITICAL", "ERROR", "WARNING", "NOTICE", "INFO", "DEBUG")
+
+
+class Where(NamedTuple):
+    """Whose entries they are."""
+
+    project: str
+    zone: str
+    instance: str
+    name: str
+
+
+def request(lines: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    """What is sent of lines of the journal."""
+    return {
+        "logName": f"projects/{where.project}/logs/diloco",
+        "resource": {
+            "type": "gce_instance",
+            "labels": {
+                "project_id": where.project, "zone": where.zone, "instance_id": where.instance,
+            },
+        },
+        "labels": {"machine": where.name},
+        "entries": [entry(line) for line in lines],
+        # One that Google does not take keeps none of the others.
+        "partialSuccess": True,
+    }  # fmt: skip
+
+
+def entry(line: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of the journal; a daemon's, which is JSON, with its fields."""
+    at = datetime.fromtimestamp(int(line["__REALTIME_TIMESTAMP"]) / 1e6, UTC)
+    text = _text(line.get("MESSAGE", ""))
+    made: dict[str, Any] = {
+        "timestamp": at.isoformat().replace("+00:00", "Z"),
+        "severity": _SEVERITIES[int(line.get("PRIORITY", 6))],
+        "insertId": hashlib.sha256(line["__CURSOR"].encode()).hexdigest()[:32],
+        "labels": {"unit": str(line.get("_SYSTEMD_UNIT") or line.get("UNIT") or "")},
+    }
+    with contextlib.suppress(ValueError):
+        fields = json.loads(text) if text.startswith("{") else None
+        if isinstance(fields, dict):
+            return made | {"jsonPayload": fields}
+    return made | {"textPayload": text}
+
+
+def _text(message: object) -> str:
+    """The journal gives what is no text as a list of bytes, and what is too long as nothing."""
+    if isinstance(message, list):
+        message = bytes(message).decode(errors="replace")
+    text = str(message or "")
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ... (cut)"
+
+
+def batches(lines: Iterator[str]) -> Iterator[list[dict[str, Any]]]:
+    """Lines together that come within a second, as they come; ends with them."""
+    waiting: queue.Queue[str | None] = queue.Queue(maxsize=_MOST)
+
+    def read() -> None:
+        for line in lines:
+            waiting.put(line)
+        waiting.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (line := waiting.get()) is not None:
+        batch, ends = [json.loads(line)], time.monotonic() + _WAITS_S
+        while len(batch) < _MOST and (left := ends - time.monotonic()) > 0:
+            try:
+                more = waiting.get(timeout=left)
+            except queue.Empty:
+                break
+            if more is None:
+                yield batch
+                return
+            batch.append(json.loads(more))
+        yield batch
+
+
+def follow(google: Google, where: Where, lines: Iterator[str], cursor: Path = CURSOR) -> None:
+    """Send all lines, each batch until it is accepted."""
+    for batch in batches(lines):
+        pause_s = _AGAIN_S
+        while True:
+            try:
+                google.call(LOGGING, request(batch, where))
+                break
+            except OSError as error:
+                say(f"cannot send logs, again in {pause_s:g} s: {error}")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        part = cursor.with_suffix(".part")
+        part.write_text(batch[-1]["__CURSOR"])
+        part.replace(cursor)
+
+
+def command(cursor: Path = CURSOR) -> list[str]:
+    """Follows the journal from behind the cursor, or from the beginning of this boot."""
+    since = f"--after-cursor={cursor.read_text()}" if cursor.exists() else "--boot"
+    units = [f"--unit={unit}" for unit in _UNITS]
+    return ["journalctl", "--output=json", "--follow", "--no-tail", "--quiet", since, *units]
+
+
+def main() -> None:
+    """Follow for as long as the machine lives."""
+    google = Google()
+    while True:
+        try:
+            zone = google.about_me("zone").decode()
+            where = Where(
+                zone.split("/")[1], zone.split("/")[-1],
+                google.about_me("id").decode(), google.about_me("name").decode(),
+            )  # fmt: skip
+            with subprocess.Popen(command(), stdout=subprocess.PIPE, text=True) as journal:  # noqa: S603
+                follow(google, where, iter(journal.stdout or ()))
+        except Exception:  # noqa: BLE001 - nobody else is there to try again
+            traceback.print_exc()
+        time.sleep(_AGAIN_S)
+
+
+if __name__ == "__main__":
+    main()
