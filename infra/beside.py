@@ -36,7 +36,7 @@ ProtectControlGroups=yes
 ProtectClock=yes
 ProtectHostname=yes
 ProtectProc=invisible
-ProcSubset={{processes}}
+ProcSubset=pid
 PrivateTmp=yes
 PrivateDevices=yes
 PrivateUsers=yes
@@ -59,22 +59,18 @@ UNITS = {
         what="Answers health checks of this machine",
         module="beside",
         more="",
-        processes="pid",
         families="AF_INET AF_INET6",
     ),
     LOGS: _UNIT.format(
         what="Logs of this machine to Cloud Logging",
         module="logs",
         more="SupplementaryGroups=systemd-journal\nStateDirectory=diloco-logs\n",
-        # journalctl asks the kernel which boot this is.
-        processes="all",
         families="AF_INET AF_INET6 AF_UNIX",
     ),
     KEEPER: _UNIT.format(
         what="Keeper of the groups of learners of a diloco run",
         module="keeper",
         more="StateDirectory=diloco-keeper\n",
-        processes="pid",
         families="AF_INET AF_INET6",
     ),
 }

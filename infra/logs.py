@@ -1,19 +1,18 @@
 """Send what this machine's units say to Cloud Logging, so that it outlives the machine.
 
-Follows the journal from where it was last, in order, at least once: what was accepted is noted by
-its cursor, and an entry that is sent twice has the same id, by which Google knows it. While nothing
-can be sent the journal keeps it.
+Reads the journal every few seconds from where it was last, in order, at least once: what was
+accepted is noted by its cursor, and an entry that is sent twice has the same id, by which Google
+knows it. While nothing can be sent the journal keeps it.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
-import queue
 import subprocess
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +21,13 @@ from diloco.infra.cloud import LOGGING, Google
 from diloco.infra.release import say
 
 CURSOR = Path("/var/lib/diloco-logs/cursor")
-_UNITS = ("diloco-*", "nats-server.service", "google-startup-scripts.service")
+# Beginnings of the names of units.
+_UNITS = ("diloco-", "nats-server", "google-startup-scripts")
 # Of Cloud Logging: 256 KB an entry, 10 MB a request. A cut line says so.
 _LONGEST = 100_000
 _MOST = 50
-_WAITS_S = 1.0
+_CHUNK = 500
+_EVERY_S = 3.0
 _AGAIN_S = 5.0
 _LONGEST_PAUSE_S = 300.0
 # By the priority of syslog.
@@ -67,7 +68,7 @@ def entry(line: Mapping[str, Any]) -> dict[str, Any]:
         "timestamp": at.isoformat().replace("+00:00", "Z"),
         "severity": _SEVERITIES[int(line.get("PRIORITY", 6))],
         "insertId": hashlib.sha256(line["__CURSOR"].encode()).hexdigest()[:32],
-        "labels": {"unit": str(line.get("_SYSTEMD_UNIT") or line.get("UNIT") or "")},
+        "labels": {"unit": unit_of(line)},
     }
     with contextlib.suppress(ValueError):
         fields = json.loads(text) if text.startswith("{") else None
@@ -84,56 +85,49 @@ def _text(message: object) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + " ... (cut)"
 
 
-def batches(lines: Iterator[str]) -> Iterator[list[dict[str, Any]]]:
-    """Lines together that come within a second, as they come; ends with them."""
-    waiting: queue.Queue[str | None] = queue.Queue(maxsize=_MOST)
-
-    def read() -> None:
-        for line in lines:
-            waiting.put(line)
-        waiting.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    while (line := waiting.get()) is not None:
-        batch, ends = [json.loads(line)], time.monotonic() + _WAITS_S
-        while len(batch) < _MOST and (left := ends - time.monotonic()) > 0:
-            try:
-                more = waiting.get(timeout=left)
-            except queue.Empty:
-                break
-            if more is None:
-                yield batch
-                return
-            batch.append(json.loads(more))
-        yield batch
-
-
-def follow(google: Google, where: Where, lines: Iterator[str], cursor: Path = CURSOR) -> None:
-    """Send all lines, each batch until it is accepted."""
-    for batch in batches(lines):
-        pause_s = _AGAIN_S
-        while True:
-            try:
-                google.call(LOGGING, request(batch, where))
-                break
-            except OSError as error:
-                say(f"cannot send logs, again in {pause_s:g} s: {error}")
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+def follow(google: Google, where: Where, lines: Iterable[str], cursor: Path = CURSOR) -> None:
+    """Send what is the run's of some lines, and note how far they went."""
+    waiting = iter(lines)
+    while chunk := [json.loads(line) for line in itertools.islice(waiting, _CHUNK)]:
+        ours = [line for line in chunk if unit_of(line).startswith(_UNITS)]
+        for start in range(0, len(ours), _MOST):
+            send(google, request(ours[start : start + _MOST], where))
         part = cursor.with_suffix(".part")
-        part.write_text(batch[-1]["__CURSOR"])
+        part.write_text(chunk[-1]["__CURSOR"])
         part.replace(cursor)
 
 
+def send(google: Google, body: Mapping[str, Any]) -> None:
+    """Send it until it is accepted."""
+    pause_s = _AGAIN_S
+    while True:
+        try:
+            google.call(LOGGING, body)
+        except OSError as error:
+            say(f"cannot send logs, again in {pause_s:g} s: {error}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        else:
+            return
+
+
 def command(cursor: Path = CURSOR) -> list[str]:
-    """Follows the journal from behind the cursor, or from the beginning of this boot."""
-    since = f"--after-cursor={cursor.read_text()}" if cursor.exists() else "--boot"
-    units = [f"--unit={unit}" for unit in _UNITS]
-    return ["journalctl", "--output=json", "--follow", "--no-tail", "--quiet", since, *units]
+    """Reads the journal from behind the cursor, or from its beginning, to its end.
+
+    `--follow` would ask the kernel which boot this is, which a hardened unit may not see.
+    """
+    since = [f"--after-cursor={cursor.read_text()}"] if cursor.exists() else []
+    return ["journalctl", "--output=json", "--quiet", *since]
+
+
+def unit_of(line: Mapping[str, Any]) -> str:
+    """Whose line it is: a unit's own, or systemd's of a unit."""
+    own = str(line.get("_SYSTEMD_UNIT") or "")
+    return own if own and own != "init.scope" else str(line.get("UNIT") or own)
 
 
 def main() -> None:
-    """Follow for as long as the machine lives."""
+    """Send for as long as the machine lives."""
     google = Google()
     while True:
         try:
@@ -143,10 +137,10 @@ def main() -> None:
                 google.about_me("id").decode(), google.about_me("name").decode(),
             )  # fmt: skip
             with subprocess.Popen(command(), stdout=subprocess.PIPE, text=True) as journal:  # noqa: S603
-                follow(google, where, iter(journal.stdout or ()))
+                follow(google, where, journal.stdout or ())
         except Exception:  # noqa: BLE001 - nobody else is there to try again
             traceback.print_exc()
-        time.sleep(_AGAIN_S)
+        time.sleep(_EVERY_S)
 
 
 if __name__ == "__main__":

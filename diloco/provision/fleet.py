@@ -110,6 +110,7 @@ class Learner(Part):
     disk_gib: Disk = 100
     warm_start: bool = False
     paused: bool = False
+    site: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] | None = None
 
     @model_validator(mode="after")
     def _size(self) -> "Learner":

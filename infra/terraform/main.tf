@@ -36,8 +36,19 @@ locals {
       disk_gib     = try(coalesce(one.disk_gib), 100)
       warm_start   = try(coalesce(one.warm_start), false)
       paused       = try(coalesce(one.paused), false)
+      site         = try(one.site, null)
     }
   }
+  # An account for each learner, or for all of a site: docs/security.md says what that means.
+  identities = merge(
+    { for name, one in local.learners : name => { site = false, warm_start = one.warm_start } if one.site == null },
+    {
+      for site in distinct(compact([for one in local.learners : one.site])) : site => {
+        site       = true
+        warm_start = anytrue([for one in local.learners : one.warm_start if one.site == site])
+      }
+    },
+  )
   images = merge({
     v5p   = "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
     v6e   = "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
@@ -97,10 +108,10 @@ locals {
   accounts = merge(
     module.nats.service_accounts,
     { for name, aggregator in module.aggregator : name => aggregator.service_account },
-    { for name, learner in module.learner : name => learner.service_account },
+    { for name, identity in module.identity : name => identity.account.name },
     var.keeper ? { keeper = module.keeper[0].service_account } : {},
   )
-  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(var.learners), var.keeper ? ["keeper"] : [])
+  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(local.identities), var.keeper ? ["keeper"] : [])
 }
 
 resource "google_project_service" "this" {
@@ -134,16 +145,19 @@ module "objects" {
   location         = local.bucket_location
   soft_delete_days = 0
   labels           = local.labels
-  backstops = {
-    updates = {
-      days     = try(var.bucket_backstop_days.updates, 30)
-      prefixes = [for learner in keys(var.learners) : "${var.run}/learner/${learner}/update/"]
+  # A rule has at most 50 prefixes.
+  backstops = merge([
+    for index, names in chunklist(keys(var.learners), 50) : {
+      "updates-${index}" = {
+        days     = try(var.bucket_backstop_days.updates, 30)
+        prefixes = [for learner in names : "${var.run}/learner/${learner}/update/"]
+      }
+      "checkpoints-${index}" = {
+        days     = try(var.bucket_backstop_days.checkpoints, 90)
+        prefixes = [for learner in names : "${var.run}/learner/${learner}/checkpoint/"]
+      }
     }
-    checkpoints = {
-      days     = try(var.bucket_backstop_days.checkpoints, 90)
-      prefixes = [for learner in keys(var.learners) : "${var.run}/learner/${learner}/checkpoint/"]
-    }
-  }
+  ]...)
 
   depends_on = [google_project_service.this]
 }
@@ -229,6 +243,19 @@ module "aggregator" {
   labels         = local.labels
 }
 
+module "identity" {
+  source        = "./modules/identity"
+  project       = var.project
+  for_each      = local.identities
+  run           = var.run
+  name          = each.key
+  site          = each.value.site
+  warm_start    = each.value.warm_start
+  bucket        = module.objects.name
+  configuration = module.configuration.name
+  deleter_role  = local.deleter_role
+}
+
 module "learner" {
   source         = "./modules/learner"
   project        = var.project
@@ -244,9 +271,7 @@ module "learner" {
   reservation    = each.value.reservation
   image          = each.value.image
   disk_gib       = each.value.disk_gib
-  warm_start     = each.value.warm_start
-  bucket         = module.objects.name
-  deleter_role   = local.deleter_role
+  identity       = module.identity[coalesce(each.value.site, each.key)].account
   auth_folder    = var.auth_folder
   network        = module.network.id
   subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]

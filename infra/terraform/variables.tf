@@ -224,16 +224,17 @@ variable "learners" {
     "cpu" with machine_type. Kinds may be mixed. image and disk_gib have defaults by kind.
     warm_start = true lets it read the checkpoints of all learners, which learner.warm_start needs.
     paused = true takes its machines away, and leaves all else: for a pause, or when the run has ended.
+    site = "berlin" has it share an account with the other learners of that site: its name begins "berlin-".
   EOT
   type        = any # An object type would drop a key that it does not know: spott = true, at the price on demand.
 
   validation {
     condition = try(alltrue([
       for one in values(var.learners) : length(setsubtract(keys(one), [
-        "zone", "kind", "chips", "topology", "machine_type", "spot", "reservation", "image", "disk_gib", "warm_start", "paused",
+        "zone", "kind", "chips", "topology", "machine_type", "spot", "reservation", "image", "disk_gib", "warm_start", "paused", "site",
       ])) == 0
     ]), false)
-    error_message = "A learner has an unknown key; it takes zone, kind, chips, topology, machine_type, spot, reservation, image, disk_gib, warm_start and paused."
+    error_message = "A learner has an unknown key; it takes zone, kind, chips, topology, machine_type, spot, reservation, image, disk_gib, warm_start, paused and site."
   }
 
   validation {
@@ -297,6 +298,29 @@ variable "learners" {
   validation {
     condition     = alltrue([for name in keys(var.learners) : fileexists("${var.auth_folder}/credentials/${name}.toml")])
     error_message = "A learner has no credentials in auth_folder; make them with: diloco auth add-learner FOLDER NAME"
+  }
+
+  validation {
+    condition = alltrue([
+      for name, one in var.learners : try(one.site, null) == null || (
+        can(regex("^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$", try(coalesce(one.site), "-"))) && startswith(name, "${try(coalesce(one.site), "-")}-")
+      )
+    ])
+    error_message = "A learner of a site must be named after it: site = \"berlin\" has learners \"berlin-1\", \"berlin-2\" and so on."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for site in distinct(compact([for one in values(var.learners) : try(one.site, null)])) : [
+        for name, one in var.learners : (try(one.site, null) == site) || (!startswith(name, "${site}-") && name != site)
+      ]
+    ]))
+    error_message = "A learner that is not of a site is named like one of it: the site's account could write its objects."
+  }
+
+  validation {
+    condition     = length(distinct([for name, one in var.learners : try(coalesce(one.site), name)])) <= 30
+    error_message = "More than 30 learners without a site, and sites: give learners a site, whose account they share. docs/security.md says what they may then do to each other."
   }
 
   validation {

@@ -83,7 +83,21 @@ def test_every_line_is_sent_in_order_and_noted_when_it_is_accepted(
     assert google.taken == [f"line {number}" for number in range(120)]
     assert cursor.read_text() == "s=1;i=119"
     assert "--after-cursor=s=1;i=119" in logs.command(cursor)
-    assert "--boot" in logs.command(tmp_path / "none")
+    assert not any("cursor" in word for word in logs.command(tmp_path / "none"))
+
+
+def test_lines_of_the_runs_units_leave_the_machine_and_no_others(tmp_path: Path) -> None:
+    google, cursor = Accepting(refusals=0), tmp_path / "cursor"
+    lines = [
+        line(0, "own"),
+        line(1, "ssh", _SYSTEMD_UNIT="ssh.service"),
+        line(2, "of systemd", _SYSTEMD_UNIT="init.scope", UNIT="nats-server.service"),
+        line(3, "boot", _SYSTEMD_UNIT="google-startup-scripts.service"),
+        line(4, "nobody's", _SYSTEMD_UNIT=None),
+    ]
+    logs.follow(google, WHERE, map(json.dumps, lines), cursor)
+    assert google.taken == ["own", "of systemd", "boot"]
+    assert cursor.read_text() == "s=1;i=4"
 
 
 def test_the_units_beside_a_release_need_no_package() -> None:

@@ -240,7 +240,19 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
         put("learners/" + 40 * "a", SLICE),
         "aaaa",
     ),
-    "more learners than bindings": (many, "51 learners are more than the 50"),
+    "more learners than bindings": (
+        many,
+        "51 learners without a site, and sites, are more than the 30",
+    ),
+    "a learner that is not named after its site": (
+        learner(chips=4, site="berlin"),
+        "name it after that: 'berlin-1'",
+    ),
+    "a learner that is named after a site of others": (
+        put("learners/east-two", SLICE | {"site": "east"}),
+        "learners.east: is named like a learner of the site 'east'",
+    ),
+    "a site of another alphabet": (learner(chips=4, site="Berlin"), "site"),
     # Accelerators and zones.
     "v6e where there is none": (
         put("learners/east", {"zone": "us-east5-c", "kind": "v6e", "chips": 4}),
@@ -377,6 +389,17 @@ def test_a_wrong_fleet_is_refused_with_a_sentence(place: Path, case: str) -> Non
     spoil(document, place)
     found = sentences(write(place, document))
     assert any(sentence in one for one in found), found
+
+
+def test_forty_learners_of_a_site_have_one_account(place: Path) -> None:
+    document = example()
+    for number in range(40):
+        auth.add(place / "auth", f"berlin-{number}", "learner")
+        document["learners"][f"berlin-{number}"] = SLICE | {"site": "berlin"}
+    checked = check(write(place, document))
+    assert not checked.refused
+    assert checked.variables is not None
+    assert checked.variables["learners"]["berlin-7"]["site"] == "berlin"
 
 
 @pytest.mark.parametrize("name", ["small", "mixed"])

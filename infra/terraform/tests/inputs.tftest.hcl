@@ -460,3 +460,24 @@ run "metrics_where_machines_answer" {
   }
   expect_failures = [var.metrics_port]
 }
+
+run "a_site_that_its_learner_is_not_named_after" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 4, site = "berlin" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "a_learner_of_no_site_that_is_named_after_one" {
+  command = plan
+
+  variables {
+    learners = {
+      berlin-1 = { zone = "us-central1-a", kind = "v5p", chips = 4, site = "berlin" }
+      berlin-2 = { zone = "us-central1-a", kind = "v5p", chips = 4 }
+    }
+  }
+  expect_failures = [var.learners]
+}

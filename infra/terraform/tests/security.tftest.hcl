@@ -189,7 +189,7 @@ run "learners_rights" {
 
   assert {
     condition = alltrue([
-      for name, one in module.learner : { for binding in one.bindings : binding.role => binding.condition[0].expression if binding.bucket == "my-project-demo-diloco" && startswith(binding.role, "roles/") } == {
+      for name, one in module.identity : { for binding in one.bindings : binding.role => binding.condition[0].expression if binding.bucket == "my-project-demo-diloco" && startswith(binding.role, "roles/") } == {
         "roles/storage.objectCreator" = "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/')"
         "roles/storage.objectViewer" = name == "europe" ? join(" || ", [
           "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')",
@@ -209,12 +209,12 @@ run "learners_rights" {
     error_message = "the right to delete comes alone"
   }
   assert {
-    condition     = alltrue([for name, one in module.learner : [for binding in one.bindings : binding.condition[0].expression if binding.condition[0].title == "delete its own checkpoints"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/checkpoint/')"]])
+    condition     = alltrue([for name, one in module.identity : [for binding in one.bindings : binding.condition[0].expression if binding.condition[0].title == "delete its own checkpoints"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/checkpoint/')"]])
     error_message = "a learner deletes its own checkpoints, and so cannot overwrite an update"
   }
   assert {
     condition = alltrue(flatten([
-      for one in concat(values(module.learner), values(module.aggregator)) : [for binding in one.bindings : length(binding.condition) == 1 && length(binding.condition[0].expression) > 0]
+      for one in concat(values(module.identity), values(module.aggregator)) : [for binding in one.bindings : length(binding.condition) == 1 && length(binding.condition[0].expression) > 0]
     ]))
     error_message = "no right on a bucket is without its condition"
   }
@@ -228,6 +228,41 @@ run "learners_rights" {
       "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/checkpoint/')",
     ])]])
     error_message = "an aggregator creates versions and the run's checkpoints, and no updates"
+  }
+}
+
+run "sites" {
+  command = plan
+
+  variables {
+    learners = {
+      central  = { zone = "us-central1-a", kind = "v5p", chips = 4 }
+      berlin-1 = { zone = "europe-west4-b", kind = "cpu", machine_type = "n2-standard-8", site = "berlin" }
+      berlin-2 = { zone = "europe-west4-b", kind = "cpu", machine_type = "n2-standard-8", site = "berlin" }
+    }
+  }
+  assert {
+    condition     = toset(keys(module.identity)) == toset(["central", "berlin"])
+    error_message = "learners of a site share one account"
+  }
+  assert {
+    condition = { for binding in module.identity["berlin"].bindings : binding.role => binding.condition[0].expression if binding.bucket == "my-project-demo-diloco" && startswith(binding.role, "roles/") } == {
+      "roles/storage.objectCreator" = "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/berlin-')"
+      "roles/storage.objectViewer" = join(" || ", [
+        "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')",
+        "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/berlin-')",
+        "api.getAttribute('storage.googleapis.com/objectListPrefix', '').startsWith('demo/learner/berlin-')",
+      ])
+    }
+    error_message = "it may do what its learners may, below their common prefix"
+  }
+  assert {
+    condition     = [for binding in module.identity["berlin"].bindings : binding.condition[0].expression if binding.condition[0].title == "delete its own checkpoints"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/berlin-') && resource.name.extract('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/berlin-{learner}/checkpoint/') != ''"]
+    error_message = "and delete checkpoints, and no updates"
+  }
+  assert {
+    condition     = { for name, one in module.learner : name => keys(jsondecode(one.template.metadata["diloco"]).secrets) } == { for name, one in module.learner : name => ["/etc/diloco/credentials/${name}.toml"] }
+    error_message = "each machine is told of its own learner's credentials"
   }
 }
 
@@ -295,7 +330,7 @@ run "logs" {
 
   assert {
     condition = alltrue(flatten([
-      [for one in module.learner : one.logs.role == "roles/logging.logWriter"],
+      [for one in module.identity : one.logs.role == "roles/logging.logWriter"],
       [for one in module.aggregator : one.logs.role == "roles/logging.logWriter"],
       [for one in module.nats.logs : one.role == "roles/logging.logWriter"],
       module.keeper[0].logs.role == "roles/logging.logWriter",

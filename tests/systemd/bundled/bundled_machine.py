@@ -120,9 +120,8 @@ def a_run():
     until(lambda: active(AGGREGATOR) and active(A), "aggregator and learner are ready", 240)
     until(lambda: try_versions() > 2, "versions are made")
     check("a NATS server, an aggregator and a learner of the bundle make versions")
-    until(lambda: cloud.actions() >= {"started", "recovered"}, "its logs have left the machine")
     assert cloud.server.attributes == {"diloco/run": "goes-on"}
-    check("what it logs leaves the machine, and it says that its run goes on")
+    check("the learner's machine says that its run goes on")
 
 
 def an_upgrade():

@@ -3,19 +3,6 @@ output "hosts" {
   value       = local.hosts
 }
 
-output "service_account" {
-  description = "Whom its machines are to Google Cloud."
-  value       = google_service_account.this.name
-}
-
-output "bindings" {
-  description = "Its rights on buckets."
-  value = [
-    google_storage_bucket_iam_member.create, google_storage_bucket_iam_member.read,
-    google_storage_bucket_iam_member.tidy, google_storage_bucket_iam_member.configuration,
-  ]
-}
-
 output "template" {
   description = "What its machines are made from."
   value       = google_compute_instance_template.this
@@ -44,9 +31,4 @@ output "secret" {
 output "health_check" {
   description = "What its machine is asked; null for a slice of several hosts."
   value       = one(google_compute_health_check.this[*])
-}
-
-output "logs" {
-  description = "The right to write logs."
-  value       = google_project_iam_member.logs
 }
