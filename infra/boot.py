@@ -216,7 +216,7 @@ def main() -> None:
     while True:
         try:
             told = Boot(Google(), run_command).boot()
-        except Exception:  # noqa: BLE001 - nobody else is there to try again
+        except Exception:  # noqa: BLE001, PERF203 - nobody else is there to try again
             traceback.print_exc()
             say(f"failed; again in {_AGAIN_S:g} s")
             time.sleep(_AGAIN_S)

@@ -13,7 +13,7 @@ import subprocess
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +62,7 @@ def request(lines: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
 
 def entry(line: Mapping[str, Any]) -> dict[str, Any]:
     """One line of the journal; a daemon's, which is JSON, with its fields."""
-    at = datetime.fromtimestamp(int(line["__REALTIME_TIMESTAMP"]) / 1e6, UTC)
+    at = datetime.fromtimestamp(int(line["__REALTIME_TIMESTAMP"]) / 1e6, timezone.utc)
     text = _text(line.get("MESSAGE", ""))
     made: dict[str, Any] = {
         "timestamp": at.isoformat().replace("+00:00", "Z"),
@@ -103,7 +103,7 @@ def send(google: Google, body: Mapping[str, Any]) -> None:
     while True:
         try:
             google.call(LOGGING, body)
-        except OSError as error:
+        except OSError as error:  # noqa: PERF203 - it is rare
             say(f"cannot send logs, again in {pause_s:g} s: {error}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

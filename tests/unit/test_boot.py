@@ -1,11 +1,13 @@
 """What a machine does at boot, against a server in place of Google's; commands are written down."""
 
+import ast
 import base64
 import hashlib
 import json
 import re
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 import urllib.error
@@ -427,3 +429,29 @@ def test_a_file_is_never_open_to_more_than_its_mode(tmp_path: Path) -> None:
     assert boot.write(path, b"old", 0o600)
     assert mode(path) == 0o600
     assert not boot.write(path, b"old", 0o600)
+
+
+# What came with Python 3.11: TPU machines have 3.10 of their own.
+LATER = {"UTC", "tomllib", "StrEnum", "Self", "file_digest", "TaskGroup", "ExceptionGroup"}
+
+
+@pytest.mark.parametrize(
+    "name", ["beside", "boot", "cloud", "ended", "join", "keeper", "logs", "release"]
+)
+def test_what_runs_before_a_release_is_there_needs_no_later_python_and_no_package(
+    name: str,
+) -> None:
+    tree = ast.parse((ROOT / f"infra/{name}.py").read_text(), feature_version=(3, 10))
+    words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    words |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            modules.add(node.module or "")
+            words |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+    assert not words & LATER
+    ours = {module for module in modules if module.startswith("diloco.")}
+    assert all(module.startswith("diloco.infra.") for module in ours)
+    assert {module.partition(".")[0] for module in modules - ours} <= sys.stdlib_module_names

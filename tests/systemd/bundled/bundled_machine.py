@@ -55,6 +55,11 @@ def used():
     return (OPT / "diloco").resolve()
 
 
+def kept():
+    """What there is of releases, and of what is left of them."""
+    return {path.name for path in OPT.iterdir() if re.match("diloco-[0-9a-f]{16}", path.name)}
+
+
 def learner(bundle="cpu.tar.gz"):
     return {
         "role": "learner", "name": "island-a", "release": release(bundle),
@@ -158,9 +163,7 @@ def what_does_not_fit():
     refused("tpu.tar.gz", "refused: the bundle is for tpu, and this machine is of kind cpu",
             kind="tpu")  # fmt: skip
     refused("part.tar.gz", "refused: its programs do not run here")
-    assert {path.name for path in OPT.glob("diloco-*") if not path.is_symlink()} == {
-        used().name, (OPT / "diloco-before").resolve().name
-    }  # fmt: skip
+    assert kept() == {used().name, (OPT / "diloco-before").resolve().name}
     check("what does not fit is refused with a sentence, and nothing is disturbed")
 
 
@@ -187,8 +190,7 @@ def what_does_not_start():
     assert used() == old
     until(lambda: active(A), "the learner is back")
     versions_go_on()
-    homes = [path.name for path in OPT.glob("diloco-*") if not path.is_symlink()]
-    assert len(homes) == 2, homes
+    assert len(kept()) == 2, kept()
     check("what does not start gives way to the release before; two are kept")
 
 
