@@ -118,6 +118,19 @@ def test_a_message_of_an_earlier_release_has_no_name() -> None:
     assert (act.at_s, act.by, act.what) == (5.0, "unknown", "settings changed: x: 1 -> 2")
 
 
+def test_a_pause_is_told_by_its_name() -> None:
+    async def story(lab: Lab) -> None:
+        await changed(lab, paused=True)
+        await changed(lab, paused=False)
+        await changed(lab, paused=True, steps=32)
+
+    assert [what for _, what in acts(play(story))] == [
+        "paused",
+        "continued",
+        "settings changed: run.steps: 16 -> 32; run.paused: False -> True",
+    ]
+
+
 def test_what_another_operator_has_changed_meanwhile_is_not_changed_back() -> None:
     async def two(lab: Lab) -> None:
         mine, seq = await effective_settings(lab.context)
