@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from runlab import RUN, Lab
 
-from diloco.aggregator.settings import change_settings, end_run
+from diloco.aggregator.settings import change_settings, check_change, end_run
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError, RunMismatchError
@@ -103,7 +103,9 @@ def test_a_run_is_ended_early_and_does_not_go_on() -> None:
             await lab.join("a")
             await lab.send("a")
             assert await end_run(lab.context, "operator") == 8
-            for refused in (end_run(lab.context, "operator"), changed(lab, steps=99)):
+            now, _ = await effective_settings(lab.context)
+            looked_at = check_change(lab.context, now, now)  # what a preview asks first
+            for refused in (end_run(lab.context, "operator"), changed(lab, steps=99), looked_at):
                 with pytest.raises(RunMismatchError, match="has stopped"):
                     await refused
 
