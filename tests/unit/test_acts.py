@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from runlab import RUN, Lab
 
+from diloco.aggregator.rollback import find_versions
 from diloco.aggregator.settings import change_settings, check_change, end_run
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
@@ -112,6 +113,15 @@ def test_a_run_is_ended_early_and_does_not_go_on() -> None:
     lab = play(story)
     assert acts(lab)[0] == ("aggregator", "stop at global step 8 (operator)")
     assert judged(lab) == []
+
+
+def test_a_version_that_was_not_made_yet_is_no_old_one() -> None:
+    async def story(lab: Lab) -> None:
+        with pytest.raises(ConfigError, match="which has 0 to 0") as caught:
+            await find_versions(lab.context, {0: 99})
+        assert caught.value.hint == "choose a version of these"
+
+    play(story)
 
 
 def test_a_message_of_an_earlier_release_has_no_name() -> None:
