@@ -42,7 +42,7 @@ def read_document(path: Path) -> dict[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"cannot read {str(path)!r}: it is no text in UTF-8", hint="name the run's TOML file"
+            f"cannot read {str(path)!r}: it is not text in UTF-8", hint="name the run's TOML file"
         ) from error
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror or error}") from error

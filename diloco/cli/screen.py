@@ -47,7 +47,9 @@ def confirm(question: str) -> None:
         if sys.stdin.isatty():
             raise
         print()  # noqa: T201 - ends the question's line
-        raise ConfigError("nothing was done: nobody answered", hint="say it with --yes") from None
+        raise ConfigError(
+            "nothing was done, for want of an answer", hint="say it with --yes"
+        ) from None
     if not agreed:
         raise typer.Abort
 

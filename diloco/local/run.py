@@ -137,7 +137,7 @@ def _check_unused(run_dir: Path) -> None:
         str(run_dir).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"the folder's name {str(run_dir)!a} is no text in UTF-8, as its files need it",
+            f"the folder's name {str(run_dir)!a} is not text in UTF-8, as its files need it",
             hint="give another --run-dir",
         ) from error
     try:

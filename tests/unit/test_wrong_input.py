@@ -63,7 +63,8 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "binary.toml"
     path.write_bytes(b"\xff\xfe")
     assert (
-        refusal("doctor", str(path)).message == f"cannot read {str(path)!r}: it is no text in UTF-8"
+        refusal("doctor", str(path)).message
+        == f"cannot read {str(path)!r}: it is not text in UTF-8"
     )
 
 
@@ -108,7 +109,7 @@ def test_a_local_run_takes_only_a_new_folder(tmp_path: Path) -> None:
 def test_a_local_runs_folder_needs_a_name_that_is_text(tmp_path: Path) -> None:
     folder = os.fsdecode(bytes(tmp_path) + b"/run\xff")
     error = refusal("local", "--run-dir", folder, "--learners", "1", "--steps", "4")
-    assert "is no text in UTF-8" in error.message
+    assert "is not text in UTF-8" in error.message
     assert not Path(folder).exists()
 
 
