@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import names
+from diloco.common import log, names
 from diloco.common.config import Config, load_config
 from diloco.common.errors import (
     ConfigError,
@@ -325,7 +325,12 @@ def join(
     probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
     joining = joined(config, member, asked, runtime, probes)
     try:
-        with asked_by_signals(asked.set), serving(config.metrics, probes), joining as island:
+        with (
+            log.within_anothers_program(),
+            asked_by_signals(asked.set),
+            serving(config.metrics, probes),
+            joining as island,
+        ):
             yield island
     except AskedToStopError as error:  # while it waited for NATS or the store
         raise KeyboardInterrupt from error
