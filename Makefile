@@ -29,14 +29,14 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-stores test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, fuzz, mutants, sim, bench and lock;'
+	@echo '  ARGS="..." is passed on by demo, test, test-long, test-slow, chaos, fuzz, mutants, sim, bench and lock;'
 	@echo '  PYTHON=... chooses the interpreter of install.'
 
 install: $(STAMP) ## make .venv with the pinned packages and the diloco command
@@ -61,8 +61,11 @@ $(STAMP): requirements.lock locks/arrow.lock pyproject.toml
 demo: install ## train with four learners and an aggregator on this machine
 	@$(BIN)/diloco local $(ARGS)
 
-test: install ## run the tests, without the slow ones; WORKERS=3 at a time
-	@$(RUN) pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+test: install ## run the tests, without the long and the slow ones; WORKERS=3 at a time
+	@$(RUN) pytest -m "not long and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-long: install ## run the long tests, many of them of real processes; WORKERS=3 at a time
+	@$(RUN) pytest -m "long and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0 FULL=1
 	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \

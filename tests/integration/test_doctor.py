@@ -181,6 +181,7 @@ def test_a_bus_on_which_the_operator_may_only_read(finished: World) -> None:
     assert "not permitted" in error.sentence
 
 
+@pytest.mark.long
 def test_a_run_under_way_and_what_goes_wrong_with_it(
     own_nats_server: NatsServer, new_world: Callable[..., World]
 ) -> None:
