@@ -48,6 +48,7 @@ from diloco.learner.member import NAMED, Member
 from diloco.learner.placement import put_like
 from diloco.learner.synchronizer import figures_of, scalar_of
 from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
+from diloco.learner.unused import warn_of_unused_accelerators
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"
@@ -341,6 +342,7 @@ def joined(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Learner]:
     """As `join`, for a process that has its own signals and probes."""
+    warn_of_unused_accelerators(config.run.name, member)
     with alive(config, member, asked, runtime, probes) as life:
         life.begin()
         island = Learner(life, asked)
