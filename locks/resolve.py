@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BASE = ROOT / "requirements.lock"
-EXTRAS = ("arrow", "cuda", "tensorboard", "torch", "tpu", "wandb")
+EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "torch", "tpu", "wandb")
 # Programs for tests, each in an environment of its own: they need other versions than ours.
 APART = {"stores": "moto[s3,server]>=5"}
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",

@@ -25,8 +25,9 @@ class RunSection(Section):
         " object names"
     )
     steps: Annotated[int, Field(ge=1, le=STEPS_MAX)] = Field(
-        description="length of the run on its global clock, in inner steps; that with which the run"
-        " was created is also the horizon of the task's schedule"
+        description="length of the run on its global clock, which each version moves by H,"
+        " however many steps went into it; that with which the run was created is also the"
+        " horizon of the task's schedule"
     )
     tokens: Annotated[int, Field(ge=0)] = Field(
         default=0,
