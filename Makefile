@@ -21,6 +21,8 @@ PEER ?=
 TORCH ?=
 HEADLINE ?= runs/headline
 LINK ?= ../shared/tools/wan/netns.py
+KIND ?= cpu
+INTERPRETER ?=
 RUN_UNITS ?= ../shared/tools/systemd-nspawn/run_units.sh
 
 BIN := .venv/bin
@@ -31,7 +33,7 @@ RUN := $(BIN)/python -m
 .DELETE_ON_ERROR:
 .PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
-	attack attack-live bench headline quality quality-large sim terraform lock clean
+	attack attack-live bench headline quality quality-large sim bundle terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -144,6 +146,10 @@ imports: install ## import-linter: who may import whom
 	@$(BIN)/lint-imports --no-logo
 
 check: lint types imports ## lint, types and imports
+
+# INTERPRETER=/usr is a folder with bin/python3.N and lib; without it uv fetches one.
+bundle: install ## make one archive of all that a machine runs; KIND=cpu, cuda or tpu, INTERPRETER=DIR
+	@$(RUN) diloco.infra.bundle --kind $(KIND) $(if $(INTERPRETER),--interpreter $(INTERPRETER)) $(ARGS)
 
 # STANDIN is a stand-in of Google's provider, with which plan and test need no account either.
 terraform: install ## check infra/terraform: fmt, validate, checkov; with STANDIN=... plan and test too
