@@ -13,12 +13,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, StoreError
 from diloco.common.tape import RunContext
+from diloco.figures import curves
+from diloco.figures.curves import Curve, Curves
 from diloco.model.scores import Scorer, kept_losses
 from diloco.model.scores import keep as keep_score
 from diloco.projections.history import Chain, History, in_order, up_to
@@ -285,17 +288,7 @@ def draw(run: str, found: Scored, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    points: Sequence[tuple[int, Moment, float]] = found.points()
-    axes.plot([m.global_step for _, m, _ in points], [loss for _, _, loss in points], ".-")
-    axes.set_xlabel("global step")
-    axes.set_ylabel("held-out loss")
-    axes.set_title(f"{run}: every scored version", fontsize=10)
-    axes.grid(alpha=0.3)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error
+    points = found.points()
+    steps = np.asarray([moment.global_step for _, moment, _ in points])
+    losses = Curve(steps, np.asarray([loss for _, _, loss in points]), form=".-")
+    curves.draw(Curves(f"{run}: every scored version", "held-out loss", [losses]), path)
