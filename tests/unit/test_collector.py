@@ -17,6 +17,7 @@ from diloco.aggregator.core.updates import Merged, Resolved, UpdateId, Waiting
 from diloco.aggregator.recovery import recover
 from diloco.common import names, wire
 from diloco.common.errors import BusUnavailableError, StoreUnavailableError
+from diloco.common.store import MemoryStore
 from diloco.common.tape import data_position
 from diloco.common.views import load_view
 
@@ -286,6 +287,53 @@ def test_what_passes_is_tried_again_and_commits_go_on_meanwhile(run_async, monke
             await collected_to(lab, 4 * SNAPSHOT_EVERY)
 
     run_async(scenario())
+
+
+def test_the_store_is_listed_once_for_all_learners_and_fragments(run_async):
+    async def scenario() -> None:
+        store = Counting()
+        lab = Lab(fragments=2, store=store, replay_window_s=0, enabled=False)
+        await lab.create()
+        async with lab.aggregating():
+            for learner in ("a", "b", "c"):
+                await lab.join(learner)
+            for _ in range(4 * SNAPSHOT_EVERY):
+                await asyncio.gather(lab.send("a", 0), lab.send("b", 1))
+            waiting = lab.upload("c", 0)
+        states = [await begun(lab, fragment) for fragment in range(2)]
+        collectors = [Collector(lab.context, f, lambda f=f: states[f]) for f in range(2)]
+        for collector in collectors:
+            await collector._collect()
+        for sent in ("a", 0), ("b", 1):
+            assert len(lab.objects(names.updates_prefix(RUN, *sent))) <= 2 * SNAPSHOT_EVERY
+        assert waiting.shards[0].name in lab.objects()
+
+        store.listed.clear()
+        for collector in (*collectors, *collectors):
+            await collector._collect()
+        learners = [prefix for prefix in store.listed if "/learner/" in prefix]
+        assert learners == 2 * [names.learners_prefix(RUN)]
+
+    run_async(scenario())
+
+
+class Counting(MemoryStore):
+    """Remembers what was listed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: list[str] = []
+
+    def list(self, prefix: str):
+        self.listed.append(prefix)
+        return super().list(prefix)
+
+
+async def begun(lab: Lab, fragment: int) -> State:
+    """What a machine knows that has read the tape to its end."""
+    record, record_seq = await lab.newest(fragment)
+    state = memory.resume(record, record_seq, lab.context.runtime.clock())
+    return state._replace(known_seq=state.seen_seq)
 
 
 def test_a_bug_in_it_does_not_stop_the_fragment(run_async, monkeypatch):
