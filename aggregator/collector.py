@@ -17,7 +17,8 @@ from typing import NamedTuple
 from diloco.aggregator.context import Context, resumed_since
 from diloco.aggregator.core import garbage, memory
 from diloco.aggregator.core.garbage import Fleet, Ledger, Trim
-from diloco.aggregator.core.state import State, UpdateId
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import log, metrics, names, wire
 from diloco.common.errors import (
     DilocoError,

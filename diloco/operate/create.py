@@ -45,6 +45,7 @@ def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layou
     Raises:
         DilocoError: what is wrong, with what to do.
     """
+    jetstream.check_url(config.bus.url)  # before a large model is made
     if source is not None and not (tasked and config.task.build):
         return create_with(config, _read_safetensors(source))
     settings = config.settings()

@@ -11,7 +11,9 @@ from diloco.aggregator.checkpoint import mark
 from diloco.aggregator.collector import Collector, fleet_of, read_retained
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.garbage import Fleet
-from diloco.aggregator.core.state import Member, State, UpdateId
+from diloco.aggregator.core.members import Member, Members
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import Merged, Resolved, UpdateId, Waiting
 from diloco.aggregator.recovery import recover
 from diloco.common import names, wire
 from diloco.common.errors import BusUnavailableError, StoreUnavailableError
@@ -230,10 +232,13 @@ def test_whatever_the_machine_has_not_committed_is_pending():
     def sent(learner: str, seq: int):
         return SimpleNamespace(manifest=SimpleNamespace(learner=learner, incarnation=4, seq=seq))
 
+    waiting = SimpleNamespace(**vars(sent("a", 1)), fetching=True, passed=True)
+    merged = SimpleNamespace(**vars(sent("a", 2)), announced_at_s=0.0)
     state = State(
-        version=1, record_seq=1, view_digest="", seen_seq=1, marks={},
-        members={"a": Member(4), "b": Member(9, left=True)},
-        pending={"any": sent("a", 1)}, admitted=(sent("a", 2),), rejected=(sent("b", 3),),
+        version=1, record_seq=1, view_digest="", seen_seq=1,
+        members=Members({"a": Member(4), "b": Member(9, left=True)}),
+        pending=Waiting({UpdateId("a", 4, 1): waiting}), admitted=Merged([merged]),
+        rejected=Resolved([sent("b", 3)]),
     )  # fmt: skip
     pending = {UpdateId("a", 4, 1), UpdateId("a", 4, 2), UpdateId("b", 4, 3)}
     assert fleet_of(state) == Fleet({"a": 4, "b": 9}, pending)
