@@ -72,7 +72,7 @@ def failed(about: str, error: DilocoError, runbook: str) -> Finding:
         severity="error",
         about=about,
         sentence=error.message,
-        advice=error.hint or "",
+        advice=(error.hint or "").removesuffix(runbook).rstrip(": "),
         runbook=runbook,
     )
 
