@@ -21,6 +21,8 @@ PEER ?=
 TORCH ?=
 HEADLINE ?= runs/headline
 LINK ?= ../shared/tools/wan/netns.py
+KIND ?= cpu
+INTERPRETER ?=
 RUN_UNITS ?= ../shared/tools/systemd-nspawn/run_units.sh
 
 BIN := .venv/bin
@@ -31,7 +33,7 @@ RUN := $(BIN)/python -m
 .DELETE_ON_ERROR:
 .PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores tpu test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
-	attack attack-live bench headline quality quality-large sim terraform lock clean
+	attack attack-live bench headline quality quality-large sim bundle terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -76,16 +78,16 @@ wheel-test: install ## build wheel and sdist, and try them in an environment out
 	@$(RUN) pytest -m slow tests/wheel $(ARGS)
 
 # TORCH=... is another build of it than the lock's, such as one for the CPU alone.
-test-extras: install ## test what needs torch, TensorBoard and W&B, in .venv-extras; TORCH="torch==..."
+test-extras: install ## test what needs torch, trackers or a notebook, in .venv-extras; TORCH="torch==..."
 	@test -d .venv-extras || $(PYTHON) -m venv .venv-extras
 	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
-		-r requirements.lock -r locks/tensorboard.lock -r locks/wandb.lock \
+		-r requirements.lock -r locks/tensorboard.lock -r locks/wandb.lock -r locks/notebook.lock \
 		$(if $(TORCH),,-r locks/torch.lock)
 	@$(if $(TORCH),.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)")
 	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--no-build-isolation -e .
 	@.venv-extras/bin/python -m pytest tests/integration/test_torch.py tests/integration/test_trackers.py \
-		$(ARGS)
+		tests/integration/test_notebook.py $(ARGS)
 
 # Servers of an environment of their own: moto speaks S3, Azurite (of npm) as Azure does.
 AZURITE = 3.37.0
@@ -154,6 +156,10 @@ imports: install ## import-linter: who may import whom
 	@$(BIN)/lint-imports --no-logo
 
 check: lint types imports ## lint, types and imports
+
+# INTERPRETER=/usr is a folder with bin/python3.N and lib; without it uv fetches one.
+bundle: install ## make one archive of all that a machine runs; KIND=cpu, cuda or tpu, INTERPRETER=DIR
+	@$(RUN) diloco.infra.bundle --kind $(KIND) $(if $(INTERPRETER),--interpreter $(INTERPRETER)) $(ARGS)
 
 # STANDIN is a stand-in of Google's provider, with which plan and test need no account either.
 terraform: install ## check infra/terraform: fmt, validate, checkov; with STANDIN=... plan and test too
