@@ -31,7 +31,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores tpu test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim bundle terraform lock clean
 
@@ -98,6 +98,16 @@ test-stores: install ## test s3:// and az:// against moto and Azurite, in .venv-
 	@npm install --prefix .venv-stores --silent --no-audit --no-fund azurite@$(AZURITE)
 	@DILOCO_TEST_SERVERS=$(CURDIR)/.venv-stores $(RUN) pytest tests/conformance/test_store.py \
 		tests/integration/test_store_buckets.py $(ARGS)
+
+# libtpu compiles without a chip; apart, since JAX looks for one wherever it is installed.
+tpu: install ## compile a learner's programs for TPUs that are not here, in .venv-tpu; ARGS="--preset 125m"
+	@test -d .venv-tpu || $(PYTHON) -m venv .venv-tpu
+	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		-r requirements.lock -r locks/arrow.lock -r locks/tpu.lock
+	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation -e .
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest -n 0 tests/unit/test_topology.py
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m bench.tpu $(ARGS)
 
 # PROMETHEUS is a folder with Debian's prometheus, promtool, prometheus-alertmanager and amtool.
 test-alerts: install ## break runs, and see alerts pass a real Prometheus and Alertmanager; PROMETHEUS=...
