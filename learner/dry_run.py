@@ -4,9 +4,9 @@ The learner's own programs are lowered and compiled from shapes alone, for its m
 step, and what sending and adopting a fragment start. No parameter is allocated, so that a model
 which fills a slice is looked at on a laptop, whose CPU is taken for the slice's devices.
 
-Bytes of arrays are exact for any hardware: the sharding decides them. What programs need besides
-(activations, temporaries, what devices exchange) is what the compiler at hand says; another
-platform's fuses otherwise.
+Bytes of arrays are exact for any hardware: the sharding decides them, but for a TPU's tiles, which
+are counted with the batch. What programs need besides (activations, temporaries, what devices
+exchange) is what the compiler at hand says; another platform's fuses otherwise.
 """
 
 import math
