@@ -327,7 +327,7 @@ async def _examine_run(
     views = await read_heartbeats(context, {join.learner for _, join in history.joins})
     now_s = context.runtime.clock()
     report.account = found.account
-    report.findings = [*in_force(report.findings, history)]
+    report.findings[:] = [*in_force(report.findings, history)]
     report.findings += [
         *symptoms.aggregator_clocks(history),
         *members.learners(history, views, now_s, copied=copied),
