@@ -29,7 +29,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-stores test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-stores test-models test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim terraform lock clean
 
@@ -93,6 +93,15 @@ test-stores: install ## test s3:// and az:// against moto and Azurite, in .venv-
 	@npm install --prefix .venv-stores --silent --no-audit --no-fund azurite@$(AZURITE)
 	@DILOCO_TEST_SERVERS=$(CURDIR)/.venv-stores $(RUN) pytest tests/conformance/test_store.py \
 		tests/integration/test_store_buckets.py $(ARGS)
+
+# The oracle is transformers, in an environment that has nothing of the project.
+test-models: install ## hold models against transformers, in .venv-models; TORCH="torch==..." as test-extras
+	@test -d .venv-models || $(PYTHON) -m venv .venv-models
+	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		-r locks/oracle.lock
+	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
+		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
+	@DILOCO_TEST_ORACLE=$(CURDIR)/.venv-models/bin/python $(RUN) pytest -rs tests/models $(ARGS)
 
 # PROMETHEUS is a folder with Debian's prometheus, promtool, prometheus-alertmanager and amtool.
 test-alerts: install ## break runs, and see alerts pass a real Prometheus and Alertmanager; PROMETHEUS=...
