@@ -21,6 +21,8 @@ PEER ?=
 TORCH ?=
 HEADLINE ?= runs/headline
 LINK ?= ../shared/tools/wan/netns.py
+KIND ?= cpu
+INTERPRETER ?=
 RUN_UNITS ?= ../shared/tools/systemd-nspawn/run_units.sh
 
 BIN := .venv/bin
@@ -29,14 +31,14 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test wheel-test test-slow test-browser picture test-extras test-stores test-models test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-models tpu test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
-	attack attack-live bench headline quality quality-large sim terraform lock clean
+	attack attack-live bench headline quality quality-large sim bundle terraform lock clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo '  ARGS="..." is passed on by demo, test, test-slow, chaos, fuzz, mutants, sim, bench and lock;'
+	@echo '  ARGS="..." is passed on by demo, test, test-long, test-slow, chaos, fuzz, mutants, sim, bench and lock;'
 	@echo '  PYTHON=... chooses the interpreter of install.'
 
 install: $(STAMP) ## make .venv with the pinned packages and the diloco command
@@ -61,8 +63,11 @@ $(STAMP): requirements.lock locks/arrow.lock pyproject.toml
 demo: install ## train with four learners and an aggregator on this machine
 	@$(BIN)/diloco local $(ARGS)
 
-test: install ## run the tests, without the slow ones; WORKERS=3 at a time
-	@$(RUN) pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+test: install ## run the tests, without the long and the slow ones; WORKERS=3 at a time
+	@$(RUN) pytest -m "not long and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-long: install ## run the long tests, many of them of real processes; WORKERS=3 at a time
+	@$(RUN) pytest -m "long and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 sim: install ## simulate; SEEDS=200 MINUTES=2 LEARNERS=4 FRAGMENTS=2 INTENSITY=1 FIRST=0 FULL=1
 	@$(BIN)/python tests/sim/run_sim.py --seeds $(SEEDS) --first $(FIRST) --minutes $(MINUTES) \
@@ -73,16 +78,16 @@ wheel-test: install ## build wheel and sdist, and try them in an environment out
 	@$(RUN) pytest -m slow tests/wheel $(ARGS)
 
 # TORCH=... is another build of it than the lock's, such as one for the CPU alone.
-test-extras: install ## test what needs torch, TensorBoard and W&B, in .venv-extras; TORCH="torch==..."
+test-extras: install ## test what needs torch, trackers or a notebook, in .venv-extras; TORCH="torch==..."
 	@test -d .venv-extras || $(PYTHON) -m venv .venv-extras
 	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
-		-r requirements.lock -r locks/tensorboard.lock -r locks/wandb.lock \
+		-r requirements.lock -r locks/tensorboard.lock -r locks/wandb.lock -r locks/notebook.lock \
 		$(if $(TORCH),,-r locks/torch.lock)
 	@$(if $(TORCH),.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)")
 	@.venv-extras/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--no-build-isolation -e .
 	@.venv-extras/bin/python -m pytest tests/integration/test_torch.py tests/integration/test_trackers.py \
-		$(ARGS)
+		tests/integration/test_notebook.py $(ARGS)
 
 # Servers of an environment of their own: moto speaks S3, Azurite (of npm) as Azure does.
 AZURITE = 3.37.0
@@ -102,6 +107,16 @@ test-models: install ## hold models against transformers, in .venv-models; TORCH
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
 		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
 	@DILOCO_TEST_ORACLE=$(CURDIR)/.venv-models/bin/python $(RUN) pytest -rs tests/models $(ARGS)
+
+# libtpu compiles without a chip; apart, since JAX looks for one wherever it is installed.
+tpu: install ## compile a learner's programs for TPUs that are not here, in .venv-tpu; ARGS="--preset 125m"
+	@test -d .venv-tpu || $(PYTHON) -m venv .venv-tpu
+	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		-r requirements.lock -r locks/arrow.lock -r locks/tpu.lock
+	@.venv-tpu/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation -e .
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest -n 0 tests/unit/test_topology.py
+	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m bench.tpu $(ARGS)
 
 # PROMETHEUS is a folder with Debian's prometheus, promtool, prometheus-alertmanager and amtool.
 test-alerts: install ## break runs, and see alerts pass a real Prometheus and Alertmanager; PROMETHEUS=...
@@ -150,6 +165,10 @@ imports: install ## import-linter: who may import whom
 	@$(BIN)/lint-imports --no-logo
 
 check: lint types imports ## lint, types and imports
+
+# INTERPRETER=/usr is a folder with bin/python3.N and lib; without it uv fetches one.
+bundle: install ## make one archive of all that a machine runs; KIND=cpu, cuda or tpu, INTERPRETER=DIR
+	@$(RUN) diloco.infra.bundle --kind $(KIND) $(if $(INTERPRETER),--interpreter $(INTERPRETER)) $(ARGS)
 
 # STANDIN is a stand-in of Google's provider, with which plan and test need no account either.
 terraform: install ## check infra/terraform: fmt, validate, checkov; with STANDIN=... plan and test too

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from diloco.aggregator.context import Context, resumed_since
 from diloco.aggregator.core import garbage, memory
 from diloco.aggregator.core.garbage import Fleet, Ledger, Trim
-from diloco.aggregator.core.state import State, UpdateId
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import log, metrics, names, wire
 from diloco.common.errors import (
     DilocoError,
@@ -25,7 +26,7 @@ from diloco.common.errors import (
     ObjectMissingError,
     WireError,
 )
-from diloco.common.store import ObjectInfo, ObjectStore
+from diloco.common.store import ObjectInfo
 from diloco.common.tape import RunContext, decode_as, last_record, records_of
 
 # Deleted by one call off the event loop.
@@ -74,20 +75,25 @@ class Collector:
 
     async def work(self) -> None:
         """Collect after each `wake`, for ever; what goes wrong is logged and tried again."""
-        while True:
-            await self._woken.wait()
-            self._woken.clear()
-            if not self._context.gc.enabled:
-                continue
-            try:
-                await self._context.runtime.retry(
-                    "collecting garbage", self._collect, logger=self._logger
-                )
-            except DilocoError as error:
-                self._logger.warning("not_collected", error=error.message, hint=error.hint)
-            except Exception:
-                # A bug here may cost space, not the fragment.
-                self._logger.exception("collection_failed")
+        try:
+            while True:
+                await self._woken.wait()
+                self._woken.clear()
+                if self._context.gc.enabled:
+                    await self._try()
+        finally:
+            self._context.shard_listing.forget(self._fragment)
+
+    async def _try(self) -> None:
+        try:
+            await self._context.runtime.retry(
+                "collecting garbage", self._collect, logger=self._logger
+            )
+        except DilocoError as error:
+            self._logger.warning("not_collected", error=error.message, hint=error.hint)
+        except Exception:
+            # A bug here may cost space, not the fragment.
+            self._logger.exception("collection_failed")
 
     async def _collect(self) -> None:
         context, began_s = self._context, self._context.runtime.clock()
@@ -96,9 +102,7 @@ class Collector:
         if state is None or state.storing is not None or not memory.has_met_all(state):
             return  # It would know of a new life, and not yet what the one before has announced.
         fleet = fleet_of(state)
-        found = await context.runtime.call(
-            list_fragment, context.store, context.run, self._fragment, [*fleet.lives]
-        )
+        found = await self._list()
         last_seq = await context.bus.last_sequence(context.tape)
         retained = await read_retained(context, context.gc.keep_checkpoints, self._logger)
         await read_on(context, self._ledger)
@@ -131,6 +135,14 @@ class Collector:
             took_s=round(context.runtime.clock() - began_s, 3),
         )
 
+    async def _list(self) -> list[ObjectInfo]:
+        """The fragment's objects, and its shards."""
+        context, prefix = self._context, names.fragment_prefix(self._context.run, self._fragment)
+        stored = await context.runtime.call(context.store.list, prefix)
+        return stored + await context.shard_listing.of(
+            self._fragment, context.run, context.store, context.runtime
+        )
+
 
 def fleet_of(state: State) -> Fleet:
     """Who may still announce what, as the machine knows it."""
@@ -142,20 +154,6 @@ def fleet_of(state: State) -> Fleet:
     pending = {UpdateId(sent.learner, sent.incarnation, sent.seq) for sent in manifests}
     lives = {learner: member.incarnation for learner, member in state.members.items()}
     return Fleet(lives, pending)
-
-
-def list_fragment(
-    store: ObjectStore, run: str, fragment: int, learners: Iterable[str]
-) -> list[ObjectInfo]:
-    """A fragment's objects, and these learners' shards of it; blocks.
-
-    Raises:
-        StoreError: the store cannot be listed.
-    """
-    found = store.list(names.fragment_prefix(run, fragment))
-    for learner in learners:
-        found += store.list(names.updates_prefix(run, learner, fragment))
-    return found
 
 
 async def read_retained(context: RunContext, keep: int, logger: log.Logger) -> RetainedCheckpoints:

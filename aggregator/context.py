@@ -6,6 +6,7 @@ Objects go to names that hold their content; messages that commit go by compare-
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from diloco.aggregator.shard_listing import ShardListing
 from diloco.common import log, metrics, names, shards, wire
 from diloco.common.config import AggregatorSection, GcSection
 from diloco.common.errors import RunMismatchError
@@ -26,6 +27,7 @@ class Context(RunContext):
     `share_expiry_s`: silence after which others get a learner's shares of the data.
     `arithmetic`: what arrays are calculated with; None for production's. That loads JAX where it is
     used, and not here: operators' commands have a context too.
+    `shard_listing`: what the collectors of all its fragments list.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Context(RunContext):
     arithmetic: "Arithmetic | None" = None
     metrics: Metrics = field(default_factory=Metrics)
     health: Health = field(default_factory=Health)
+    shard_listing: ShardListing = field(default_factory=ShardListing)
 
 
 def resumed_since(context: RunContext, epoch: int) -> RunMismatchError:

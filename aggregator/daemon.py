@@ -222,7 +222,9 @@ async def _begin(
 ) -> Context:
     """Connect, read the run, prove the store; waits for whoever does not answer."""
     probes.health.begin_phase("connecting to NATS")
-    bus = await jetstream.connect_or_wait(config.bus, config.aggregator.name, runtime, logger)
+    bus = await jetstream.connect_or_wait(
+        config.bus, "aggregator", config.aggregator.name, runtime, logger
+    )
     try:
         probes.health.begin_phase("reading the run")
         store, layout, epoch = await runtime.retry(

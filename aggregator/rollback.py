@@ -48,7 +48,9 @@ async def _find_version(context: RunContext, fragment: int, version: int) -> Rec
     raise ConfigError(
         f"fragment {fragment}: there is no record of version {version} on the tape, "
         f"which has {oldest} to {newest}",
-        hint="choose a later version; garbage collection keeps gc.replay_window_s",
+        hint="choose a later version; garbage collection keeps gc.replay_window_s"
+        if version < oldest
+        else "choose a version of these",
     )
 
 

@@ -10,7 +10,7 @@ from diloco.common import names, wire
 from diloco.common.config import RunSettings, changes, check_changeable
 from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
 from diloco.common.layout import next_step
-from diloco.common.tape import effective_settings, last_record
+from diloco.common.tape import RunContext, effective_settings, last_record
 
 
 async def change_settings(
@@ -29,15 +29,13 @@ async def change_settings(
         ConfigError: a difference that no run can take while it goes on, or a length that is over.
         RunMismatchError: the run has stopped, or somebody else has just changed its settings.
     """
-    await check_goes_on(context)
     before, before_seq = await effective_settings(context)
     if based_on is not None and based_on != before_seq:
         raise _changed_meanwhile(context)
-    check_changeable(context.settings, settings)
+    await check_change(context, before, settings)
     changed = changes(before, settings)
     if not changed:
         return []
-    await _check_length(context, before, settings)
     message = wire.Settings(
         run=context.run,
         settings=settings.model_dump(),
@@ -52,6 +50,18 @@ async def change_settings(
     return changed
 
 
+async def check_change(context: RunContext, before: RunSettings, after: RunSettings) -> None:
+    """Refuse what a run cannot take as it stands; `before` is what is in force.
+
+    Raises:
+        ConfigError: a difference that no run can take while it goes on, or a length that is over.
+        RunMismatchError: the run has stopped.
+    """
+    await check_goes_on(context)
+    check_changeable(context.settings, after)
+    await _check_length(context, before, after)
+
+
 def _changed_meanwhile(context: Context) -> RunMismatchError:
     return RunMismatchError(
         f"the settings of run {context.run!r} have just been changed by another operator",
@@ -59,7 +69,7 @@ def _changed_meanwhile(context: Context) -> RunMismatchError:
     )
 
 
-async def _check_length(context: Context, before: RunSettings, after: RunSettings) -> None:
+async def _check_length(context: RunContext, before: RunSettings, after: RunSettings) -> None:
     """Refuse a length that the run has passed: its clock would have to go back.
 
     Raises:
@@ -95,7 +105,7 @@ async def end_run(context: Context, reason: str) -> int:
     return step
 
 
-async def check_goes_on(context: Context) -> None:
+async def check_goes_on(context: RunContext) -> None:
     """Refuse what only a run that has not stopped can take.
 
     Raises:

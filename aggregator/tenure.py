@@ -23,7 +23,8 @@ from diloco.aggregator.core.effects import (
     OpenRound,
 )
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import Quarantine, UpdateId, update_id
+from diloco.aggregator.core.state import Quarantine
+from diloco.aggregator.core.updates import UpdateId, update_id
 from diloco.aggregator.fetcher import Fetcher
 from diloco.aggregator.last_update import LastUpdate
 from diloco.aggregator.quarantine import quarantine

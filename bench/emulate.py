@@ -30,7 +30,8 @@ from diloco.aggregator.arrays.fragment import FragmentArrays, Payload
 from diloco.aggregator.conductor import Newest, stop_reason
 from diloco.aggregator.core import events, machine, memory, policy, rounds
 from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch, Ignored, Merge, OpenRound
-from diloco.aggregator.core.state import State, UpdateId
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import cores, names, shards, slices, wire
 from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
@@ -419,9 +420,6 @@ class World:
             record_seq=self.next_seq(),
             view_digest=shards.digest(view),
             seen_seq=0,
-            members={},
-            marks={},
-            pending={},
         )
         rules = policy.fragment_rules(settings, layout, fragment)
         arrays = FragmentArrays.from_view(settings, layout, fragment, view, cores.available())

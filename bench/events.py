@@ -1,7 +1,8 @@
 """Events per second of the aggregator's core alone: `python -m bench.events`.
 
-Sixteen learners in step; each round is 16 manifests, 16 verified payloads, now and then a liveness
-change, and a commit. No IO, no arrays, no decoding: what is left is the machine itself.
+Sixteen learners in step; each round is 16 manifests, 16 verified payloads and a commit. No IO, no
+arrays, no decoding: what is left is the machine itself. A second table has larger fleets: a
+version's cost should grow as they do, and no faster.
 """
 
 import cProfile
@@ -12,7 +13,8 @@ from typing import NamedTuple
 
 from diloco.aggregator.core import events, machine, policy
 from diloco.aggregator.core.effects import Fetch
-from diloco.aggregator.core.state import State, UpdateId
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import make_config
 from diloco.common.layout import Tensor, make_layout
@@ -23,6 +25,7 @@ BLOCK = 64
 ROUNDS = 400
 REPEATS = 5
 FLOOR_EVENTS_PER_S = 50_000
+FLEETS = (16, 128, 1000, 4000)
 
 
 class Measured(NamedTuple):
@@ -90,10 +93,10 @@ def play(rules: policy.FragmentRules, manifests: list[list[wire.Manifest]]) -> M
     state = beginning()
     count = 0
     began_s = time.process_time()
-    for learner in range(LEARNERS):
+    for learner in range(len(manifests[0])):
         state, _ = machine.step(rules, state, events.Joined(1.0, learner + 1, f"learner-{learner}"))
         count += 1
-    stream_seq = LEARNERS
+    stream_seq = count
     for number, sent in enumerate(manifests, start=1):
         now_s = number * 24.0
         waiting: list[UpdateId] = []
@@ -123,22 +126,21 @@ def beginning() -> State:
         record_seq=1,
         view_digest=f"{0:032x}",
         seen_seq=0,
-        members={},
-        marks={},
-        pending={},
     )
 
 
-def fleet(rules: policy.FragmentRules) -> list[list[wire.Manifest]]:
+def fleet(
+    rules: policy.FragmentRules, learners: int = LEARNERS, rounds: int = ROUNDS
+) -> list[list[wire.Manifest]]:
     """The manifests of each round."""
     return [
-        [manifest(rules, learner, number, number - 1) for learner in range(LEARNERS)]
-        for number in range(1, ROUNDS + 1)
+        [manifest(rules, learner, number, number - 1) for learner in range(learners)]
+        for number in range(1, rounds + 1)
     ]
 
 
 def main() -> None:
-    """Print one table; `--profile` shows where the time goes."""
+    """Print the tables; `--profile` shows where the time goes."""
     print(f"{'updates of':>12} {'events':>8} {'events/s':>10} {'us/event':>9}  floor")
     for label, shard_elements in (("1 shard", 1 << 26), ("16 shards", 1 << 20)):
         rules = make_rules(shard_elements)
@@ -147,8 +149,17 @@ def main() -> None:
         rate = best.events / best.seconds
         verdict = "ok" if rate >= FLOOR_EVENTS_PER_S else f"below {FLOOR_EVENTS_PER_S:,}"
         print(f"{label:>12} {best.events:>8} {rate:>10,.0f} {1e6 / rate:>9.1f}  {verdict}")
+    rules = make_rules(1 << 26)
+    print(f"\n{'learners':>12} {'ms/version':>10} {'us/event':>9} {'of 16':>6}")
+    first = 0.0
+    for learners in FLEETS:
+        manifests = fleet(rules, learners, 3)
+        best = min((play(rules, manifests) for _ in range(3)), key=lambda run: run.seconds)
+        each = best.seconds / best.events
+        first = first or each
+        version = best.seconds / len(manifests)
+        print(f"{learners:>12} {1e3 * version:>10.1f} {1e6 * each:>9.1f} {each / first:>6.2f}")
     if "--profile" in sys.argv:
-        rules = make_rules(1 << 26)
         manifests = fleet(rules)
         profile = cProfile.Profile()
         profile.runcall(play, rules, manifests)

@@ -17,7 +17,7 @@ from unittest import mock
 from bench import sweep
 from bench.cases import Case, Fleet, Kind
 from diloco.aggregator.core import rounds
-from diloco.aggregator.core.state import State, contributors
+from diloco.aggregator.core.state import State
 
 
 class Rounds:
@@ -29,7 +29,7 @@ class Rounds:
 
     def step_share(self, state: State, *, participation: bool) -> float:
         """As `rounds.step_share`; without the rule, a whole step for whoever is alone."""
-        self.held.append(len(contributors(state)))
+        self.held.append(len(state.admitted.senders))
         return rounds.share(state) if participation or (self._shares and self.alone) else 1.0
 
     @property

@@ -305,7 +305,7 @@ def _check(leaves: tuple[Tensor, ...]) -> None:
     if empty:
         raise ConfigError(
             f"parameters without elements cannot be synchronized: {', '.join(empty)}",
-            hint="remove them from what the task's init returns",
+            hint="remove them from the parameters",
         )
 
 

@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ STDOUT = 1
 STDERR = 2
 # At its end, a process waits so long for what was written last.
 LAST_WORDS_S = 2.0
+# Loaded by nobody but the process of a notebook, whose standard error is no terminal.
+NOTEBOOK = "ipykernel.kernelapp"
 
 ERROR = "<3>"
 # As in sd-daemon(3).
@@ -40,6 +42,27 @@ PRIORITIES = {"critical": "<2>", "error": ERROR, "warning": "<4>", "info": "<6>"
 
 def configure(level: str = "info") -> None:
     """Send this process's logs to standard error as JSON lines, or as lines for a terminal."""
+    _to_stderr(level)
+    warnings.showwarning = _show_warning
+
+
+@contextlib.contextmanager
+def within_anothers_program() -> Iterator[None]:
+    """The same lines while a program of the user's own calls us, unless it configures structlog.
+
+    Else structlog prints all, with what is for developers, among what the program itself prints.
+    """
+    if structlog.is_configured():
+        yield
+        return
+    _to_stderr("info")
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+
+
+def _to_stderr(level: str) -> None:
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -54,7 +77,6 @@ def configure(level: str = "info") -> None:
         ),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
     )
-    warnings.showwarning = _show_warning
 
 
 def _renderer() -> Callable[..., str | bytes]:
@@ -64,9 +86,9 @@ def _renderer() -> Callable[..., str | bytes]:
 
 
 def on_terminal() -> bool:
-    """Whether this process's log is read by somebody as it comes."""
+    """Whether this process's log is read by somebody as it comes: on a terminal, in a notebook."""
     try:
-        return sys.stderr.isatty()
+        return sys.stderr.isatty() or NOTEBOOK in sys.modules
     except ValueError:  # It is closed.
         return False
 

@@ -6,7 +6,7 @@ Each room declares its commands in `command.py` and loads what they need when th
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -93,16 +93,28 @@ def main() -> None:
     try:
         app()
     except DilocoError as error:
-        from diloco.cli.failing import tell_failure
-
-        tell_failure(error)
-        sys.exit(error.status)
+        _fail(error)
     except BrokenPipeError:
         # Who read the output, such as `head`, has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
         sys.exit(Exit.FAILED)
     except Exception as error:  # noqa: BLE001 - a bug: told with its trace
-        from diloco.cli.failing import tell_bug
+        from diloco.cli.failing import full_output, tell_bug
 
+        if (failure := full_output(error)) is not None:
+            _silence()
+            _fail(failure)
         tell_bug(error)
         sys.exit(Exit.FAILED)
+
+
+def _fail(error: DilocoError) -> NoReturn:
+    from diloco.cli.failing import tell_failure
+
+    tell_failure(error)
+    sys.exit(error.status)
+
+
+def _silence() -> None:
+    """What is still to be written to standard output goes nowhere: it takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

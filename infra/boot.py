@@ -2,105 +2,51 @@
 """What a machine of infra/terraform runs at each boot, as root: from an empty disk to units.
 
 It needs no more than Python 3.10 and a service account. The instance's metadata say what to do
-(`Parameters`), and hold no secret: secrets come from Secret Manager into files of mode 0600. All
-steps may be repeated; what is there already stays. Run it again on a machine that is up, for new
-secrets, configuration or a new release: google_metadata_script_runner startup.
+(`Parameters`), and hold no secret: secrets come from Secret Manager into files of mode 0600.
+Programs come in one bundle of the bucket (infra/bundle.py), and from nowhere else. All steps may be
+repeated; what is there already stays. Run it again on a machine that is up, for new secrets,
+configuration or a new release: google_metadata_script_runner startup.
 
 Files on the machine:
-    /opt/diloco             link to the virtual environment of the newest release
+    /opt/diloco             link to the release that is used, /opt/diloco-DIGEST
+    /opt/diloco-before      link to the one before, to which it goes back
     /etc/diloco/run.toml    and other files of the bucket of configurations
     /etc/diloco/credentials/NAME.toml, /etc/nats/tls/NAME.key   secrets
     /var/lib/nats/jetstream   on a NATS server: the disk of the streams
-    /usr/local/lib/diloco/boot.py   on a learner's: this program, which answers health checks
+    /usr/local/lib/diloco   this program, by infra/terraform/startup.py.tftpl at each boot
 """
 
-import base64
-import hashlib
-import json
-import os
-import shutil
-import subprocess
 import sys
 import time
 import traceback
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/"
-STORAGE = "https://storage.googleapis.com/storage/v1/"
-SECRETS = "https://secretmanager.googleapis.com/v1/"
-# Older ones cannot run the project; for those uv brings one.
-_PYTHONS = ("python3.13", "python3.12", "python3.11")
-_BROUGHT = "3.12"
+from diloco.infra.beside import ACCELERATORS, KEEPER, LIVEZ, LOGS, UNITS
+from diloco.infra.cloud import Google
+from diloco.infra.ended import DROP_IN
+from diloco.infra.release import Refused, Releases, Run, run_command, say, write
+
 _AGAIN_S = 60.0
-# Of the release: what the user's task needs besides, with hashes.
-TASKS = "locks/task.lock"
-# Where Google's health checks ask whether the machine lives, as infra/terraform has it. Its daemon
-# is not asked: it may compile, wait, have failed or ended, and a new machine helps none of that.
-LIVEZ_PORT = 9463
-LIVEZ = "diloco-livez.service"
-_OWN = "/usr/local/lib/diloco/boot.py"
-_LIVEZ_UNIT = f"""[Unit]
-Description=Answers health checks of this machine
-
-[Service]
-ExecStart=/usr/bin/python3 {_OWN} livez
-Restart=always
-RestartSec=5
-OOMScoreAdjust=-500
-
-DynamicUser=yes
-NoNewPrivileges=yes
-CapabilityBoundingSet=
-ProtectSystem=strict
-ProtectHome=yes
-ProtectKernelTunables=yes
-ProtectKernelModules=yes
-ProtectKernelLogs=yes
-ProtectControlGroups=yes
-ProtectClock=yes
-ProtectHostname=yes
-ProtectProc=invisible
-ProcSubset=pid
-PrivateTmp=yes
-PrivateDevices=yes
-PrivateUsers=yes
-RestrictNamespaces=yes
-RestrictRealtime=yes
-LockPersonality=yes
-MemoryDenyWriteExecute=yes
-MemoryMax=256M
-SystemCallArchitectures=native
-SystemCallFilter=@system-service
-SystemCallFilter=~@privileged @resources
-SystemCallErrorNumber=EPERM
-RestrictAddressFamilies=AF_INET AF_INET6
-
-[Install]
-WantedBy=multi-user.target
-"""
-
-Run = Callable[[Sequence[str]], str]
+# Beside logs.
+_BESIDE = {"learner": (LIVEZ,), "keeper": (KEEPER,)}
 
 
 class Parameters(NamedTuple):
     """The metadata attribute `diloco`, written by Terraform.
 
     Attributes:
-        role: "nats", "aggregator" or "learner".
+        role: "nats", "aggregator", "learner", or "keeper", which has no release.
         name: of the server, aggregator or learner.
         bucket: holds the release and the files.
-        release: {"object": name, "sha256": hexadecimal digest}.
+        release: {"object": name, "sha256": hexadecimal digest} of the bundle.
         files: path -> object.
         secrets: path -> resource name of a secret's version.
         environment: what the unit's environment file holds.
         units: what is enabled and started.
-        accelerator: whether JAX needs its part for TPUs.
+        kind: of the bundle: "cpu", "cuda" or "tpu".
+        groups: of learners, for the keeper: `keeper.Wanted` each.
         disk: {"device": of the streams, "folder": where they are}; None: no disk of its own.
     """
 
@@ -112,40 +58,9 @@ class Parameters(NamedTuple):
     secrets: Mapping[str, str]
     environment: Mapping[str, str]
     units: Sequence[str]
-    accelerator: bool
+    kind: str
+    groups: Sequence[Mapping[str, object]] = ()
     disk: Mapping[str, str] | None = None
-
-
-class Google:
-    """What the machine's service account reads of Google Cloud."""
-
-    def __init__(
-        self, metadata: str = METADATA, storage: str = STORAGE, secrets: str = SECRETS
-    ) -> None:
-        self._metadata = metadata
-        self._storage = storage
-        self._secrets = secrets
-
-    def parameters(self) -> Parameters:
-        """What this machine is to be."""
-        return Parameters(**json.loads(self._about_me("attributes/diloco")))
-
-    def object(self, bucket: str, name: str) -> bytes:
-        """The bytes of an object."""
-        quoted = urllib.parse.quote(name, safe="")
-        return self._get(f"{self._storage}b/{bucket}/o/{quoted}?alt=media")
-
-    def secret(self, version: str) -> bytes:
-        """The bytes of a secret."""
-        answer = json.loads(self._get(f"{self._secrets}{version}:access"))
-        return base64.b64decode(answer["payload"]["data"])
-
-    def _get(self, url: str) -> bytes:
-        token = json.loads(self._about_me("service-accounts/default/token"))["access_token"]
-        return _fetch(url, {"Authorization": f"Bearer {token}"})
-
-    def _about_me(self, path: str) -> bytes:
-        return _fetch(self._metadata + path, {"Metadata-Flavor": "Google"})
 
 
 class Boot:
@@ -161,96 +76,74 @@ class Boot:
         self._google = google
         self._run = run
         self._root = root
+        self._releases = Releases(run, root / "opt")
 
-    def boot(self) -> None:
-        """All steps, in an order that starts nothing before what it needs is there."""
-        parameters = self._google.parameters()
-        _say(f"{parameters.role} {parameters.name}: release {parameters.release['object']}")
+    def boot(self) -> bool:
+        """All steps, in an order that starts nothing before what it needs is there.
+
+        Returns:
+            Whether the machine runs the release that it was told, and not the one before.
+        """
+        parameters = Parameters(**self._google.parameters())
+        say(
+            f"{parameters.role} {parameters.name}: {parameters.release.get('object', 'no release')}"
+        )
+        self.start_beside(LOGS, *_BESIDE.get(parameters.role, ()))
+        if parameters.role == "keeper":
+            return True
         if parameters.role == "learner":
-            self.answer_health_checks()
-        released = self._install(parameters)
-        programs = str(self._root / "opt/diloco/bin")
-        # Who has edited a unit here finds the text beside it; nobody is there to be asked.
-        self._run([f"{programs}/diloco", "install-units", "--programs", programs, "--overwrite"])
-        self._run(["systemd-sysusers"])
+            self._prepare(parameters.kind)
+        before = self._releases.used
+        home = self._fetch(parameters, before)
+        self._releases.install(home)
         if parameters.disk:
             self._mount(parameters.disk["device"], self._at(parameters.disk["folder"]))
-        self._run(["systemctl", "daemon-reload"])
         changed = self._write_files(parameters)
         if parameters.role == "nats":
             self._own()
-        self._start(parameters, released, changed)
-        _say("done")
+        self._start(parameters, home != before, changed)
+        home = self._releases.settle(home, before, parameters.units)
+        return home == self._releases.home(parameters.release["sha256"])
 
-    def answer_health_checks(self) -> None:
-        """Have the machine say that it lives, before and whatever else happens on it."""
-        write(self._at(_OWN), Path(__file__).read_bytes(), 0o644)
-        write(self._root / "etc/systemd/system" / LIVEZ, _LIVEZ_UNIT.encode(), 0o644)
+    def start_beside(self, *units: str) -> None:
+        """Have the machine say that it lives and what it does, whatever else happens on it."""
+        for unit in units:
+            write(self._root / "etc/systemd/system" / unit, UNITS[unit].encode(), 0o644)
         self._run(["systemctl", "daemon-reload"])
-        self._run(["systemctl", "enable", "--now", LIVEZ])
+        self._run(["systemctl", "enable", "--now", *units])
+
+    def _prepare(self, kind: str) -> None:
+        """What a learner's unit has on such a machine beside what it has everywhere."""
+        drop_in = self._root / "etc/systemd/system/diloco-learner@.service.d/40-ended.conf"
+        write(drop_in, DROP_IN.encode(), 0o644)
+        if kind == "tpu":
+            for path, text in ACCELERATORS.items():
+                write(self._root / path, text.encode(), 0o644)
+            self._run(["systemd-sysusers"])
+            self._run(["udevadm", "control", "--reload"])
+            self._run(["udevadm", "trigger", "--settle", "-s", "vfio", "-s", "accel"])
 
     # The release
 
-    def _install(self, parameters: Parameters) -> bool:
-        """Make the release's environment; whether it is another than before."""
+    def _fetch(self, parameters: Parameters, before: Path | None) -> Path:
+        """The release that the machine is told, or the one before where that cannot be used."""
         digest = parameters.release["sha256"]
-        home = self._root / f"opt/diloco-{digest[:16]}"
-        link = self._root / "opt/diloco"
-        if not (home / "complete").exists():
-            shutil.rmtree(home, ignore_errors=True)
-            source = self._unpack(parameters, home)
-            self._make_environment(home, source, parameters.accelerator)
-            (home / "complete").touch()
-        if link.is_symlink() and link.readlink() == Path(home.name):
-            return False
-        part = link.with_name("diloco.part")
-        part.unlink(missing_ok=True)
-        part.symlink_to(home.name)
-        part.replace(link)
-        return True
-
-    def _unpack(self, parameters: Parameters, home: Path) -> Path:
-        data = self._google.object(parameters.bucket, parameters.release["object"])
-        found = hashlib.sha256(data).hexdigest()
-        if found != parameters.release["sha256"]:
-            raise ValueError(f"{parameters.release['object']} has sha256 {found}")
-        source = home / "source"
-        source.mkdir(parents=True)
-        archive = home / "release.tar.gz"
-        archive.write_bytes(data)
-        self._run(["tar", "-xzf", str(archive), "-C", str(source), "--strip-components=1"])
-        archive.unlink()
-        return source
-
-    def _make_environment(self, home: Path, source: Path, accelerator: bool) -> None:
-        self._run(["apt-get", "update"])
-        self._run(["apt-get", "install", "-y", "--no-install-recommends", "python3-venv"])
-        pip = [str(home / "bin/python"), "-m", "pip", "install", "--quiet"]
-        self._run([self._python(source), "-m", "venv", str(home)])
-        self._run([*pip, "--require-hashes", "-r", str(source / "requirements.lock")])
-        self._run([*pip, "--no-deps", "--no-build-isolation", str(source)])
-        if accelerator:
-            self._run([*pip, "--require-hashes", "-r", str(source / "locks/tpu.lock")])
-        if (source / TASKS).exists():
-            self._run([*pip, "--require-hashes", "-r", str(source / TASKS)])
-
-    def _python(self, source: Path) -> str:
-        """A Python that can run the project; where the system has none, uv fetches one."""
-        for name in _PYTHONS:
-            if shutil.which(name):
-                return name
-        home = self._root / "opt/diloco-python"
-        if not (home / "bin/uv").exists():
-            pin = self._root / "opt/diloco-uv.txt"
-            pin.write_text(pinned(source / "requirements.lock", "uv").text)
-            self._run(["python3", "-m", "venv", str(home)])
-            pip = [str(home / "bin/python"), "-m", "pip", "install", "--quiet"]
-            self._run([*pip, "--require-hashes", "-r", str(pin)])
-        uv = [str(home / "bin/uv"), "python"]
-        place = ["--install-dir", str(home / "pythons")]
-        self._run([*uv, "install", *place, "--no-bin", _BROUGHT])
-        found = sorted((home / "pythons").glob(f"cpython-{_BROUGHT}.*/bin/python{_BROUGHT}"))
-        return str(found[-1])
+        home = self._releases.home(digest)
+        if home.exists():
+            return home
+        archive = self._releases.archive(digest)
+        try:
+            found = self._google.save(parameters.bucket, parameters.release["object"], archive)
+            if found != digest:
+                raise Refused(f"{parameters.release['object']} has sha256 {found}")
+            return self._releases.unpack(archive, digest, parameters.kind)
+        except Refused as error:
+            say(f"refused: {error}")
+            if before is None:
+                raise
+            return before
+        finally:
+            archive.unlink(missing_ok=True)
 
     # The disk
 
@@ -269,6 +162,7 @@ class Boot:
         # Without its disk a server would begin an empty store in the folder below.
         unit = self._root / "etc/systemd/system/nats-server.service.d/10-streams.conf"
         write(unit, f"[Unit]\nRequiresMountsFor={folder}\n".encode(), 0o644)
+        self._run(["systemctl", "daemon-reload"])
         self._run(["sh", "-c", f"mountpoint -q {folder} || mount {folder}"])
 
     def _own(self) -> None:
@@ -317,94 +211,17 @@ class Boot:
             self._run(["systemctl", verb, "--no-block", *units])
 
 
-class Pin(NamedTuple):
-    """A package of a requirements file with hashes."""
-
-    version: str
-    text: str
-
-
-def pinned(lock: Path, package: str) -> Pin:
-    """The lines of a package.
-
-    Raises:
-        ValueError: it is not there.
-    """
-    lines = lock.read_text().splitlines()
-    starts = [index for index, line in enumerate(lines) if line.startswith(f"{package}==")]
-    if not starts:
-        raise ValueError(f"{lock} does not pin {package}")
-    end = starts[0]
-    while lines[end].endswith("\\"):
-        end += 1
-    version = lines[starts[0]].removeprefix(f"{package}==").split()[0]
-    return Pin(version, "\n".join(lines[starts[0] : end + 1]) + "\n")
-
-
-def write(path: Path, data: bytes, mode: int) -> bool:
-    """Write a file whole or not at all, never open to more than `mode`; whether it was another."""
-    if path.exists() and path.read_bytes() == data and path.stat().st_mode & 0o777 == mode:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o755 if mode == 0o644 else 0o700)
-    part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-        os.fchmod(file.fileno(), mode)
-    part.replace(path)
-    return True
-
-
-def _fetch(url: str, headers: Mapping[str, str]) -> bytes:
-    request = urllib.request.Request(url, headers=dict(headers))  # noqa: S310 - none but Google's
-    with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310 - as above
-        data: bytes = response.read()
-    return data
-
-
-def _run(command: Sequence[str]) -> str:
-    """Run a command; what it says on stderr goes where this program's goes."""
-    _say(" ".join(command))
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
-    return done.stdout
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"diloco boot: {text}\n")
-    sys.stdout.flush()
-
-
-class _Livez(BaseHTTPRequestHandler):
-    timeout = 10.0
-
-    def do_GET(self) -> None:
-        lives = self.path.partition("?")[0] == "/livez"
-        self.send_response(HTTPStatus.OK if lives else HTTPStatus.NOT_FOUND)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Health checks are no events."""
-
-
-def livez_server(address: str = "", port: int = LIVEZ_PORT) -> ThreadingHTTPServer:
-    """What answers health checks: that it can is the answer."""
-    return ThreadingHTTPServer((address, port), _Livez)
-
-
 def main() -> None:
     """Boot, and try again for as long as something is missing: rights take minutes to arrive."""
-    if sys.argv[1:] == ["livez"]:
-        livez_server().serve_forever()
     while True:
         try:
-            Boot(Google(), _run).boot()
-        except Exception:  # noqa: BLE001 - nobody else is there to try again
+            told = Boot(Google(), run_command).boot()
+        except Exception:  # noqa: BLE001, PERF203 - nobody else is there to try again
             traceback.print_exc()
-            _say(f"failed; again in {_AGAIN_S:g} s")
+            say(f"failed; again in {_AGAIN_S:g} s")
             time.sleep(_AGAIN_S)
         else:
-            return
+            sys.exit(0 if told else 1)
 
 
 if __name__ == "__main__":

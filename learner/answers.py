@@ -1,10 +1,11 @@
-"""Whether anybody answers what a learner sends: a run takes updates without an aggregator too.
+"""Whether what a learner sends is answered: a run takes updates without an aggregator too.
 
 Training goes on all the same, and updates wait on the tape; but whoever watches should hear of it
-before the end.
+before the end. Or it is answered, and so late that the loop has taken many times H steps: no run is
+what its file says then, since a version moves its clock by H, whatever went into it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.common import log
 from diloco.common.config import RunSettings
@@ -15,6 +16,13 @@ ADVICE = (
     "see whether an aggregator of this run is alive, or start one: diloco aggregator --config FILE;"
     " what was sent waits on the tape"
 )
+# Updates of this many times H steps, so many in a row of one fragment, are no outage's.
+LONG = 10
+LONG_IN_A_ROW = 3
+OUTRUN = (
+    "a round takes longer than the loop needs for many times sync.interval_steps, and moves the"
+    " run's clock by no more than that: raise sync.interval_steps, or have a step do more work"
+)
 
 
 @dataclass
@@ -23,10 +31,14 @@ class Answers:
 
     Attributes:
         since_s: when the first update was announced that no record has followed.
+        interval_steps: H, once settings have changed it; 0 before.
     """
 
     since_s: float | None = None
     told: bool = False
+    interval_steps: int = 0
+    _long: dict[int, int] = field(default_factory=dict)
+    _told_outrun: bool = False
 
     def announced(self, now_s: float) -> None:
         """An update is on the tape."""
@@ -51,6 +63,15 @@ class Answers:
             f"no version and no verdict for {waited_s} s since its updates were announced"
         )
         logger.warning("unanswered", waited_s=waited_s, advice=ADVICE)
+
+    def covered(self, fragment: int, steps: int, settings: RunSettings, logger: log.Logger) -> None:
+        """An update of so many steps was sent: say once that the loop outruns the rounds."""
+        interval_steps = self.interval_steps or settings.sync.interval_steps
+        long = steps >= LONG * interval_steps
+        self._long[fragment] = self._long.get(fragment, 0) + 1 if long else 0
+        if self._long[fragment] >= LONG_IN_A_ROW and not self._told_outrun:
+            self._told_outrun = True
+            logger.warning("rounds_outrun", steps=steps, of=interval_steps, advice=OUTRUN)
 
 
 def longest_round_s(settings: RunSettings, step_time_s: float) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 
 from diloco.common.config import BUILT_IN_TASK, BUILT_IN_TASK_0_1, RunSettings
 from diloco.common.errors import TaskError
-from diloco.common.layout import FLOATING, TensorHint
+from diloco.common.layout import TensorHint
 from diloco.learner.task import (
     PROBE,
     Batch,
@@ -24,6 +24,7 @@ from diloco.learner.task import (
     Params,
     Task,
     Variables,
+    check_dtype,
     hint_of,
     is_floating,
     kind,
@@ -231,12 +232,7 @@ def _check_init(task: Task) -> Params:
         )
     leaves = named_leaves(shapes)
     for name, leaf in leaves:
-        if not (is_floating(leaf) or leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer)):
-            raise TaskError(
-                f"leaves of the parameters must be {', '.join(FLOATING)}, integer or bool, but "
-                f"{name!r} is {leaf.dtype}",
-                hint="hold a complex number as two floats; keep PRNG keys out of the parameters",
-            )
+        check_dtype(name, leaf.dtype)
     parameters = shapes.trained if isinstance(shapes, Variables) else shapes
     if not any(is_floating(leaf) and leaf.size for leaf in jax.tree.leaves(parameters)):
         raise TaskError(

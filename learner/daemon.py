@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from diloco.common import log
-from diloco.common.accelerators import find_accelerators, unused
-from diloco.common.config import Config, allows_accelerators
+from diloco.common.config import Config
 from diloco.common.errors import HostLostError, status_of
 from diloco.common.manager import tell
 from diloco.common.probes import Probes, make_probes, serving
@@ -40,7 +39,6 @@ def serve(config: Config, learner: str) -> None:
         if config.learner.coordinator is not None:
             probes.health.begin_phase("meeting the learner's other hosts")
         _configure(config)
-        warn_of_unused_accelerators(config)
         with _together():
             probes.health.begin_phase("building the task")
             island = Island(config, learner)
@@ -68,19 +66,6 @@ def _end_before_it_began(config: Config, learner: str, probes: Probes, why: str)
     logger.info("left", why=why)
     probes.start.over()
     tell(probes.manager, READY="1", STATUS=f"left: {why}")
-
-
-def warn_of_unused_accelerators(config: Config) -> None:
-    """Say so if JAX trains on the CPU of a machine that has something better."""
-    wanted = not config.learner.cpu_devices and allows_accelerators()
-    if not wanted or jax.default_backend() != "cpu":
-        return
-    found = find_accelerators()
-    if found is not None:
-        logger = log.get(run=config.run.name)
-        logger.warning(
-            "accelerator_unused", found=found.count(len(found.names)), advice=unused(found)
-        )
 
 
 def _configure(config: Config) -> None:

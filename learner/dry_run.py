@@ -4,9 +4,9 @@ The learner's own programs are lowered and compiled from shapes alone, for its m
 step, and what sending and adopting a fragment start. No parameter is allocated, so that a model
 which fills a slice is looked at on a laptop, whose CPU is taken for the slice's devices.
 
-Bytes of arrays are exact for any hardware: the sharding decides them. What programs need besides
-(activations, temporaries, what devices exchange) is what the compiler at hand says; another
-platform's fuses otherwise.
+Bytes of arrays are exact for any hardware: the sharding decides them, but for a TPU's tiles, which
+are counted with the batch. What programs need besides (activations, temporaries, what devices
+exchange) is what the compiler at hand says; another platform's fuses otherwise.
 """
 
 import math
@@ -28,6 +28,7 @@ from diloco.common.layout import Fragment
 from diloco.learner import tree
 from diloco.learner.delta import Blocks, Codes, Kernels, Leaves, make_kernels
 from diloco.learner.island import Island
+from diloco.learner.mesh import single
 from diloco.learner.ownership import make_ownership
 from diloco.learner.replica import anchor_memory
 
@@ -83,12 +84,14 @@ class Cost(NamedTuple):
         moved_bytes: read and written, at least.
         extra_bytes: of results that take no argument's place, and of temporaries.
         exchanged_bytes: received from other devices, `largest_bytes` at once.
+        accessed_bytes: what the compiler counts its operations to read and write, each by itself.
     """
 
     moved_bytes: int
     extra_bytes: int
     exchanged_bytes: int
     largest_bytes: int
+    accessed_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +170,7 @@ def dry_run(
             hint="each host of a learner has as many devices as the others",
         )
     with island.context():
-        fragments = _fragments(island)
+        fragments = fragment_shapes(island)
         figures = _measured(fragments)
         return DryRun(
             learner=learner,
@@ -187,10 +190,11 @@ def dry_run(
 
 def compile_step(island: Island) -> jax.stages.Compiled:
     """The learner's inner step, from shapes."""
-    batch = jax.tree.map(_shape_of, next(island.feed(0)))
-    step: Any = island.inner_step()
+    # The key that the step draws from is computed here, which the island's devices may not be.
+    with jax.set_mesh(single()):
+        step: Any = island.inner_step()
     lowered = step.lower(
-        island.params_lying(), island.state_lying(), batch, np.int32(0), np.uint32(0)
+        island.params_lying(), island.state_lying(), island.batch_lying(), np.int32(0), np.uint32(0)
     )
     compiled: jax.stages.Compiled = lowered.compile()
     return compiled
@@ -198,7 +202,7 @@ def compile_step(island: Island) -> jax.stages.Compiled:
 
 def _memory(
     island: Island,
-    fragments: "Sequence[_Fragment]",
+    fragments: "Sequence[FragmentShapes]",
     figures: Iterable[FragmentFigures],
     per_host: int,
 ) -> Memory:
@@ -225,7 +229,7 @@ def _memory(
 # --- Fragments
 
 
-class _Fragment:
+class FragmentShapes:
     """A fragment of shapes: its operations, and what they work on.
 
     Attributes:
@@ -267,13 +271,13 @@ class _Fragment:
     def measure(self) -> tuple[Cost, Cost]:
         """Of a send and of an adoption that also settles an update."""
         adopt = _adoption(self.kernels, self.sync)
-        rows = self._rows_bytes()
+        rows = self.rows_bytes()
         return (
             cost(programs(self.kernels.send, self.leaves, self.view, touched=rows)),
             cost(programs(adopt, self.leaves, self.view, self.delta, self.update, touched=rows)),
         )
 
-    def _rows_bytes(self) -> dict[str, int]:
+    def rows_bytes(self) -> dict[str, int]:
         """Bytes of a device in the fragment's rows of each tensor."""
         found = dict.fromkeys(self.kernels.names, 0)
         for piece in self.fragment.pieces:
@@ -285,15 +289,16 @@ class _Fragment:
 
 def fragment_figures(island: Island) -> tuple[FragmentFigures, ...]:
     """What each fragment costs, within the island's context."""
-    return _measured(_fragments(island))
+    return _measured(fragment_shapes(island))
 
 
-def _fragments(island: Island) -> list[_Fragment]:
+def fragment_shapes(island: Island) -> list[FragmentShapes]:
+    """All fragments, within the island's context."""
     leaves = tree.by_name(island.params_lying())
-    return [_Fragment(island, each, leaves) for each in island.layout.fragments]
+    return [FragmentShapes(island, each, leaves) for each in island.layout.fragments]
 
 
-def _measured(fragments: Sequence[_Fragment]) -> tuple[FragmentFigures, ...]:
+def _measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...]:
     """Their figures; fragments of equal shapes share their programs, so they cost the same."""
     found: dict[Any, tuple[Cost, Cost]] = {}
     for each in fragments:
@@ -332,7 +337,7 @@ def _adoption(kernels: Kernels, sync: SyncSection) -> Callable[..., tuple[Leaves
 
 
 def _traffic(
-    island: Island, fragments: "Sequence[_Fragment]", hosts: int
+    island: Island, fragments: "Sequence[FragmentShapes]", hosts: int
 ) -> tuple[HostTraffic, ...]:
     devices = list(island.mesh.devices.flat)
     host_of = {device.id: place * hosts // len(devices) for place, device in enumerate(devices)}
@@ -342,7 +347,7 @@ def _traffic(
 
 
 def _host_traffic(
-    fragments: "Sequence[_Fragment]", host: int, process_of: Callable[[Any], int]
+    fragments: "Sequence[FragmentShapes]", host: int, process_of: Callable[[Any], int]
 ) -> HostTraffic:
     found: dict[Any, tuple[int, int, int]] = {}
     up = down = objects = 0
@@ -355,7 +360,7 @@ def _host_traffic(
 
 
 def _fragment_traffic(
-    each: _Fragment, host: int, process_of: Callable[[Any], int]
+    each: FragmentShapes, host: int, process_of: Callable[[Any], int]
 ) -> tuple[int, int, int]:
     """Bytes up and down, and objects up, of one host in a round of one fragment."""
     sync, block, size = each.sync, each.kernels.block, each.fragment.size
@@ -421,7 +426,7 @@ def programs(
 
 def cost(started: Iterable[Program]) -> Cost:
     """What programs need that follow each other, on one device; all their results are kept."""
-    moved = results = temporary = 0
+    moved = results = temporary = accessed = 0
     exchanged = [0]
     for program in started:
         analysis = _analysis(program.compiled)
@@ -430,8 +435,9 @@ def cost(started: Iterable[Program]) -> Cost:
         between = exchanges(program.compiled.as_text() or "")
         # What goes to other devices is read here, what comes is written.
         moved += program.moved_bytes + 2 * sum(between)
+        accessed += round((program.compiled.cost_analysis() or {}).get("bytes accessed", 0))
         exchanged += between
-    return Cost(moved, results + temporary, sum(exchanged), max(exchanged))
+    return Cost(moved, results + temporary, sum(exchanged), max(exchanged), accessed)
 
 
 def exchanges(text: str) -> list[int]:
@@ -466,8 +472,3 @@ def _lying(shapes: Any, shardings: Any) -> Any:
         shapes,
         shardings,
     )
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    place = leaf.sharding if isinstance(leaf, jax.Array) else None
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=place)

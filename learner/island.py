@@ -61,7 +61,9 @@ class Island:
         self.anchor = hardware.anchor or settings.sync.anchor
         self._precision = hardware.matmul_precision
         self._compiler_options = hardware.compiler_options
-        self._placer = BatchPlacer(self.mesh, next(self.task.batches(learner, 0)))
+        batch = next(self.task.batches(learner, 0))
+        self._placer = BatchPlacer(self.mesh, batch)
+        self._batch_lying = self._placer.lying(batch)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -104,6 +106,10 @@ class Island:
     def params_lying(self) -> Params:
         """The shapes of the parameters, with how each leaf lies."""
         return jax.tree.map(_lying, self.shapes, self.shardings)
+
+    def batch_lying(self) -> Any:
+        """The shapes of a batch, with how each leaf lies."""
+        return self._batch_lying
 
     def feed(self, position: int, holder: Holder | None = None) -> Iterator[Batch]:
         """Batches on the mesh, from a position on; this host reads only its rows.

@@ -111,7 +111,7 @@ def _telling_why(life: Life) -> Iterator[None]:
 async def _connect(host: Host) -> Bus:
     config, learner = host.config, host.member.learner
     logger = log.get(run=config.run.name, learner=learner)
-    return await jetstream.connect_or_wait(config.bus, learner, host.runtime, logger)
+    return await jetstream.connect_or_wait(config.bus, "learner", learner, host.runtime, logger)
 
 
 async def _specification(host: Host, bus: Bus) -> wire.Specification:

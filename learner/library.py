@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from diloco.common import names
+from diloco.common import log, names
 from diloco.common.config import Config, load_config
 from diloco.common.errors import (
     ConfigError,
@@ -48,6 +48,7 @@ from diloco.learner.member import NAMED, Member
 from diloco.learner.placement import put_like
 from diloco.learner.synchronizer import figures_of, scalar_of
 from diloco.learner.task import Batch, Holder, Params, Shared, named_leaves
+from diloco.learner.unused import warn_of_unused_accelerators
 
 # How figures of held-out data are named among a learner's metrics.
 HELD_OUT = "held_out_"
@@ -325,7 +326,12 @@ def join(
     probes = make_probes(runtime.retries, run=config.run.name, learner=learner)
     joining = joined(config, member, asked, runtime, probes)
     try:
-        with asked_by_signals(asked.set), serving(config.metrics, probes), joining as island:
+        with (
+            log.within_anothers_program(),
+            asked_by_signals(asked.set),
+            serving(config.metrics, probes),
+            joining as island,
+        ):
             yield island
     except AskedToStopError as error:  # while it waited for NATS or the store
         raise KeyboardInterrupt from error
@@ -336,6 +342,7 @@ def joined(
     config: Config, member: Member, asked: threading.Event, runtime: Runtime, probes: Probes
 ) -> Iterator[Learner]:
     """As `join`, for a process that has its own signals and probes."""
+    warn_of_unused_accelerators(config.run.name, member)
     with alive(config, member, asked, runtime, probes) as life:
         life.begin()
         island = Learner(life, asked)

@@ -134,6 +134,7 @@ class Host:
             name = names.layout_object(self.settings.run.name, digest)
             found = parse_layout(self.wait_for("reading the layout", store.get, name), digest)
             self.member.check(found)
+        tree.check_wide(found)
         return found
 
     def context(self, bus: Bus, store: ObjectStore, layout: Layout, epoch: int) -> Context:

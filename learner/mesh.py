@@ -283,6 +283,21 @@ class BatchPlacer:
         spans = [index[0].indices(self._count) for index in indices if index is not None]
         return min(span[0] for span in spans), max(span[1] for span in spans)
 
+    def lying(self, batch: Any) -> Any:
+        """Shapes of a whole batch, lying as `place` puts it."""
+        if self._mesh.size > 1 and self._cuts == 1:
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), batch
+            )
+
+        def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+            cut = np.ndim(leaf) and self._mesh.size > 1
+            place = self._rows if cut else self._everywhere
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=place)
+
+        return jax.tree.map(placed, batch)
+
     def place(self, rows: Any) -> Any:
         """The global batch, of which this host gives its `rows`."""
         if self._mesh.size == 1:

@@ -63,6 +63,7 @@ def _pass_on(context: Context, post: Post, message: Message) -> None:
                 context.logger.warning("unreadable", subject=message.subject, reason=error.reason)
                 return
             context.logger.info("settings", settings_seq=message.seq)
+            context.answers.interval_steps = settings.sync.interval_steps
             rules = sync.sync_rules(settings.sync, context.layout, paused=settings.run.paused)
             post(sync.Changed(rules))
 

@@ -232,6 +232,7 @@ class Publisher:
         stored_at_s = context.runtime.clock()
         await self._announce(manifest)
         context.traffic.updates_sent += 1
+        context.answers.covered(send.fragment, send.steps, context.settings, context.logger)
         context.logger.debug(
             "sent",
             fragment=send.fragment,

@@ -294,6 +294,28 @@ def is_floating(leaf: Any) -> bool:
     return jnp.result_type(leaf).name in FLOATING
 
 
+def check_dtype(name: str, dtype: Any) -> None:
+    """Refuse a leaf of which a run can hold no values.
+
+    Raises:
+        TaskError: it is one.
+    """
+    whole = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
+    if not (whole or dtype.name in FLOATING):
+        raise TaskError(
+            f"leaves of the parameters must be {', '.join(FLOATING)}, integer or bool, but "
+            f"{name!r} is {dtype}",
+            hint="hold a complex number as two floats; keep PRNG keys, texts and objects out"
+            " of the parameters, of flax.nnx by nnx.split(model, nnx.Param, ...)",
+        )
+    if not getattr(dtype, "isnative", True):
+        raise TaskError(
+            f"the leaf {name!r} of the parameters has the byte order of another machine: "
+            f"{dtype.str}",
+            hint="give it this machine's: array.astype(array.dtype.newbyteorder('='))",
+        )
+
+
 def hint_of(task: Task, shapes: Params) -> Hint:
     """The task's hint, with what becomes of a leaf by its place in `Variables`."""
     if not isinstance(shapes, Variables):
@@ -332,11 +354,20 @@ def named_leaves(params: Params) -> list[tuple[str, Any]]:
     character becomes `_`. A tree that is one leaf is named "params".
 
     Raises:
-        TaskError: two leaves have the same name.
+        TaskError: two leaves have the same name, or JAX cannot order the leaves.
     """
     named: dict[str, Any] = {}
     paths: dict[str, str] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    try:
+        found = jax.tree_util.tree_flatten_with_path(params)[0]
+    # What compares keys, or goes down the tree, is C++ and raises what it likes.
+    except (ValueError, TypeError, SystemError, RecursionError) as error:
+        raise TaskError(
+            f"JAX cannot take the tree of parameters apart: {short(error)}",
+            hint="keys of one dictionary must be comparable, such as all strings; and a tree not"
+            " nested in a thousand levels",
+        ) from error
+    for path, leaf in found:
         name = _readable(
             jax.tree_util.keystr(path, simple=True, separator="/") if path else "params"
         )

@@ -14,7 +14,15 @@ import numpy as np
 from diloco.common.config import SyncSection
 from diloco.common.errors import TaskError
 from diloco.common.layout import Layout, Tensor, kind_of, make_layout
-from diloco.learner.task import Params, Task, Variables, hint_of, named_leaves, params_shapes
+from diloco.learner.task import (
+    Params,
+    Task,
+    Variables,
+    check_dtype,
+    hint_of,
+    named_leaves,
+    params_shapes,
+)
 
 
 class Division(NamedTuple):
@@ -68,18 +76,35 @@ def tensors_of(params: Params) -> list[Tensor]:
     """The leaves of a tree, as a layout knows them.
 
     Raises:
-        TaskError: a leaf is no array.
+        TaskError: a leaf is no array, or none of numbers.
     """
     for name, leaf in named_leaves(params):
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise TaskError(
                 f"the leaf {name!r} of the parameters must be an array, but is {leaf!r:.80}",
-                hint="make it one, such as jnp.float32(0.5), or keep it out of the parameters",
+                hint="make it one, such as jnp.float32(0.5), or keep it out of the parameters; a"
+                " class of your own must be registered with JAX as a pytree",
             )
+        check_dtype(name, leaf.dtype)
     return [
         Tensor(name=name, shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name)
         for name, leaf in named_leaves(params)
     ]
+
+
+def check_wide(layout: Layout) -> None:
+    """Refuse float64 where JAX has none: it would make float32 of it, without a word of ours.
+
+    Raises:
+        TaskError: a synchronized leaf is float64.
+    """
+    wide = [tensor.name for tensor in layout.tensors if tensor.dtype == "float64"]
+    if wide and jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
+        raise TaskError(
+            f"the leaf {wide[0]!r} of the parameters is float64, of which JAX makes float32",
+            hint="give float32, in which versions are kept; or start each process of the run with"
+            " JAX_ENABLE_X64=1",
+        )
 
 
 def marks(params: Params, names: Collection[str]) -> tuple[bool, ...]:

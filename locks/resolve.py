@@ -3,7 +3,8 @@
     python locks/resolve.py UV [OPTION ...]
 
 `make lock` does it. Each file is installed together with requirements.lock, whose versions hold,
-but those of `APART`, which are installed alone.
+but those of `APART`, which are installed alone. runtime.lock is the part of requirements.lock that
+daemons need: what a bundle has, without the tools of developers.
 """
 
 import re
@@ -14,7 +15,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 BASE = ROOT / "requirements.lock"
-EXTRAS = ("arrow", "cuda", "tensorboard", "torch", "tpu", "wandb")
+EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "torch", "tpu", "wandb")
+# Of the bundles: which extras runtime.lock has.
+RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
 APART = {"oracle": "transformers>=5.23\njinja2>=3", "stores": "moto[s3,server]>=5"}
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
@@ -39,6 +42,18 @@ def resolve(uv: str, extra: str, *options: str) -> str:
     return "".join(text for name, text in entries(done.stdout).items() if name not in base)
 
 
+def resolve_runtime(uv: str, *options: str) -> str:
+    """The entries of requirements.lock that are no tools of developers."""
+    extras = [word for extra in RUNTIME for word in ("--extra", extra)]
+    done = subprocess.run(
+        [uv, "pip", "compile", "pyproject.toml", "--quiet", *extras, "--constraint", BASE,
+         *OPTIONS, *options],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    needed = entries(done.stdout)
+    return "".join(text for name, text in entries(BASE.read_text()).items() if name in needed)
+
+
 def resolve_apart(uv: str, requirement: str, *options: str) -> str:
     """The entries of an environment that has nothing of ours."""
     done = subprocess.run(
@@ -53,6 +68,7 @@ def main() -> None:
     uv, *options = sys.argv[1:]
     for name, requirement in APART.items():
         (HERE / f"{name}.lock").write_text(resolve_apart(uv, requirement, *options))
+    (HERE / "runtime.lock").write_text(resolve_runtime(uv, *options))
     for extra in EXTRAS:
         (HERE / f"{extra}.lock").write_text(resolve(uv, extra, *options))
 

@@ -44,7 +44,7 @@ class Fault:
     """What goes wrong with matching requests.
 
     Attributes:
-        kind: "status" answers with `status` after `after_bytes` of the request's body; "reset"
+        kind: "status" answers with `status` and `message` after `after_bytes` of the request's body; "reset"
             breaks the connection after `after_bytes` of the request's body, or of the answer's if
             it has none; "lost" does what was asked and breaks the connection instead of answering;
             "stall" waits as long after as many bytes, for `stall_s` or until the server is closed,
@@ -61,6 +61,7 @@ class Fault:
     times: int = 1
     status: int = 503
     reason: str = "backendError"
+    message: str = ""
     headers: dict[str, str] = dataclasses.field(default_factory=dict)
     after_bytes: int = 0
     stall_s: float = 3600.0
@@ -433,7 +434,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.kind == "stall":
             raise StalledError(fault.stall_s)
         self._drain()
-        self._refuse(fault.status, fault.reason, f"fault {fault.status}", fault.headers)
+        message = fault.message or f"fault {fault.status}"
+        self._refuse(fault.status, fault.reason, message, fault.headers)
         return True
 
     def _is_fault(self, kind: str) -> bool:

@@ -14,7 +14,7 @@ from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Contribution, Norms, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
-from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.core.updates import Admitted
 from diloco.common import shards, wire
 from diloco.common.averaged import averaged, settings_of
 from diloco.common.codec import Codec, Encoded

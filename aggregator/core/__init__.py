@@ -3,6 +3,9 @@
 policy.py     the numbers: weights, discounts, pace, quorum, grace, what is well formed
 credit.py     what is believed of an update: its steps, tokens, weight and norm
 state.py      what the machine of one fragment knows
+members.py    the learners in it, and what they say together
+updates.py    the updates that it has in hand
+kept.py       collections that are replaced, never changed
 events.py     what it can be told
 effects.py    what it can ask for
 machine.py    step(rules, state, event) -> (state, effects)

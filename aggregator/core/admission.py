@@ -4,7 +4,8 @@ import math
 
 from diloco.aggregator.core import events, policy
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import Allowance, Quarantine, Refused, State, UpdateId, to_resolve
+from diloco.aggregator.core.state import Allowance, Quarantine, State
+from diloco.aggregator.core.updates import Refused, Resolved, UpdateId
 from diloco.common import wire
 from diloco.common.reasons import Reason
 
@@ -69,8 +70,8 @@ def spend(
     # shut out an honest learner. It is paid from a bucket of this life's own, or whoever floods us
     # would have all of it decoded when we come back.
     if event.stream_seq <= state.known_seq:
-        return state._replace(met_again={**state.met_again, learner: after}), allowed
-    return state._replace(allowances={**state.allowances, learner: after}), allowed
+        return state._replace(met_again=state.met_again.put(learner, after)), allowed
+    return state._replace(allowances=state.allowances.put(learner, after)), allowed
 
 
 def _allowance(
@@ -96,7 +97,7 @@ def charge(state: State, refused: Refused) -> State:
     learner = refused.manifest.learner
     before = state.allowances[learner]
     after = before._replace(left=before.left - policy.REJECTION_COST + 1)
-    return state._replace(allowances={**state.allowances, learner: after})
+    return state._replace(allowances=state.allowances.put(learner, after))
 
 
 def overtakes(state: State, update: UpdateId) -> bool:
@@ -106,12 +107,8 @@ def overtakes(state: State, update: UpdateId) -> bool:
     """
     # By life and not by learner: a new life's first update is not in the way of what the old one
     # still has on the tape.
-    unresolved = (*state.pending.values(), *to_resolve(state))
-    return any(
-        waiting.manifest.learner == update.learner
-        and waiting.manifest.incarnation == update.incarnation
-        for waiting in unresolved
-    )
+    unresolved = (state.pending.lives, state.admitted.lives, state.rejected.lives)
+    return any(update[:2] in lives for lives in unresolved)
 
 
 def wrong_base(
@@ -146,7 +143,7 @@ def wrong_base(
 
 
 def offenders(
-    rules: FragmentRules, state: State, resolved: tuple[Refused, ...]
+    rules: FragmentRules, state: State, resolved: Resolved[Refused]
 ) -> tuple[Quarantine, ...]:
     """Whom to shut out, once the record stands that rejects what is `resolved`."""
     # Counted in rejected less merged, so that an honest learner with a rare fault is never shut

@@ -6,10 +6,11 @@ and no minority down. With fewer than two others there is no median, and claims 
 """
 
 import math
-from collections.abc import Iterable, Sequence
 
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.state import Credit, Member, State, live_members, others
+from diloco.aggregator.core.members import GREATEST, Member
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import Credit
 from diloco.common import wire
 from diloco.common.config import BoundsSection
 
@@ -25,16 +26,6 @@ FADING = 0.75
 HEAVIEST = 2.0 * 1.1
 # What is equal but for rounding is not cut.
 ROUNDING = 1e-9
-# Others' claims may be absurd, and sums and products of them are to stay finite.
-GREATEST = 1e150
-# So many others make a median.
-LEAST_OTHERS = 2
-
-
-def upper_median(values: Iterable[float]) -> float | None:
-    """The upper median of what is known (above 0); None of fewer than two."""
-    known = sorted(value for value in values if value > 0)
-    return known[len(known) // 2] if len(known) >= LEAST_OTHERS else None
 
 
 def passed_s(member: Member, stored_at_s: float, now_s: float) -> float:
@@ -50,38 +41,30 @@ def available_s(member: Member, stored_at_s: float, now_s: float) -> float:
     return min(member.unused_s + passed_s(member, stored_at_s, now_s), wire.GREATEST_S)
 
 
-def steps_per_s(
-    bounds: BoundsSection, learner: str, member: Member, beside: Sequence[Member]
-) -> float:
-    """The rate at which steps are credited to a learner, `beside` others."""
+def steps_per_s(bounds: BoundsSection, learner: str, member: Member, usual: float | None) -> float:
+    """The rate at which steps are credited to a learner, where that of the others is `usual`."""
     declared = bounds.of(learner).max_steps_per_s
     if declared:
         return declared
     rate = bounds.max_steps_per_s
     if member.speed:
         rate = min(rate, QUICKER * member.speed)
-    usual = upper_median(_rate(other) for other in beside)
     return rate if usual is None else min(rate, FASTEST * usual)
 
 
 def greatest_weight(
-    bounds: BoundsSection, learner: str, beside: Sequence[Member], had_s: float
+    bounds: BoundsSection, learner: str, usual: float | None, had_s: float
 ) -> float:
-    """The weight that a learner's work of so many seconds may have, `beside` others."""
+    """The weight that a learner's work of so many seconds may have.
+
+    `usual`: that of a second of the others'.
+    """
     declared = bounds.of(learner)
     if declared.max_steps_per_s and declared.max_tokens_per_step:
         return math.inf
     # By time and not by update: the work of an outage counts in full, and so does that of who
     # sends seldom.
-    usual = upper_median(
-        _rate(other) * min(other.tokens_per_step, GREATEST) ** 2 for other in beside
-    )
     return math.inf if usual is None else HEAVIEST * min(usual, GREATEST) * had_s
-
-
-def _rate(member: Member) -> float:
-    """Steps a second, by a learner's own word; 0 where it gave none."""
-    return min(1 / member.step_time_s, GREATEST) if member.step_time_s > 1 / GREATEST else 0.0
 
 
 def credit(
@@ -89,15 +72,16 @@ def credit(
 ) -> Credit:
     """What an announced update counts for."""
     bounds = rules.bounds
-    member, beside = state.members[manifest.learner], others(state, manifest.learner)
-    had_s = available_s(member, stored_at_s, state.now_s)
-    most = steps_per_s(bounds, manifest.learner, member, beside) * had_s * (1 + ROUNDING)
+    learner, members = manifest.learner, state.members
+    had_s = available_s(members[learner], stored_at_s, state.now_s)
+    rate = steps_per_s(bounds, learner, members[learner], members.others_rate(learner))
+    most = rate * had_s * (1 + ROUNDING)
     steps = manifest.steps if manifest.steps <= most else max(1, int(most))
     # Steps that are not believed take their tokens with them: the rest must not weigh the more.
     tokens = manifest.tokens * steps // manifest.steps
-    declared = bounds.of(manifest.learner).max_tokens_per_step or bounds.max_tokens_per_step
+    declared = bounds.of(learner).max_tokens_per_step or bounds.max_tokens_per_step
     tokens = max(1, min(tokens, declared * steps))
-    heaviest = greatest_weight(bounds, manifest.learner, beside, had_s)
+    heaviest = greatest_weight(bounds, learner, members.others_tokens_rate(learner), had_s)
     if policy.weight(tokens, steps) > heaviest * (1 + ROUNDING):
         tokens = max(1, int(math.sqrt(heaviest * steps)))
     return Credit(steps, tokens, policy.weight(tokens, steps, averaged=rules.averaged))
@@ -107,9 +91,9 @@ def observed(
     bounds: BoundsSection, state: State, manifest: wire.Manifest, given: Credit, stored_at_s: float
 ) -> Member:
     """What is known of a learner after it has announced an update."""
-    member, beside = state.members[manifest.learner], others(state, manifest.learner)
+    learner, member = manifest.learner, state.members[manifest.learner]
     had_s = available_s(member, stored_at_s, state.now_s)
-    most = steps_per_s(bounds, manifest.learner, member, beside)
+    most = steps_per_s(bounds, learner, member, state.members.others_rate(learner))
     # Until it was seen, its own word: too high a rate would leave it time that it has used up.
     told = 1 / manifest.step_time_s if manifest.step_time_s > 1 / GREATEST else most
     before = member.speed or min(most, told)
@@ -139,11 +123,7 @@ def _over(steps: int, time_s: float, most: float) -> float:
 def greatest_norm(bounds: BoundsSection, state: State, learner: str) -> float:
     """The norm of a credited step that an update of a learner may be merged with."""
     # As others' updates were merged, those of the open round with them.
-    newest = {name: member.norm for name, member in live_members(state).items()}
-    for one in state.admitted:
-        if one.manifest.learner in newest:
-            newest[one.manifest.learner] = one.norm_per_step
-    usual = upper_median(norm for name, norm in newest.items() if name != learner)
+    usual = state.members.others_norm(learner)
     return math.inf if usual is None else bounds.norm_clip * usual
 
 

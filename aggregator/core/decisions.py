@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import Refused, State, Storing, UpdateId
+from diloco.aggregator.core.state import State, Storing
+from diloco.aggregator.core.updates import Refused, UpdateId
 from diloco.common import wire
 
 

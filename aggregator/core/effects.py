@@ -2,7 +2,8 @@
 
 from typing import Literal, NamedTuple
 
-from diloco.aggregator.core.state import Admitted, Quarantine, State, UpdateId
+from diloco.aggregator.core.state import Quarantine, State
+from diloco.aggregator.core.updates import Admitted, UpdateId
 from diloco.common import wire
 
 

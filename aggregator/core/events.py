@@ -6,7 +6,7 @@ owner's.
 
 from typing import NamedTuple
 
-from diloco.aggregator.core.state import UpdateId
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import wire
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from diloco.aggregator.core.state import UpdateId
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import names, wire
 
 

@@ -7,8 +7,8 @@ by its own signs: one that a newer join has superseded may send heartbeats for e
 
 from collections import defaultdict
 
+from diloco.aggregator.core.members import Member
 from diloco.aggregator.core.memory import LIVES
-from diloco.aggregator.core.state import Member
 
 
 class Hearing:

@@ -30,22 +30,27 @@ from typing import Any
 
 from diloco.aggregator.core import admission, credit, events, memory, policy, rounds
 from diloco.aggregator.core.effects import Discard, Ignored, Merge, Result
+from diloco.aggregator.core.members import Member
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import (
     NOBODY,
-    Admitted,
-    Member,
-    Pending,
     State,
     Storing,
-    UpdateId,
     awaiting,
-    contributors,
     passed_on,
-    refuse,
+    with_admitted,
     with_member,
     with_observation,
+    with_pending,
+    with_quarantined,
     without_pending,
+    without_round,
+)
+from diloco.aggregator.core.updates import (
+    Admitted,
+    Pending,
+    UpdateId,
+    refuse,
 )
 from diloco.common import wire
 from diloco.common.reasons import Reason
@@ -159,13 +164,8 @@ def _on_announced(rules: FragmentRules, state: State, event: events.Announced) -
         given = credit.credit(rules, state, manifest, event.stored_at_s)
         if manifest.incarnation == member.incarnation:
             member = credit.observed(rules.bounds, state, manifest, given, event.stored_at_s)
-    state = state._replace(
-        members={**state.members, manifest.learner: member},
-        pending={
-            **state.pending,
-            update: Pending(manifest, event.stream_seq, state.now_s, given),
-        },
-    )
+    state = with_member(state, manifest.learner, member)
+    state = with_pending(state, update, Pending(manifest, event.stream_seq, state.now_s, given))
     return rounds.go_on(rules, state, state.now_s)
 
 
@@ -200,13 +200,13 @@ def _on_changed(rules: FragmentRules, state: State, event: events.Changed) -> Re
 def _on_quarantined(rules: FragmentRules, state: State, event: events.Quarantined) -> Result:
     one = frozenset({event.learner})
     if event.active:
-        state = state._replace(quarantined=state.quarantined | one)
-        if event.learner in contributors(state):
+        state = with_quarantined(state, state.quarantined | one)
+        if event.learner in state.admitted.senders:
             # Nothing can be taken out of a sum: it is made again without them.
             state, effects = rounds.go_on(rules, awaiting(state), state.now_s)
             return state, (Discard(), *effects)
     else:
-        state = state._replace(quarantined=state.quarantined - one)
+        state = with_quarantined(state, state.quarantined - one)
         member = state.members.get(event.learner)
         # An operator who lets a learner in again gives it a fresh start, or its next mistake would
         # shut it out.
@@ -235,7 +235,7 @@ def _on_fetched(rules: FragmentRules, state: State, event: events.Fetched) -> Re
     # talk around. What is too long is shortened and never refused: norms fall by orders of
     # magnitude as a model converges, and honest learners differ.
     clip = credit.clip(rules.bounds, state, manifest.learner, pending.credit, event.norm)
-    return _admit(rules, without_pending(state, event.update), pending, clip, event)
+    return _admit(rules, state, pending, clip, event)
 
 
 def _admit(
@@ -254,8 +254,7 @@ def _admit(
         event.norm,
         pending.announced_at_s,
     )
-    state = without_pending(state, event.update)
-    state = state._replace(admitted=(*state.admitted, admitted))
+    state = with_admitted(state, event.update, admitted)
     state, more = rounds.advance(rules, state, event.at_s)
     return state, (Merge(admitted), *more)
 
@@ -281,7 +280,7 @@ def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result
     if pending is None:
         return state, ()
     state = with_observation(state, "broke", event.at_s, event.update, 0.0)
-    others = contributors(state) - {event.update.learner}
+    others = set(state.admitted.senders) - {event.update.learner}
     again = without_pending(awaiting(state), event.update)
     if pending.broke and others:
         detail = "adding it failed twice, while others were added"
@@ -291,7 +290,7 @@ def _on_broke(rules: FragmentRules, state: State, event: events.Broke) -> Result
         return again, (Discard(), *effects, *more)
     # Last of all, so that what others sent is in the sum by then.
     once_more = pending._replace(fetching=False, broke=pending.broke + 1)
-    again = again._replace(pending={**again.pending, event.update: once_more})
+    again = with_pending(again, event.update, once_more)
     again, effects = rounds.go_on(rules, again, event.at_s)
     return again, (Discard(), *effects)
 
@@ -344,13 +343,11 @@ def _on_cut_known(rules: FragmentRules, state: State, event: events.CutKnown) ->
 def _on_made(rules: FragmentRules, state: State, event: events.Made) -> Result:
     resolved = state.rejected
     after = memory.after_record(state)
-    state = after._replace(
+    state = without_round(after)._replace(
         version=state.version + 1,
         global_step=rounds.global_step_after(rules, state),
         view_digest=event.view_digest,
         phase="idle",
-        admitted=(),
-        rejected=(),
         observations=(),
         storing=Storing(True, admission.offenders(rules, after, resolved)),
     )

@@ -2,23 +2,19 @@
 
 from collections.abc import Mapping
 
+from diloco.aggregator.core.kept import Kept
+from diloco.aggregator.core.members import PATIENCE, Member, Members
 from diloco.aggregator.core.state import (
     NOBODY,
-    PATIENCE,
-    Admitted,
     Allowance,
-    Credit,
     Mark,
-    Member,
-    Refused,
+    Marks,
     State,
-    UpdateId,
-    live_members,
     newest_incarnation,
     to_resolve,
-    update_id,
     with_observation,
 )
+from diloco.aggregator.core.updates import Admitted, Credit, Refused, UpdateId, Waiting, update_id
 from diloco.common import wire
 from diloco.common.reasons import is_offence
 
@@ -94,12 +90,15 @@ def resume(record: wire.Record, record_seq: int, now_s: float) -> State:
         floor=memory.floor,
         settings_seq=memory.settings_seq,
         quarantined=frozenset(memory.quarantined),
-        allowances={one.learner: Allowance(one.left, one.at_s) for one in memory.allowances},
+        allowances=Kept({one.learner: Allowance(one.left, one.at_s) for one in memory.allowances}),
         final=record.final,
-        members={m.learner: Member(**m.model_dump(exclude={"learner"})) for m in memory.members},
-        marks={(m.learner, m.incarnation): Mark(m.seq, m.stream_seq) for m in memory.marks},
+        members=Members(
+            {m.learner: Member(**m.model_dump(exclude={"learner"})) for m in memory.members},
+            frozenset(memory.quarantined),
+        ),
+        marks=Marks({(m.learner, m.incarnation): Mark(m.seq, m.stream_seq) for m in memory.marks}),
         # What waited lies at or above the position, and is announced again by the reading.
-        pending={},
+        pending=Waiting(),
         # A predecessor whose clock was an hour ahead must not make us wait an hour.
         closed_at_s=min(memory.closed_at_s, now_s),
         stopping_at_s=min(memory.stopping_at_s, now_s),
@@ -167,7 +166,7 @@ def _credits(state: State) -> tuple[wire.Credit, ...]:
 def position(state: State) -> int:
     """Lowest stream sequence that is not resolved once `state`'s record is committed."""
     # What waits is in no record yet: a position above it would lose it (invariant 2).
-    waiting = (pending.stream_seq for pending in state.pending.values())
+    waiting = (pending.stream_seq for pending in state.pending.unordered())
     return min(waiting, default=state.seen_seq + 1)
 
 
@@ -180,11 +179,8 @@ def is_known(state: State, update: UpdateId) -> bool:
     """Whether an update was met before: it is resolved, or on its way through this machine."""
     if is_answered(state, update):
         return True
-    if update in state.pending:
-        return True
     if any(
-        taken.manifest.learner == update.learner and update_id(taken.manifest) == update
-        for taken in to_resolve(state)
+        update in those for those in (state.pending, state.admitted.named, state.rejected.named)
     ):
         return True
     if (update.learner, update.incarnation) in state.marks:
@@ -194,8 +190,8 @@ def is_known(state: State, update: UpdateId) -> bool:
     joined = newest_incarnation(state, update.learner)
     lives = [
         life
-        for learner, life in state.marks
-        if learner == update.learner and (life > joined) == (update.incarnation > joined)
+        for life in state.marks.lives(update.learner)
+        if (life > joined) == (update.incarnation > joined)
     ]
     return len(lives) >= LIVES and update.incarnation < min(lives)
 
@@ -227,7 +223,8 @@ def after_record(state: State) -> State:
         for some in ([n for n in lives if n <= joined], [n for n in lives if n > joined]):
             for life in sorted(some)[:-LIVES]:
                 del marks[learner, life]
-    return state._replace(marks=marks, members=_judged(state, resolved))
+    members = state.members.but(members=_judged(state, resolved), norms={})
+    return state._replace(marks=Marks(marks), members=members)
 
 
 def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[str, Member]:
@@ -251,7 +248,7 @@ def _judged(state: State, resolved: tuple[Admitted | Refused, ...]) -> Mapping[s
 def _take_part(state: State, members: dict[str, Member]) -> None:
     """Note who had work in the round that ends with a version, and of which size."""
     norms = {one.manifest.learner: one.norm_per_step for one in state.admitted}
-    for learner in members.keys() & (live_members(state).keys() | norms.keys()):
+    for learner in members.keys() & (set(state.members.present) | norms.keys()):
         now = members[learner]
         if learner in norms:
             members[learner] = now._replace(norm=norms[learner], missed=0)

@@ -4,7 +4,6 @@ No IO, clock, randomness or logging here; times are arguments, in seconds.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -133,35 +132,26 @@ def effective_quorum(quorum: QuorumSection, live: int) -> int:
     return max(1, min(quorum.min_learners, live))
 
 
-def pace_s(
-    rules: FragmentRules, step_times_s: Sequence[float], interval_steps: int | None = None
-) -> float:
+def pace_s(rules: FragmentRules, usual_s: float, interval_steps: int | None = None) -> float:
     """Shortest time between two rounds of a fragment: about H steps of the median learner.
 
-    `interval_steps`: between these two, where it is not H.
+    Args:
+        rules: the fragment's.
+        usual_s: what a step takes that one; 0: nobody said it.
+        interval_steps: between these two rounds, where it is not H.
     """
     # Lockstep waits for all anyway; before anybody has said how fast it is, there is nothing to
     # hold back by.
-    usual_s = usual_step_s(step_times_s)
     if rules.lockstep or not usual_s:
         return 0.0
     return rules.quorum.pace * (interval_steps or rules.rhythm.interval_steps) * usual_s
 
 
-def usual_step_s(step_times_s: Sequence[float]) -> float:
-    """The lower median of what learners say that a step takes them; 0 if nobody said it."""
-    # A step time is a claim. By the fastest, one that says 0 would take all pace away, and rounds
-    # of one would race; by the slowest, one could stop the run. The lower one of two: of a fleet
-    # of two the faster has its pace.
-    known = sorted(step for step in step_times_s if step > 0)
-    return known[(len(known) - 1) // 2] if known else 0.0
+def grace_s(rules: FragmentRules, usual_s: float, quorum_s: float, sync_s: float) -> float:
+    """Grace after the quorum: gamma x (tau x step - (quorum + sync)) in [0, cap] (P Eq. 3).
 
-
-def grace_s(
-    rules: FragmentRules, step_times_s: Sequence[float], quorum_s: float, sync_s: float
-) -> float:
-    """Grace after the quorum: gamma x (tau x step - (quorum + sync)) in [0, cap] (P Eq. 3)."""
-    usual_s = usual_step_s(step_times_s)
+    Of the median learner's step, `usual_s`.
+    """
     if not usual_s:
         return 0.0
     # The window is what the median learner's overlap leaves, so that waiting for more updates

@@ -9,19 +9,15 @@ from diloco.aggregator.core.effects import AskCut, Commit, Fetch, OpenRound, Res
 from diloco.aggregator.core.policy import FragmentRules
 from diloco.aggregator.core.state import (
     Cut,
-    Refused,
     State,
     Storing,
-    announcers,
-    answered,
-    awaited_members,
+    are_answered,
     awaiting,
-    contributors,
-    live_members,
-    refuse,
-    step_times,
-    unread,
+    has_unread,
+    is_answered_in_round,
+    with_round_of,
 )
+from diloco.aggregator.core.updates import Refused, Resolved, Waiting, refuse
 from diloco.common.layout import next_step
 from diloco.common.reasons import Reason
 
@@ -33,7 +29,7 @@ def deadline(rules: FragmentRules, state: State) -> float | None:
         return None
     if state.cut is not None:
         # Whoever waits for the leader's word, or for a record under way, needs no time.
-        waits = state.cut.known_at_s and unread(state)
+        waits = state.cut.known_at_s and has_unread(state)
         return state.cut.known_at_s + rules.quorum.read_timeout_s if waits else None
     if state.stopping_at_s:
         # Whoever begins after the stop has first to read what came while nobody was there.
@@ -60,7 +56,7 @@ def has_next(rules: FragmentRules, state: State) -> bool:
 def step_share(state: State, *, participation: bool) -> float:
     """How much of an outer step the round takes, in (0, 1]."""
     # Nobody moves the model for all: who is alone in a round takes its own part of a step.
-    alone = len(contributors(state)) == 1
+    alone = len(state.admitted.senders) == 1
     return share(state) if participation or alone else 1.0
 
 
@@ -69,9 +65,12 @@ def share(state: State) -> float:
     held = sum(admitted.weight for admitted in state.admitted)
     # A weight that is not known yet is 0, so that a learner that has just joined does not shrink
     # everybody else's step.
-    present = contributors(state)
+    present, awaited = state.admitted.senders, state.members.awaited
+    # In one order on every machine: a sum of floats depends on it.
     absent = sum(
-        member.weight for name, member in awaited_members(state).items() if name not in present
+        member.weight
+        for name, member in state.members.items()
+        if name in awaited and name not in present
     )
     return held / (held + absent) if held else 1.0
 
@@ -98,14 +97,14 @@ def fetch_waiting(rules: FragmentRules, state: State) -> Result:
     last_seq = None if state.cut is None else state.cut.stream_seq
     # In the order of announcement, all at once: which is merged first is then a matter of the
     # store, and stands in the record (invariant 5).
-    waiting = [
-        (key, pending)
-        for key, pending in state.pending.items()
-        if not pending.fetching and (last_seq is None or pending.stream_seq <= last_seq)
-    ]
-    fetching = {key: pending._replace(fetching=True) for key, pending in waiting}
-    state = state._replace(pending={**state.pending, **fetching})
-    return state, tuple(Fetch(key, pending.manifest) for key, pending in waiting)
+    pending = state.pending
+    fetches = []
+    for update in pending.unfetched():
+        one = pending[update]
+        if last_seq is None or one.stream_seq <= last_seq:
+            pending = pending.put(update, one._replace(fetching=True))
+            fetches.append(Fetch(update, one.manifest))
+    return state._replace(pending=pending), tuple(fetches)
 
 
 def advance(rules: FragmentRules, state: State, now_s: float) -> Result:
@@ -162,10 +161,8 @@ def give_verdicts(
     said = awaiting(state)._replace(final=final)
     after = memory.after_record(said)
     storing = Storing(False, admission.offenders(rules, after, state.rejected))
-    after = after._replace(
-        pending=state.pending,
-        admitted=state.admitted,
-        rejected=(),
+    after = with_round_of(after, state)._replace(
+        rejected=Resolved(),
         observations=(),
         storing=storing,
         phase="idle" if final else state.phase,
@@ -179,7 +176,7 @@ def reject(rules: FragmentRules, state: State, refused: Refused, now_s: float) -
     # Outside of a round a rejection costs a record, which is what a sender of rubbish would spend
     # for us.
     state = admission.charge(state, refused)
-    return advance(rules, state._replace(rejected=(*state.rejected, refused)), now_s)
+    return advance(rules, state._replace(rejected=state.rejected.plus(refused)), now_s)
 
 
 def _next_step(rules: FragmentRules, state: State) -> int:
@@ -195,7 +192,8 @@ def _pace_time_s(rules: FragmentRules, state: State) -> float:
         return 0.0
     # The clock's own interval, not H: offsets make the first one shorter.
     interval_steps = _next_step(rules, state) - state.global_step
-    return state.closed_at_s + policy.pace_s(rules, step_times(state), interval_steps)
+    usual_s = state.members.usual_step_s()
+    return state.closed_at_s + policy.pace_s(rules, usual_s, interval_steps)
 
 
 def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
@@ -205,8 +203,8 @@ def _opens_at_s(rules: FragmentRules, state: State) -> float | None:
     """
     if not may_follow(rules, state):
         return None
-    announced_at_s = [one.announced_at_s for one in unread(state)]
-    announced_at_s += [one.announced_at_s for one in state.admitted]
+    each_s = (state.pending.first_announced_at_s, state.admitted.first_announced_at_s)
+    announced_at_s = [first_s for first_s in each_s if first_s is not None]
     if not announced_at_s:
         return None
     return max(_pace_time_s(rules, state), min(announced_at_s), state.began_at_s)
@@ -218,7 +216,8 @@ def _grace_ends_s(rules: FragmentRules, state: State) -> float:
     hard_s = state.opened_at_s + rules.quorum.deadline_s
     if rules.lockstep:
         return hard_s
-    grace_s = policy.grace_s(rules, step_times(state), state.quorum_s, state.sync_s)
+    usual_s = state.members.usual_step_s()
+    grace_s = policy.grace_s(rules, usual_s, state.quorum_s, state.sync_s)
     return min(hard_s, state.quorum_at_s + grace_s)
 
 
@@ -228,7 +227,7 @@ def _without_empty_round(state: State) -> State:
     Not while the leader is being asked: its answer would be taken for that of the next question.
     """
     asked = state.cut is not None and (state.cut.final or not state.cut.known_at_s)
-    waits = any(not pending.passed for pending in state.pending.values())
+    waits = state.pending.awaited > 0
     if asked or state.phase in ("idle", "closing") or state.admitted or waits:
         return state
     return state._replace(phase="idle", cut=None)
@@ -249,9 +248,9 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
     """
     # A fleet smaller than K must still make versions; in lockstep it must not.
     least = rules.quorum.min_learners
-    there = len(awaited_members(state))
+    there = len(state.members.awaited)
     quorum = least if rules.lockstep else policy.effective_quorum(rules.quorum, there)
-    reached = len(announcers(state)) >= quorum
+    reached = len(state.voices) >= quorum
     if state.phase == "open" and reached:
         reached_at_s = max(state.opened_at_s, now_s)
         waited_s = policy.elapsed_s(state.opened_at_s, reached_at_s)
@@ -265,15 +264,20 @@ def _count_quorum(rules: FragmentRules, state: State, now_s: float) -> State:
 
 def _is_complete(rules: FragmentRules, state: State) -> bool:
     """Whether nobody is left to wait for: all who are awaited are in, and read."""
-    those = answered(state)
-    awaited = live_members(state) if rules.lockstep else awaited_members(state)
-    enough = len(those) >= rules.quorum.min_learners or not rules.lockstep
-    return not unread(state) and those >= awaited.keys() and enough
+    if has_unread(state):
+        return False
+    if not rules.lockstep:
+        return are_answered(state, state.members.awaited)
+    if not are_answered(state, state.members.present):
+        return False
+    senders = {*state.admitted.senders, *state.rejected.senders}
+    count = sum(is_answered_in_round(state, sender) for sender in senders)
+    return count >= rules.quorum.min_learners
 
 
 def _advance_cut(rules: FragmentRules, state: State, cut: Cut, now_s: float) -> Result:
     """Close once all that belongs to the round is read, or the time for it has passed."""
-    if not cut.known_at_s or unread(state) or state.storing is not None:
+    if not cut.known_at_s or has_unread(state) or state.storing is not None:
         return state, ()
     if cut.final:
         return close(rules, _refuse_late(state), now_s, cut.reason, final=True)
@@ -294,10 +298,10 @@ def _advance_to_end(rules: FragmentRules, state: State, now_s: float) -> Result:
     # answer (invariant 2).
     if state.pending or not memory.has_met_all(state) or state.storing is not None:
         return state, ()
-    awaited = {name for name, member in live_members(state).items() if not member.final}
+    awaited = state.members.unfinished
     if not awaited:
         return close(rules, state, now_s, "final", final=True)
-    if state.admitted and awaited <= answered(state):
+    if state.admitted and are_answered(state, awaited):
         return close(rules, state, now_s, "complete")
     return state, ()
 
@@ -309,4 +313,5 @@ def _refuse_late(state: State) -> State:
         refuse(pending.manifest, pending.stream_seq, Reason.LATE, "not here when the run ended")
         for pending in state.pending.values()
     )
-    return state._replace(pending={}, rejected=state.rejected + late)
+    rejected = Resolved((*state.rejected, *late))
+    return state._replace(pending=Waiting(), rejected=rejected, voices=state.admitted.senders)

@@ -1,124 +1,26 @@
 """What the machine of one fragment knows, and the smallest questions and changes of it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from diloco.aggregator.core.kept import Kept, Tally
+from diloco.aggregator.core.members import Member, Members
+from diloco.aggregator.core.updates import (
+    Admitted,
+    Credit,
+    Merged,
+    Pending,
+    Refused,
+    Resolved,
+    UpdateId,
+    Waiting,
+    update_id,
+)
 from diloco.common import wire
-
-
-class UpdateId(NamedTuple):
-    """Names one update of this machine's fragment."""
-
-    learner: str
-    incarnation: int
-    seq: int
-
-
-# A round waits for a learner that had work in one of the last so many in which anybody's work came.
-PATIENCE = 3
 
 # Whom an observation is about that is about nobody: a timer, a commit.
 NOBODY = UpdateId("", 0, 0)
-
-
-class Credit(NamedTuple):
-    """What an update counts for: of what it claims, as much as can be believed (`credit.py`)."""
-
-    steps: int
-    tokens: int
-    weight: float
-
-
-class Pending(NamedTuple):
-    """An update that is announced and not yet verified; `fetching` once its shards are read.
-
-    `passed`: it could not be read in the time of its round. It is merged when it comes, but no
-    later round waits for it, or one sender's slow object would hold up every version. `broke`: how
-    often adding it to the sum failed.
-    """
-
-    manifest: wire.Manifest
-    stream_seq: int
-    announced_at_s: float
-    credit: Credit
-    fetching: bool = False
-    passed: bool = False
-    broke: int = 0
-
-
-class Admitted(NamedTuple):
-    """An update that the round has merged."""
-
-    manifest: wire.Manifest
-    stream_seq: int
-    credit: Credit
-    staleness: int
-    discount: float
-    clip: float
-    norm: float
-    announced_at_s: float = 0.0
-
-    @property
-    def weight(self) -> float:
-        """Its weight in the merge."""
-        return self.credit.weight
-
-    @property
-    def norm_per_step(self) -> float:
-        """As it was merged, by each step that it is credited with."""
-        return self.clip * self.norm / self.credit.steps
-
-
-class Refused(NamedTuple):
-    """An update that the next record rejects; made by `refuse`."""
-
-    manifest: wire.Manifest
-    stream_seq: int
-    reason: str
-    detail: str
-
-
-def refuse(manifest: wire.Manifest, stream_seq: int, reason: str, detail: str) -> Refused:
-    """The rejection of an update.
-
-    Its detail may quote the sender: bounded here, so that no manifest makes a record that cannot be
-    written.
-    """
-    return Refused(manifest, stream_seq, reason, wire.note(detail))
-
-
-class Member(NamedTuple):
-    """What this fragment knows of a learner."""
-
-    incarnation: int
-    # Whether rounds wait for it. A learner is live from its join on: it has something to add to the
-    # very round that is open.
-    live: bool = True
-    # It ended on purpose, and no heartbeat on its way brings it back.
-    left: bool = False
-    # Its last update of this fragment is announced, so that the run's last round need not wait.
-    final: bool = False
-    # Moving averages of what its updates claim; 0 while there was none. They are voices: only
-    # medians of several learners' are used.
-    step_time_s: float = 0.0
-    tokens_per_step: float = 0.0
-    # Moving average of the weights that its updates are credited with; 0 while there was none.
-    weight: float = 0.0
-    # When its last update, or its first join, was stored: steps are credited for the time since
-    # then; and when the owner read it, by its own clock.
-    heard_at_s: float = 0.0
-    read_at_s: float = 0.0
-    # Steps a second that it was last seen to take (0: never seen), and time that it had and did not
-    # claim: what an outage held back comes in two updates, the first of which claims little.
-    speed: float = 0.0
-    unused_s: float = 0.0
-    # Norm per credited step of its update merged last, as it was merged; 0 while there was none.
-    norm: float = 0.0
-    # Rounds of others' work, up to `PATIENCE`, since one had work of it.
-    missed: int = 0
-    # How many more of its updates were rejected for what they are than were merged.
-    offences: int = 0
 
 
 class Allowance(NamedTuple):
@@ -134,6 +36,38 @@ class Mark(NamedTuple):
 
     seq: int
     stream_seq: int
+
+
+class Marks(Mapping[tuple[str, int], Mark]):
+    """Marks by (learner, incarnation), replaced with each record.
+
+    Args:
+        marks: them.
+    """
+
+    __slots__ = ("_lives", "_marks")
+
+    def __init__(self, marks: Mapping[tuple[str, int], Mark] = MappingProxyType({})) -> None:
+        self._marks = dict(marks)
+        self._lives: dict[str, list[int]] = {}
+        for learner, life in self._marks:
+            self._lives.setdefault(learner, []).append(life)
+
+    def lives(self, learner: str) -> list[int]:
+        """The lives of a learner that have a mark."""
+        return self._lives.get(learner, [])
+
+    def __getitem__(self, life: tuple[str, int]) -> Mark:
+        """The mark of a life."""
+        return self._marks[life]
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._marks)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        """The lives, in the order in which they got their first mark."""
+        return iter(self._marks)
 
 
 class Quarantine(NamedTuple):
@@ -186,11 +120,11 @@ class State(NamedTuple):
     # The tape is taken up to here. A record's position follows from it, and so what its successor
     # reads again.
     seen_seq: int
-    members: Mapping[str, Member]
+    members: Members = Members()
     # By (learner, incarnation). They alone tell an update that is announced once more from a new
     # one (invariant 2), so they outlive every record.
-    marks: Mapping[tuple[str, int], Mark]
-    pending: Mapping[UpdateId, Pending]
+    marks: Marks = Marks()
+    pending: Waiting = Waiting()
     # The run's clock at `version`. It is carried and not computed from `version`, since a rollback
     # sets it back while versions go on.
     global_step: int = 0
@@ -201,17 +135,19 @@ class State(NamedTuple):
     settings_seq: int = 0
     quarantined: frozenset[str] = frozenset()
     # Everybody who ever announced something: a learner that restarts must not get a full allowance.
-    allowances: Mapping[str, Allowance] = MappingProxyType({})
+    allowances: Kept[str, Allowance] = Kept()
     # Theirs for what this life meets again, which an earlier one has paid from `allowances`.
-    met_again: Mapping[str, Allowance] = MappingProxyType({})
+    met_again: Kept[str, Allowance] = Kept()
     phase: Phase = "idle"
     # The fragment's last version is committed, or is being so: nothing follows it (invariant 1).
     final: bool = False
     # What the open round has merged, in this order: additions of floats do not commute, and
     # recovery repeats them (invariant 3).
-    admitted: tuple[Admitted, ...] = ()
-    rejected: tuple[Refused, ...] = ()
+    admitted: Merged = Merged()
+    rejected: Resolved[Refused] = Resolved()
     observations: tuple[wire.Observation, ...] = ()
+    # How many updates of each learner belong to the round, read or not, until it is cut.
+    voices: Tally[str] = Tally()
     cut: Cut | None = None
     storing: Storing | None = None
     opened_at_s: float = 0.0
@@ -232,25 +168,19 @@ class State(NamedTuple):
     now_s: float = 0.0
 
 
-def update_id(manifest: wire.Manifest) -> UpdateId:
-    """The name of the update that a manifest announces."""
-    return UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
-
-
 def to_resolve(state: State) -> tuple[Admitted | Refused, ...]:
     """What the next record resolves."""
-    merged: tuple[Admitted | Refused, ...] = state.admitted
-    return merged + state.rejected
+    return (*state.admitted, *state.rejected)
 
 
-def contributors(state: State) -> set[str]:
-    """Learners of whom the round has merged an update."""
-    return {admitted.manifest.learner for admitted in state.admitted}
-
-
-def announcers(state: State) -> set[str]:
-    """Learners that have announced an update for the round, read or not."""
-    return contributors(state).union(pending.manifest.learner for pending in unread(state))
+def has_unread(state: State) -> bool:
+    """Whether anything belongs to the round that is not merged yet; see `unread`."""
+    if state.cut is None or not state.cut.known_at_s:
+        return state.pending.awaited > 0
+    last_seq = state.cut.stream_seq
+    return state.pending.awaited > 0 and any(
+        one.stream_seq <= last_seq for one in state.pending.unordered() if not one.passed
+    )
 
 
 def unread(state: State) -> list[Pending]:
@@ -263,61 +193,64 @@ def unread(state: State) -> list[Pending]:
 
 def passed_on(state: State) -> State:
     """The state in which the round waits no more for what it has not read."""
-    late = {update_id(one.manifest): one._replace(passed=True) for one in unread(state)}
-    return state._replace(pending={**state.pending, **late})
+    for one in unread(state):
+        state = with_pending(state, update_id(one.manifest), one._replace(passed=True))
+    return state
 
 
 def awaiting(state: State) -> State:
     """The state with what the round has merged waiting again, as if it had not been read."""
-    again = {
-        update_id(one.manifest): Pending(
-            one.manifest, one.stream_seq, one.announced_at_s, one.credit
-        )
-        for one in state.admitted
-    }
-    return state._replace(admitted=(), pending={**state.pending, **again})
+    if not state.admitted:
+        return state
+    pending = state.pending
+    for one in state.admitted:
+        again = Pending(one.manifest, one.stream_seq, one.announced_at_s, one.credit)
+        pending = pending.put(update_id(one.manifest), again)
+    members = state.members.but(norms={})
+    # Each of them counts as before, merged or waiting.
+    return state._replace(admitted=Merged(), pending=pending, members=members)
 
 
-def answered(state: State) -> set[str]:
-    """Learners that send no more before the record: it merges, or rejects, an update of theirs."""
-    return contributors(state).union(
-        refused.manifest.learner
-        for refused in state.rejected
-        if is_current(state, refused.manifest)
+def with_admitted(state: State, update: UpdateId, admitted: Admitted) -> State:
+    """The round has merged an update that waited."""
+    learner = admitted.manifest.learner
+    passed = state.pending[update].passed
+    return state._replace(
+        pending=state.pending.drop(update),
+        admitted=state.admitted.plus(admitted),
+        members=state.members.merged(learner, admitted.norm_per_step),
+        voices=state.voices.more(learner) if passed else state.voices,
     )
 
 
-def is_current(state: State, manifest: wire.Manifest) -> bool:
-    """Whether a manifest is of its learner's newest life."""
-    member = state.members.get(manifest.learner)
-    return member is not None and member.incarnation == manifest.incarnation
+def with_round_of(state: State, other: State) -> State:
+    """The state with another one's open round: what it has merged, and what waits."""
+    norms = {one.manifest.learner: one.norm_per_step for one in other.admitted}
+    return state._replace(
+        admitted=other.admitted,
+        pending=other.pending,
+        voices=other.voices,
+        members=state.members.but(norms=norms),
+    )
 
 
-def live_members(state: State) -> dict[str, Member]:
-    """Those who are here: the run's end and lockstep wait for all of them."""
-    return {
-        name: member
-        for name, member in state.members.items()
-        if member.live and name not in state.quarantined
-    }
+def without_round(state: State) -> State:
+    """The state with nothing merged or refused, once a record has resolved it."""
+    return state._replace(admitted=Merged(), rejected=Resolved(), voices=state.pending.awaited_from)
 
 
-def awaited_members(state: State) -> dict[str, Member]:
-    """Those whom a round waits for: who is here, and had work of late.
-
-    Heartbeats cost nothing: whoever sends nothing else would make every round wait.
-    """
-    return {name: m for name, m in live_members(state).items() if m.missed < PATIENCE}
-
-
-def others(state: State, learner: str) -> list[Member]:
-    """All who are here but one: who judges it must not be moved by its own word."""
-    return [member for name, member in live_members(state).items() if name != learner]
+def is_answered_in_round(state: State, learner: str) -> bool:
+    """Whether a learner sends no more before the record: it merges or rejects an update of its."""
+    if learner in state.admitted.senders:
+        return True
+    return (learner, newest_incarnation(state, learner)) in state.rejected.lives
 
 
-def step_times(state: State) -> list[float]:
-    """Seconds that a step takes each live learner; 0 where it is not known."""
-    return [member.step_time_s for member in live_members(state).values()]
+def are_answered(state: State, learners: Tally[str]) -> bool:
+    """Whether that is so of all of these."""
+    if len(state.admitted.senders) + len(state.rejected.senders) < len(learners):
+        return False
+    return all(is_answered_in_round(state, learner) for learner in learners)
 
 
 def newest_incarnation(state: State, learner: str) -> int:
@@ -328,18 +261,30 @@ def newest_incarnation(state: State, learner: str) -> int:
 
 def with_member(state: State, learner: str, member: Member) -> State:
     """This is known of a learner."""
-    return state._replace(members={**state.members, learner: member})
+    return state._replace(members=state.members.put(learner, member))
 
 
 def with_pending(state: State, update: UpdateId, pending: Pending) -> State:
     """This update waits."""
-    return state._replace(pending={**state.pending, update: pending})
+    return _with_waiting(state, update, state.pending.put(update, pending))
 
 
 def without_pending(state: State, update: UpdateId) -> State:
     """This update waits no more."""
-    remaining = {key: value for key, value in state.pending.items() if key != update}
-    return state._replace(pending=remaining)
+    return _with_waiting(state, update, state.pending.drop(update))
+
+
+def _with_waiting(state: State, update: UpdateId, pending: Waiting) -> State:
+    learner = update.learner
+    by = pending.awaited_from.of(learner) - state.pending.awaited_from.of(learner)
+    voices = state.voices.more(learner, by) if by else state.voices
+    return state._replace(pending=pending, voices=voices)
+
+
+def with_quarantined(state: State, quarantined: frozenset[str]) -> State:
+    """These, and nobody else, are shut out."""
+    members = state.members.but(shut_out=quarantined)
+    return state._replace(quarantined=quarantined, members=members)
 
 
 def with_observation(state: State, what: str, at_s: float, about: UpdateId, value: float) -> State:

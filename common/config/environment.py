@@ -125,3 +125,9 @@ def with_environment(document: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(section, dict):  # What is no table is refused with the rest of the file.
                 merged[parts[1]] = {**section, parts[2]: value}
     return merged
+
+
+def compile_without_tpu() -> None:
+    """Have libtpu be a compiler alone: it asks no machine what it is, and several processes may."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

@@ -14,6 +14,9 @@ from diloco.common.config.renamed import REMOVED, RENAMED, with_new_names
 from diloco.common.config.run import RunSettings
 from diloco.common.errors import ConfigError
 
+# What pydantic calls it where a table was expected.
+_TABLES = {"dict_type", "model_type", "model_attributes_type"}
+
 
 def load_config(path: Path | str) -> Config:
     """The configuration in the TOML file `path`.
@@ -37,8 +40,12 @@ def read_document(path: Path) -> dict[str, Any]:
             f"there is no configuration file {str(path)!r}",
             hint="give its path with --config; docs/configuration.md shows one",
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"cannot read {str(path)!r}: it is not text in UTF-8", hint="name the run's TOML file"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
@@ -102,6 +109,8 @@ def explain(error: ValidationError) -> str:
             lines.append(_strange(key))
         elif item["type"] == "missing":
             lines.append(f"{key!r} is missing")
+        elif item["type"] in _TABLES:
+            lines.append(f"{key!r} must be a table, got {item['input']!r}"[:300])
         else:
             lines.append(f"{key!r}: {item['msg']}, got {item['input']!r}"[:300])
     return "; ".join(lines)

@@ -8,6 +8,8 @@ from diloco.common.config.fields import Fraction, NonNegative, Seconds, Section,
 from diloco.common.layout import Rhythm
 from diloco.common.names import NAME
 
+# JAX counts steps in 32 bits.
+STEPS_MAX = 2**31 - 1
 # The built-in task, and its name in runs of 0.1.0, whose packages had top-level names.
 BUILT_IN_TASK = "diloco.learner.model:build"
 BUILT_IN_TASK_0_1 = "learner.model:build"
@@ -22,9 +24,10 @@ class RunSection(Section):
         description="name of the run: `[a-z0-9][a-z0-9-]{0,39}`; part of streams, subjects and"
         " object names"
     )
-    steps: Steps = Field(
-        description="length of the run on its global clock, in inner steps; that with which the run"
-        " was created is also the horizon of the task's schedule"
+    steps: Annotated[int, Field(ge=1, le=STEPS_MAX)] = Field(
+        description="length of the run on its global clock, which each version moves by H,"
+        " however many steps went into it; that with which the run was created is also the"
+        " horizon of the task's schedule"
     )
     tokens: Annotated[int, Field(ge=0)] = Field(
         default=0,

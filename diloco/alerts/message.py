@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from diloco.alerts.ledger import Alert, Key, Notice
+from diloco.cli.units import human_time
 
 VERSION = 1
 
@@ -32,12 +33,14 @@ def body(run: str, notice: Notice) -> dict[str, Any]:
 
 def line(run: str, notice: Notice) -> str:
     """A notice as one line, for people."""
-    alert = notice.alert
-    word = "resolved" if notice.ended_s is not None else alert.severity.upper()
-    text = f"[{word}] run {run}, {alert.key.about}: {'; '.join(alert.sentences)}"
-    if notice.ended_s is None and alert.key.runbook:
-        text += f" ({alert.key.runbook})"
-    return text
+    alert, told = notice.alert, "; ".join(notice.alert.sentences)
+    about = f"run {run}, {alert.key.about}"
+    if notice.ended_s is not None:
+        # Its last words are in the present tense, and no longer true.
+        after = human_time(max(0.0, notice.ended_s - alert.since_s))
+        return f'[resolved] {about}: over after {after}; it was "{told}"'
+    where = f" ({alert.key.runbook})" if alert.key.runbook else ""
+    return f"[{alert.severity.upper()}] {about}: {told}{where}"
 
 
 def trial(now_s: float) -> Alert:

@@ -7,7 +7,7 @@ leaves nothing behind but one line among the rejected copies. `symptoms.py` has 
 import asyncio
 import json as json_module
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -157,7 +157,18 @@ async def examine(target: str, *, deep: bool = False, progress: "Heard | None" =
         found.append(symptoms.failed("store", error, symptoms.STORE_AWAY))
     except DilocoError as error:
         found.append(symptoms.failed("run", error, symptoms.RUN_MISMATCH))
+    report.findings = said_once(found)
     return report
+
+
+def said_once(findings: Iterable[Finding]) -> list[Finding]:
+    """Without what is said already, and as something worse."""
+    kept: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        other = kept.setdefault((finding.about, finding.sentence), finding)
+        if ORDER.index(finding.severity) < ORDER.index(other.severity):
+            kept[finding.about, finding.sentence] = finding
+    return [*kept.values()]
 
 
 def _no_run(config: Config, error: DilocoError, store: ObjectStore | None) -> Iterator[Finding]:

@@ -95,6 +95,21 @@ def newer_objects(history: History, listed: Iterable[str]) -> Iterator[str]:
     yield from newer_than(history.run, epoch, newest, [*listed], history.last_seq)
 
 
+def under_way(history: History, listed: Iterable[str]) -> Iterator[str]:
+    """Objects of the version after each fragment's newest, where a run has no end message yet.
+
+    Its maker stores them before it commits the record: a run that goes on may have them.
+    """
+    if history.end or history.specification.epoch:
+        return
+    newest = {fragment: chain[-1][1].version for fragment, chain in history.records.items()}
+    for name in listed:
+        for fragment, version in newest.items():
+            made = names.parse_version_object(history.run, fragment, name)
+            if made is not None and made.version == version + 1:
+                yield name
+
+
 class Newest(NamedTuple):
     """A fragment's last record, with its sequence and time."""
 

@@ -53,7 +53,8 @@ def check_objects(
     Args:
         history: the tape.
         before: objects that were there before the tape was read, where it goes on: those that it
-            does not know of are newer. None: those of now.
+            does not know of are newer, and what was stored since is nobody's orphan. None: those of
+            now.
         everything: want all that the tape names, as where nothing is ever collected.
 
     Raises:
@@ -79,6 +80,7 @@ def check_objects(
         if (name.startswith(prefixes) or "/update/" in name)
         and not (name in known or name in others or name in newer)
         and not name.startswith(kept)
+        and (before is None or name in before)
     }
     return found
 

@@ -72,6 +72,9 @@ class Remaker:
             IntegrityError: something is damaged, or does not give the recorded digests.
         """
         self.missing = ""
+        if record.base_digest not in ("", self._was[0]):
+            # The record before it cannot be read or is gone: it says nothing of this one.
+            self.arrays = None
         if record.what == "verdict":
             if self.arrays is not None:
                 self._hold(record, "digests", (record.view_digest, record.outer_digest), self._was)

@@ -72,7 +72,7 @@ def failed(about: str, error: DilocoError, runbook: str) -> Finding:
         severity="error",
         about=about,
         sentence=error.message,
-        advice=error.hint or "",
+        advice=(error.hint or "").removesuffix(runbook).rstrip(": "),
         runbook=runbook,
     )
 
@@ -149,9 +149,13 @@ def fragments(history: History, found: Audit, now_s: float) -> Iterator[Finding]
     yield Finding(
         severity="ok",
         about="fragments",
-        sentence=f"{state}: {len(versions)} fragments at versions {min(versions, default=0)} "
-        f"to {max(versions, default=0)}",
+        sentence=f"{state}: {len(versions)} fragments at {_range(versions)}",
     )
+
+
+def _range(versions: Sequence[int]) -> str:
+    low, high = min(versions, default=0), max(versions, default=0)
+    return f"version {low}" if low == high else f"versions {low} to {high}"
 
 
 def _under_way(history: History) -> str:

@@ -29,6 +29,13 @@ def as_failure(error: OSError) -> DilocoError | None:
     )
 
 
+def full_output(error: Exception) -> DilocoError | None:
+    """What is to be told if this error is that standard output is on a full disk."""
+    if isinstance(error, OSError) and error.filename is None:
+        return as_failure(error)
+    return None
+
+
 def tell_failure(error: DilocoError) -> None:
     """One of our errors, as sentences."""
     tell_error(service_manager(), error.message, error.hint)

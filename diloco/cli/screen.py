@@ -1,10 +1,14 @@
 """What commands print: sentences, tables, and colours for what they say."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import typer
 from rich.console import Console
 from rich.table import Table
+
+from diloco.common.errors import ConfigError
 
 # Of a learner's state, and of a finding's severity.
 STATE_STYLES = {
@@ -28,6 +32,26 @@ def say(text: str) -> None:
 def say_plainly(text: str) -> None:
     """Print a sentence as it is, brackets and all."""
     Console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def confirm(question: str) -> None:
+    """Ask, and go on only after yes.
+
+    Raises:
+        ConfigError: there is nobody to answer.
+        typer.Abort: the answer is no.
+    """
+    try:
+        agreed = typer.confirm(question)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        print()  # noqa: T201 - ends the question's line
+        raise ConfigError(
+            "nothing was done, for want of an answer", hint="say it with --yes"
+        ) from None
+    if not agreed:
+        raise typer.Abort
 
 
 def titled_table(title: str, *columns: str) -> Table:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -111,6 +111,18 @@ class LearnerOptions:
             help="dry run: memory bandwidth of a device; 819 is a TPU v5e", min=1, metavar="GB/S"
         ),
     ] = 819.0
+    platform: Annotated[
+        Literal["here", "tpu"],
+        typer.Option(
+            help="dry run: compile for what JAX finds here, or by libtpu for TPUs that are not here"
+        ),
+    ] = "here"
+    topology: Annotated[
+        str,
+        typer.Option(
+            help="dry run: chip and shape of the slice, with --platform tpu", metavar="CHIP:SHAPE"
+        ),
+    ] = "v6e:2x4"
     json: Annotated[bool, typer.Option("--json", help="dry run: print JSON")] = False
 
 
@@ -129,6 +141,7 @@ def learner(options: LearnerOptions) -> None:
         log.take_stderr()
     config = _learner_config(options)
     if options.dry_run:
+        _check_platform(options)
         from diloco.daemons.dry_run import DryRunOptions, run_dry
 
         dry = DryRunOptions(
@@ -136,6 +149,7 @@ def learner(options: LearnerOptions) -> None:
             hosts=options.hosts,
             bandwidth=options.bandwidth,
             json=options.json,
+            topology=options.topology if options.platform == "tpu" else None,
         )
         run_dry(config, options.name, dry)
         return
@@ -147,6 +161,14 @@ def learner(options: LearnerOptions) -> None:
     from diloco.learner.daemon import serve
 
     serve(config, options.name)
+
+
+def _check_platform(options: LearnerOptions) -> None:
+    if options.platform == "tpu" and options.devices:
+        raise ConfigError(
+            "--devices emulates devices on the CPU, and --platform tpu compiles for TPUs",
+            hint="say the slice: --topology v6e:2x4",
+        )
 
 
 def _learner_config(options: LearnerOptions) -> "Config":

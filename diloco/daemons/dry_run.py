@@ -12,6 +12,7 @@ from diloco.common.config import Config
 from diloco.common.errors import ConfigError
 from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
 from diloco.learner.library import check_name
+from diloco.learner.topology import tpu_devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +23,14 @@ class DryRunOptions:
         devices: of the learner, for which this machine's CPU is taken; None: as the file says.
         hosts: of the learner; None: as the file says.
         bandwidth: of a device's memory, GB/s.
+        topology: of TPUs that are not here, whose compiler is asked; None: what JAX finds.
     """
 
     devices: int | None
     hosts: int | None
     bandwidth: float
     json: bool
+    topology: str | None = None
 
 
 def run_dry(config: Config, learner: str, options: DryRunOptions) -> None:
@@ -38,7 +41,13 @@ def run_dry(config: Config, learner: str, options: DryRunOptions) -> None:
     """
     check_name(learner)
     hosts = options.hosts or config.learner.hosts
-    figures = dry_run(_configure(config, hosts, options.devices), learner, hosts=hosts)
+    if options.topology is None:
+        figures = dry_run(_configure(config, hosts, options.devices), learner, hosts=hosts)
+    else:
+        # Nothing may look for a chip; the TPU's own compiler options stay.
+        jax.config.update("jax_platforms", "cpu")
+        devices = tpu_devices(options.topology)
+        figures = dry_run(config, learner, hosts=hosts, devices=devices)
     if options.json:
         Console().print_json(data=as_json(figures, options.bandwidth))
     else:

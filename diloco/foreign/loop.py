@@ -5,7 +5,7 @@ written, in place, so that the framework's optimizer keeps the tensors that it k
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from diloco.common.layout import Hint, default_hint
 from diloco.foreign.table import Table
 from diloco.foreign.tensors import HostTensors, LazyLeaf, Tensors, leaves_of
 from diloco.learner import library
+from diloco.learner.task import Batch, Shared
 from diloco.model.load import load
 from diloco.operate.from_params import create
 
@@ -67,6 +68,14 @@ class TensorLearner:
         """
         after = self._learner.step(dict(self._leaves), loss=loss, metrics=metrics, save=save)
         self._take(after)
+
+    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; time that the loop waits for them is a metric of its own."""
+        return self._learner.reading(batches)
+
+    def claimed(self, data: Shared) -> Iterator[Batch]:
+        """Batches of the shares that this learner claims, as of `diloco.Learner`."""
+        return self._learner.claimed(data)
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
         """Hand over what the loop has measured on held-out data."""

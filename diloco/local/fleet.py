@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -98,6 +99,7 @@ class Fleet:
         self._server: NatsServer | None = None
         self.daemons: dict[str, Daemon] = {}
         self.given_up: list[str] = []
+        self.came_back: list[str] = []
 
     @property
     def restarts(self) -> int:
@@ -206,6 +208,7 @@ class Fleet:
         if self._server is not None and not self._server.running:
             self._server.start()
             self._watch_server()
+            self.came_back.append("nats-server ended, and is started again")
         for daemon in self.daemons.values():
             if not daemon.ended:
                 self._look_after(daemon)
@@ -240,6 +243,7 @@ class Fleet:
                 f"log:\n{self.tail(daemon)}",
                 hint=_hint(daemon.failed.log_path),
             )
+        self.came_back.append(f"{daemon.failed.name} {how_ended(daemon.failed)}, and starts again")
         self.start_again(daemon.name)
 
     def _give_up(self, daemon: Daemon, failed: Process) -> None:
@@ -308,6 +312,15 @@ def way_of(status: int | None, text: str) -> str:
     if status is None or status < 0:
         return ""
     return f"{status}: {_NUMBER.sub('N', last_words(text))}"
+
+
+def how_ended(process: Process) -> str:
+    """What became of a process, in words: its signal, or its status and error."""
+    status = process.status or 0
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    words = last_words(_read(process))
+    return f"ended with status {status}{f': {words}' if words else ''}"
 
 
 def last_words(text: str) -> str:

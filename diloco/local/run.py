@@ -9,6 +9,7 @@ import io
 import itertools
 import json as json_module
 import os
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -25,7 +26,12 @@ from rich.markup import escape
 from diloco.cli.folders import make_folder
 from diloco.cli.opening import OpenRun, open_run
 from diloco.common.accelerators import find_accelerators, unused
-from diloco.common.config import Config, allows_accelerators, make_config, warnings
+from diloco.common.config import (
+    Config,
+    allows_accelerators,
+    make_config,
+    warnings,
+)
 from diloco.common.errors import ConfigError, RunMismatchError
 from diloco.common.nats_server import NatsServer
 from diloco.common.service import cancel
@@ -42,6 +48,7 @@ from diloco.local.hardware import (
     set_hardware,
 )
 from diloco.local.options import LocalOptions
+from diloco.local.reading import Reading
 from diloco.projections.live import Follower
 
 REFRESH_S = 0.5
@@ -124,8 +131,15 @@ def _check_unused(run_dir: Path) -> None:
     """Refuse to write where something is.
 
     Raises:
-        ConfigError: it is no folder, or not empty, or cannot be read.
+        ConfigError: it is no folder, or not empty, or cannot be read or named.
     """
+    try:
+        str(run_dir).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the folder's name {str(run_dir)!a} is not text in UTF-8, as its files need it",
+            hint="give another --run-dir",
+        ) from error
     try:
         used = run_dir.exists() and any(run_dir.iterdir())
     except OSError as error:
@@ -216,7 +230,7 @@ class LocalRun:
     console: Console
     losses: list[float] = field(default_factory=list)
     note: str = ""
-    steps: int = 0
+    reading: Reading = field(default_factory=lambda: Reading(steps=0, past_seq=0))
     _began_s: float = field(default_factory=time.monotonic)
 
     async def go(self) -> int:
@@ -246,10 +260,15 @@ class LocalRun:
         self.console.print("stopping: learners finish their step and leave ...")
         await asyncio.to_thread(self.fleet.stop, within_s=STOP_S)
         self.console.print(
-            f"stopped; to continue: diloco local --resume {self.config_path.parent}",
+            f"stopped; to continue: diloco local --resume {self._folder}",
             soft_wrap=True,
         )
         return 130
+
+    @property
+    def _folder(self) -> str:
+        """The run's folder, as it is typed in a shell."""
+        return shlex.quote(str(self.config_path.parent))
 
     def _hung_up(self, stop: asyncio.Event) -> None:
         """The terminal was closed: what is left to say has no reader."""
@@ -274,7 +293,6 @@ class LocalRun:
         async with open_run(self.config_path, name="local") as opened, self._page(opened) as url:
             context = opened.context
             self.console.print(f"dashboard: {url}", soft_wrap=True)
-            self.steps = (await effective_settings(context))[0].run.steps
             if await has_ended(context.bus, context.run):
                 self.console.print("it has ended: begin another run from its parameters")
                 return
@@ -283,7 +301,10 @@ class LocalRun:
                 earlier = await kept(context)
                 first = earlier[0] if earlier else await scorer.newest()
                 await keep(context, first)
-            follower = Follower(context)
+            past_seq = await context.bus.last_sequence(context.tape)
+            steps = (await effective_settings(context))[0].run.steps
+            self.reading = Reading(steps, past_seq)
+            follower = Follower(context, self.reading.hear)
             self._start_daemons()
             await self._watch(follower)
             await self._wait_for_daemons()
@@ -296,7 +317,7 @@ class LocalRun:
 
     def _page(self, opened: OpenRun) -> AbstractAsyncContextManager[str]:
         """The run's page, on the usual port or one that is free, until this command ends."""
-        again = f"diloco dashboard {self.config_path.parent}"
+        again = f"diloco dashboard {self._folder}"
         return served(opened.context, opened.specification.created_at_s, port=None, again=again)
 
     async def _is_created(self) -> bool:
@@ -350,19 +371,22 @@ class LocalRun:
                 while not following.done():
                     await asyncio.sleep(REFRESH_S)
                     self.fleet.look_after()
-                    self._tell_given_up()
+                    self._tell_of_daemons()
                     self._kill_as_planned(follower)
                     frame = self._frame(follower)
                     if self.console.is_terminal:
                         live.update(screen.picture(frame), refresh=True)
-                    elif time.monotonic() - shown_s > LINE_S:
+                    elif time.monotonic() - shown_s > LINE_S and self.reading.is_of_now:
                         self.console.print(screen.line(frame), soft_wrap=True)
                         shown_s = time.monotonic()
             following.result()
         finally:
             await cancel(following)
 
-    def _tell_given_up(self) -> None:
+    def _tell_of_daemons(self) -> None:
+        for sentence in self.fleet.came_back:
+            self.console.print(f"[yellow]{escape(sentence)}[/]", soft_wrap=True)
+        self.fleet.came_back.clear()
         for sentence in self.fleet.given_up:
             self.console.print(f"[red]error:[/] {escape(sentence)}", soft_wrap=True)
             self.note = sentence
@@ -382,13 +406,13 @@ class LocalRun:
             self.losses.append(sum(losses) / len(losses))
         return screen.Frame(
             run=self.config.run.name,
-            steps=self.steps or self.config.run.steps,
+            steps=self.reading.steps,
             fragments=self.config.sync.fragments,
             learners=self.learners,
             daemons=self.fleet.daemons,
             observed=follower.state,
             losses=self.losses,
-            note=self.note,
+            note=self.note if self.reading.is_of_now else "reading what the tape has so far ...",
             elapsed_s=time.monotonic() - self._began_s,
         )
 
@@ -425,7 +449,7 @@ class LocalRun:
         self.console.print(screen.sentence(summary))
         folder = self.config_path.parent
         self.console.print(f"everything of this run is in {folder}", soft_wrap=True)
-        self.console.print(f"for figures of it: diloco report {folder}", soft_wrap=True)
+        self.console.print(f"for figures of it: diloco report {self._folder}", soft_wrap=True)
         if self.options.json:
             print(json_module.dumps(summary), flush=True)  # noqa: T201 - the result itself
 

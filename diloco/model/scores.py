@@ -277,8 +277,17 @@ def unscored(
     return [seqs for seqs in dict.fromkeys(standing) if seqs is not None and seqs not in known]
 
 
-async def score_at(context: RunContext, versions: Sequence[tuple[int, ...]]) -> list[wire.Score]:
+async def score_at(
+    context: RunContext,
+    versions: Sequence[tuple[int, ...]],
+    hear: Callable[[int, int], None] | None = None,
+) -> list[wire.Score]:
     """Scores of versions that the store still has, each given as `unscored` does.
+
+    Args:
+        context: the run's.
+        versions: which.
+        hear: hears how many of how many were looked at.
 
     Raises:
         DilocoError: as `Scorer.of_run`; the store is away.
@@ -292,10 +301,12 @@ async def score_at(context: RunContext, versions: Sequence[tuple[int, ...]]) -> 
             raise
         return []  # Where there is no JAX, those that others kept are all there are.
     made = []
-    for seqs in versions:
+    for done, seqs in enumerate(versions, 1):
         with contextlib.suppress(ObjectMissingError, IntegrityError):
             records = [await record_at(context, f, seq) for f, seq in enumerate(seqs)]
             made.append(await scorer.of(records, seqs))
+        if hear is not None:
+            hear(done, len(versions))
     return made
 
 

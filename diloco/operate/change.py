@@ -14,7 +14,6 @@ from diloco.common.bus import jetstream
 from diloco.common.config import (
     RunSettings,
     changes,
-    check_changeable,
     check_same_run,
     load_config,
     parse_settings,
@@ -41,13 +40,13 @@ async def preview(target: str, assignments: Sequence[str]) -> Preview:
 
     Raises:
         ConfigError: no setting of that name, no such value, or one that is fixed.
-        RunMismatchError: no such run.
+        RunMismatchError: no such run, or it has stopped.
     """
     async with open_run(target, reads=True) as opened:
         context = opened.context
         before, _ = await effective_settings(context)
         after = _assigned(before, assignments)
-        check_changeable(context.settings, after)
+        await run_settings.check_change(context, before, after)
         changed = changes(before, after)
         rates: list[str] = []
         if before.run.steps != after.run.steps:

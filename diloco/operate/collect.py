@@ -21,7 +21,7 @@ from diloco.aggregator.collector import (
 )
 from diloco.aggregator.core import garbage
 from diloco.aggregator.core.garbage import Fleet, Garbage, Ledger, Trim
-from diloco.aggregator.core.state import UpdateId
+from diloco.aggregator.core.updates import UpdateId
 from diloco.cli.opening import open_run
 from diloco.common import names, wire
 from diloco.common.config import GcSection

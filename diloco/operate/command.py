@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
-from diloco.cli.screen import say, working
+from diloco.cli.screen import confirm, say, working
 from diloco.common import log
 from diloco.operate.run_command import run_app
 from diloco.operate.timed import TimerOptions, status, timed
@@ -108,7 +108,7 @@ def rollback(
             f"{record.version} (step {record.global_step})"
         )
     if not yes:
-        typer.confirm("roll back?", abort=True)
+        confirm("roll back?")
     with working("making the versions again and publishing them"):
         made = asyncio.run(roll_back(run, moves))
     say(f"rolled back: versions are now {_vector([record.version for record in made])}")

@@ -20,7 +20,7 @@ from diloco.common.config import (
     check_same_run,
     parse_settings,
 )
-from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError
+from diloco.common.errors import ConfigError, RunMismatchError, SwapLostError, TaskError
 from diloco.common.held import store_held
 from diloco.common.layout import Hint, Layout, default_hint, layout_bytes, make_layout
 from diloco.common.service import Runtime, run_to_end
@@ -45,6 +45,7 @@ def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layou
     Raises:
         DilocoError: what is wrong, with what to do.
     """
+    jetstream.check_url(config.bus.url)  # before a large model is made
     if source is not None and not (tasked and config.task.build):
         return create_with(config, _read_safetensors(source))
     settings = config.settings()
@@ -101,6 +102,7 @@ def begin(config: Config, params: Params, hint: Hint) -> Layout:
     """Create the run of `config`, which begins with these parameters; its layout."""
     sync, tensors = config.sync, tree.tensors_of(params)
     layout = make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=hint)
+    tree.check_wide(layout)
     run_to_end(_create(config, layout, params))
     return layout
 
@@ -147,12 +149,15 @@ async def create_run(
 
     Raises:
         RunMismatchError: the run exists with other settings or another beginning.
+        TaskError: the parameters are not finite.
     """
     run = settings.run.name
+    trained, held = tree.split(params, tree.synced_marks(params, layout))
+    leaves = tree.by_name(trained)
+    await runtime.call(_check_finite, layout, leaves)
     await make_streams(bus, run, streams)
     await _check_unused(bus, store, runtime, run)
     await runtime.call(store.put, names.layout_object(run, layout.digest), layout_bytes(layout))
-    trained, held = tree.split(params, tree.synced_marks(params, layout))
     specification = wire.Specification(
         run=run,
         epoch=0,
@@ -168,7 +173,6 @@ async def create_run(
         existing = await load_specification(bus, run)
         theirs = parse_settings(existing.settings)
         check_same_run(settings, theirs, layout.digest, existing.layout)
-    leaves = tree.by_name(trained)
     context = Context(
         settings=settings,
         layout=layout,
@@ -195,6 +199,27 @@ def _flatten(layout: Layout, fragment: int, leaves: Mapping[str, Any]) -> np.nda
         segments = vector[piece.offset : piece.offset + piece.stride].reshape(piece.groups, -1)
         segments[:, : piece.group_size] = rows.reshape(piece.groups, piece.group_size)
     return canonical(vector)
+
+
+def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
+    """Refuse a beginning from which no learner could send anything, fragment by fragment.
+
+    Raises:
+        TaskError: a value is infinite or not a number, in float32.
+    """
+    bad: dict[str, None] = {}
+    for fragment in layout.fragments:
+        with np.errstate(over="ignore"):
+            vector = _flatten(layout, fragment.index, leaves)
+        for piece in fragment.pieces:
+            if not np.isfinite(vector[piece.offset : piece.offset + piece.stride]).all():
+                bad[piece.tensor] = None
+    if not bad:
+        return
+    raise TaskError(
+        f"the first parameters are infinite or not a number: {', '.join([*bad][:8])}",
+        hint="nothing was created. Look at how they are made, or at the file that they are from",
+    )
 
 
 async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str) -> None:

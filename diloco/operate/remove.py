@@ -85,8 +85,8 @@ async def belongings(target: str, *, going_on: bool) -> Belongings:
         if not (ended or going_on):
             raise RunMismatchError(
                 f"run {context.run!r} has not ended",
-                hint="end it: diloco run end RUN; or stop its daemons, and use: diloco run delete "
-                "RUN --going-on",
+                hint="end it: diloco run end RUN. To remove it without a copy, stop its daemons, "
+                "and use: diloco run delete RUN --going-on",
             )
         return Belongings(
             run=context.run,

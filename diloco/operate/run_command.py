@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
-from diloco.cli.screen import say, working
+from diloco.cli.screen import confirm, say, working
 from diloco.common import log
 
 run_app = group("Create runs, see and change their settings, pause, end and remove them.")
@@ -96,7 +96,7 @@ def run_set(
     for sentence in found.warned:
         say(f"[yellow]warning:[/] {escape(sentence)}")
     if not yes:
-        typer.confirm("change it?", abort=True)
+        confirm("change it?")
     changed, _ = asyncio.run(change(run, assignments))
     for sentence in changed:
         say(f"changed {escape(sentence)}")
@@ -138,7 +138,7 @@ def run_end(run: shared.Run, yes: Yes = False) -> None:
     from diloco.operate.change import end
 
     if not yes:
-        typer.confirm(f"end {run} for good?", abort=True)
+        confirm(f"end {run} for good?")
     step = asyncio.run(end(run))
     say(f"stopped at step {step:,}: the end follows once the last rounds are closed")
 
@@ -163,7 +163,7 @@ def run_delete(
     for sentence in found.sentences():
         say(escape(sentence))
     if not yes:
-        typer.confirm("remove all of it? it cannot be undone", abort=True)
+        confirm("remove all of it? it cannot be undone")
     with working("removing"):
         asyncio.run(remove(run, found))
     say(f"removed run [bold]{found.run}[/]")

@@ -7,6 +7,7 @@ from pathlib import Path
 import tomli_w
 
 from diloco.cli.opening import open_run
+from diloco.common.bus.jetstream import check_url
 from diloco.common.config import Config, load_config, warnings
 from diloco.common.tape import effective_settings
 
@@ -30,7 +31,8 @@ def checked(path: Path) -> tuple[Config, list[str]]:
     """A file that can be understood, and what is known to train badly.
 
     Raises:
-        ConfigError: it cannot; every key that is wrong is named.
+        ConfigError: it cannot; every key that is wrong is named, or a URL that is none.
     """
     config = load_config(path)
+    check_url(config.bus.url)
     return config, warnings(config.settings())

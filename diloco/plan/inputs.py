@@ -211,7 +211,7 @@ def _count(option: str, text: str) -> int:
     value = float(found[1]) * _COUNTS[found[2]] if found else 0.0
     if not 1 <= value <= 1e18:
         raise ConfigError(
-            f"{option} {text!r}: expected a number of 1 or more", hint="such as 5000, 1.2M or 5B"
+            f"{option} {text!r}: expected a number from 1 to 1e18", hint="such as 5000, 1.2M or 5B"
         )
     return round(value)
 

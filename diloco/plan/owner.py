@@ -161,9 +161,11 @@ class Owner:
         listeners: Listeners,
     ) -> None:
         self.state = State(
-            version=0, record_seq=0, view_digest=digest_of(0), seen_seq=0,
-            members={}, marks={}, pending={},
-        )  # fmt: skip
+            version=0,
+            record_seq=0,
+            view_digest=digest_of(0),
+            seen_seq=0,
+        )
         self.found = Rounds()
         self._rules = rules
         self._aggregator = aggregator

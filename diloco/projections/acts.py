@@ -1,11 +1,13 @@
 """What operators and aggregators do to a run, in words, from the messages that say it. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.common import wire
 
 # Of messages from before anybody put a name to them.
 UNKNOWN = "unknown"
+_PAUSES = {"run.paused: False -> True": "paused", "run.paused: True -> False": "continued"}
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,7 @@ def act_of(body: wire.Body, at_s: float) -> Event | None:
             what = f"stop at global step {stop.global_step} ({stop.reason})"
             return Event(at_s, what, stop.by or UNKNOWN)
         case wire.Settings() as settings:
-            what = "; ".join(settings.changed) or "carried over from the tape before"
-            return Event(at_s, f"settings changed: {what}", settings.by or UNKNOWN)
+            return Event(at_s, _change(settings.changed), settings.by or UNKNOWN)
         case wire.Checkpoint() as checkpoint:
             return Event(at_s, f"checkpoint {checkpoint.name}", checkpoint.by or UNKNOWN)
         case wire.Quarantine() as word:
@@ -37,3 +38,10 @@ def act_of(body: wire.Body, at_s: float) -> Event | None:
             what = f"fragment {record.fragment} rolled back to version {record.restored_version}"
             return Event(at_s, what, record.aggregator)
     return None
+
+
+def _change(changed: Sequence[str]) -> str:
+    """A change of settings in words; a pause by its own name."""
+    if len(changed) == 1 and changed[0] in _PAUSES:
+        return _PAUSES[changed[0]]
+    return f"settings changed: {'; '.join(changed) or 'carried over from the tape before'}"

@@ -2,7 +2,6 @@
 
 import ipaddress
 import re
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +9,13 @@ from diloco.auth.files import identities
 from diloco.common.config import Config, make_config, read_document
 from diloco.common.credentials import load_credentials
 from diloco.common.errors import ConfigError
+from diloco.infra.release import Refused, manifest_of
 from diloco.provision.findings import Finding
 from diloco.provision.fleet import Fleet, region_of
 
 INSTALLED_AT, STREAMS_AT = "/etc/nats", "/var/lib/nats/jetstream"
+# Of the default images, and of every machine that TPUs are parts of.
+ARCHITECTURE = "x86_64"
 # The sections that Terraform writes, as far as they must be there.
 _OURS = {"bus": {}, "store": {"url": "gs://bucket"}, "metrics": {}}
 
@@ -49,21 +51,28 @@ def check_names(fleet: Fleet, run: str) -> Iterator[Finding]:
             yield Finding(f"{name!r} and the run's name have more than 45 characters together")
 
 
-def check_archive(path: Path) -> Iterator[Finding]:
-    """The archive that machines install."""
-    make = "make it with: git archive --format=tar.gz --prefix=diloco/ -o diloco.tar.gz HEAD"
-    if not path.name.endswith(".tar.gz"):
-        yield Finding(f"release_archive {path} is no .tar.gz; {make}")
-        return
-    try:
-        with tarfile.open(path, "r:gz") as archive:
-            names = archive.getnames()
-    except (OSError, tarfile.TarError, EOFError) as error:
-        yield Finding(f"release_archive {path} cannot be read: {error}; {make}")
-        return
-    folders = {name.partition("/")[0] for name in names if name != "pax_global_header"}
-    if len(folders) != 1 or f"{next(iter(folders))}/pyproject.toml" not in names:
-        yield Finding(f"release_archive {path} is not one folder with pyproject.toml in it; {make}")
+def check_bundles(fleet: Fleet, paths: dict[str, Path]) -> Iterator[Finding]:
+    """The bundles that machines run."""
+    if "tpu" not in paths and any(one.kind != "cpu" for one in fleet.learners.values()):
+        yield Finding(
+            "a learner has TPUs, and bundles has no tpu; make it with: make bundle KIND=tpu"
+        )
+    for kind, path in paths.items():
+        if not path.name.endswith(".tar.gz"):
+            yield Finding(f"bundles.{kind}: {path} is no .tar.gz; make it with: make bundle")
+            continue
+        try:
+            manifest = manifest_of(path)
+        except Refused as error:
+            yield Finding(f"bundles.{kind}: {error} KIND={kind}")
+            continue
+        if manifest.kind != kind:
+            yield Finding(f"bundles.{kind}: {path} is a bundle for {manifest.kind}")
+        if manifest.architecture != ARCHITECTURE:
+            yield Finding(
+                f"bundles.{kind}: {path} is for {manifest.architecture}; the machines of these "
+                f"modules are {ARCHITECTURE}"
+            )
 
 
 def check_auth(fleet: Fleet, folder: Path, run: str) -> Iterator[Finding]:

@@ -110,6 +110,7 @@ class Learner(Part):
     disk_gib: Disk = 100
     warm_start: bool = False
     paused: bool = False
+    site: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] | None = None
 
     @model_validator(mode="after")
     def _size(self) -> "Learner":
@@ -142,6 +143,13 @@ class Images(Part):
     cpu: Image | None = None
 
 
+class Bundles(Part):
+    """What machines run, by kind."""
+
+    cpu: FilePath
+    tpu: FilePath | None = None
+
+
 class Fleet(Part):
     """The file.
 
@@ -153,7 +161,7 @@ class Fleet(Part):
     project: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
     run_toml: FilePath
     auth_folder: FilePath
-    release_archive: FilePath
+    bundles: Bundles
     parameters: Annotated[int, Field(ge=1)]
     subnets: Annotated[dict[Region, Subnet], Field(min_length=1)]
     nats: Nats
@@ -164,6 +172,7 @@ class Fleet(Part):
     images: Images = Images()
     hourly_checkpoints: bool = False
     paused: bool = False
+    keeper: bool = True
     operators: list[
         Annotated[str, Field(pattern=r"^(user|group|serviceAccount):[^ @]+@[^ @]+\.[^ @]+$")]
     ] = []

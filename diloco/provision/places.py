@@ -10,10 +10,10 @@ from diloco.provision.findings import Finding
 from diloco.provision.fleet import MULTI_REGIONS, Fleet, Learner, region_of
 from diloco.provision.known import Accelerator, Known
 
-# Each learner adds three members to the bucket's policy; see docs/security.md.
-MOST_LEARNERS = 50
+# Accounts of learners, each with three bindings of the bucket: docs/security.md has the limits.
+MOST_IDENTITIES = 30
 LIVENESS_PORT = 9463
-_RESERVED = ("operator", "guard")
+_RESERVED = ("operator", "guard", "keeper")
 _NODE = re.compile(r"nats-[0-9]+")
 _CUBE = (4, 8, 12, 16, 20, 24)
 _SMALL = ("2x2x2", "2x2x4", "2x4x4")
@@ -23,6 +23,7 @@ def check_places(fleet: Fleet, known: Known) -> Iterator[Finding]:
     """Networks, names, zones and accelerators."""
     yield from _subnets(fleet)
     yield from _names(fleet)
+    yield from _sites(fleet)
     yield from _bucket(fleet)
     for name, learner in fleet.learners.items():
         if learner.kind != "cpu":
@@ -53,13 +54,28 @@ def _names(fleet: Fleet) -> Iterator[Finding]:
     for name in [*fleet.aggregators, *fleet.learners]:
         if name in _RESERVED or _NODE.fullmatch(name):
             yield Finding(f"{name!r} is what the run calls its own: take another name")
-    if len(fleet.learners) > MOST_LEARNERS:
-        yield Finding(
-            f"{len(fleet.learners)} learners are more than the {MOST_LEARNERS} for which the "
-            "bucket's policy has been reckoned: docs/security.md"
-        )
     if len(fleet.aggregators) == 1:
         yield Finding("there is one aggregator: nobody takes over when it is lost", refused=False)
+
+
+def _sites(fleet: Fleet) -> Iterator[Finding]:
+    """Learners of a site are named after it, so that one prefix is theirs and nobody else's."""
+    sites = {one.site for one in fleet.learners.values() if one.site}
+    for name, learner in fleet.learners.items():
+        if learner.site and not name.startswith(f"{learner.site}-"):
+            yield Finding(f"learners.{name}: of the site {learner.site!r}, so name it after that: "
+                          f"'{learner.site}-1' and so on")  # fmt: skip
+        for site in sorted(sites - {learner.site}):
+            if name == site or name.startswith(f"{site}-"):
+                yield Finding(f"learners.{name}: is named like a learner of the site {site!r}, "
+                              "whose account could write its objects")  # fmt: skip
+    accounts = len(sites) + sum(one.site is None for one in fleet.learners.values())
+    if accounts > MOST_IDENTITIES:
+        yield Finding(
+            f"{accounts} learners without a site, and sites, are more than the {MOST_IDENTITIES} "
+            "accounts that a bucket and a project take easily: give learners a site, whose account "
+            "they share; docs/security.md says what they may then do to each other"
+        )
 
 
 def _bucket(fleet: Fleet) -> Iterator[Finding]:

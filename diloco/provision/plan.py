@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco.common.errors import ConfigError
-from diloco.provision.files import check_archive, check_auth, check_names, read_run
+from diloco.provision.files import check_auth, check_bundles, check_names, read_run
 from diloco.provision.findings import Finding
 from diloco.provision.fleet import Fleet, read_fleet
 from diloco.provision.known import known
 from diloco.provision.places import check_places
 from diloco.provision.sizing import check_memory, machines, memory_needed
 
-_FILES = ("run_toml", "auth_folder", "release_archive")
+_FILES = ("run_toml", "auth_folder")
 
 
 class Checked(NamedTuple):
@@ -39,7 +39,10 @@ def check(path: Path) -> Checked:
     fleet = read_fleet(path)
     table = known()
     files = {key: (path.parent / getattr(fleet, key)).absolute() for key in _FILES}
-    findings = [*check_places(fleet, table), *check_archive(files["release_archive"])]
+    bundles = {
+        kind: (path.parent / file).absolute() for kind, file in fleet.bundles if file is not None
+    }
+    findings = [*check_places(fleet, table), *check_bundles(fleet, bundles)]
     try:
         config = read_run(files["run_toml"])
     except ConfigError as error:
@@ -52,11 +55,12 @@ def check(path: Path) -> Checked:
     checked = Checked(findings, None)
     if checked.refused:
         return checked
-    given = {key: str(file) for key, file in files.items()} | {"run": run}
+    given: dict[str, Any] = {key: str(file) for key, file in files.items()} | {"run": run}
+    given["bundles"] = {kind: str(file) for kind, file in bundles.items()}
     return checked._replace(variables=_variables(fleet, given, machines(fleet, table, needed)))
 
 
-def _variables(fleet: Fleet, given: dict[str, str], found: dict[str, str | None]) -> dict[str, Any]:
+def _variables(fleet: Fleet, given: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]:
     """As infra/terraform/variables.tf wants them."""
     document = fleet.model_dump(exclude={"parameters", "allow_unlisted"}, exclude_none=True)
     for name, machine in found.items():

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from diloco.common.errors import ConfigError
+from diloco.figures import curves
+from diloco.figures.curves import Curve, Curves
 from diloco.replay.blame import AGAINST, Blame, Sentence, judge
 from diloco.replay.effects import Effect, Effects
 
@@ -148,22 +149,14 @@ def draw(run: str, found: Blame, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    columns = (found.effects.column(name) for name in ("learner", "global_step", "did"))
-    learner, steps, did = columns
-    for place, name in sorted(enumerate(found.effects.learners), key=itemgetter(1)):
-        own = learner == place
-        axes.step(steps[own], np.cumsum(did[own]), where="post", label=name)
-    axes.axhline(0, color="black", lw=0.6)
-    axes.set_xlabel("global step")
-    axes.set_ylabel("sum of effects on the held-out loss")
-    axes.set_title(f"{run}: what each learner's updates did (upwards: harm)", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error
+    effects = found.effects
+    learner, steps, did = (effects.column(name) for name in ("learner", "global_step", "did"))
+    named = sorted(enumerate(effects.learners), key=itemgetter(1))
+    own = [(name, learner == place) for place, name in named]
+    shown = Curves(
+        title=f"{run}: what each learner's updates did (upwards: harm)",
+        ylabel="sum of effects on the held-out loss",
+        curves=[Curve(steps[at], np.cumsum(did[at]), name, holds=True) for name, at in own],
+        zero=True,
+    )
+    curves.draw(shown, path)

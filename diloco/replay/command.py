@@ -10,7 +10,7 @@ from rich.markup import escape
 from diloco.cli import options as shared
 from diloco.cli.command import command, group
 from diloco.cli.loading import interrupts_wait
-from diloco.cli.screen import say, working
+from diloco.cli.screen import confirm, say, working
 from diloco.common import log
 from diloco.replay.options import Options
 
@@ -178,7 +178,7 @@ def archive(
     for sentence in found.sentences():
         say(escape(sentence))
     if not yes:
-        typer.confirm(f"it is all in {file}; remove it here?", abort=True)
+        confirm(f"it is all in {file}; remove it here?")
     with working("removing"):
         asyncio.run(remove(run, found))
     say(f"run [bold]{found.run}[/] is in {escape(str(file))}")

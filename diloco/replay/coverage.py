@@ -7,6 +7,7 @@ collection has taken makes it "incomplete", and what is gone without that, or is
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from diloco.check import evidence
@@ -33,6 +34,7 @@ class Tape:
         releases: whose records it holds; "" stands for releases before records named theirs.
         unreadable: records that cannot be read; `garbage`: messages that are none of the protocol.
         newer: objects of what the tape has not come to.
+        under_way: objects of a version that was being made, or the tape was cut there.
         missing: objects that are gone though no collection takes them, with their record.
         lost: what was wrong with the file of which it was salvaged, or "".
     """
@@ -50,6 +52,7 @@ class Tape:
     holes: tuple[Hole, ...]
     breaches: tuple[Breach, ...]
     newer: tuple[str, ...]
+    under_way: tuple[str, ...]
     missing: tuple[tuple[str, int], ...]
     lost: str = ""
 
@@ -119,13 +122,14 @@ def tape_of(
         now_s: the time.
         lost: as `Tape` has it.
     """
-    times_s = history.times_s
+    times_s, copied = history.times_s, window_s < inf
     first_seq = next(iter(times_s))
     missing = tuple(
         (name, seq)
         for name, seq in evidence.missing_objects(history, listing).items()
         if now_s - history.times_s[seq] <= window_s
     )
+    under_way = tuple(evidence.under_way(history, listing.picked))
     breaches = [found for found in audit(history, data=False).breaches if found.rule in RULES]
     unreadable = {f"fragment {bad.fragment}, record {bad.seq}" for bad in history.unreadable}
     return Tape(
@@ -144,7 +148,8 @@ def tape_of(
             [found for found in breaches if found.where not in unreadable]
             + [*evidence.broken_chains(history)]
         ),
-        newer=tuple(evidence.newer_objects(history, listing.picked)),
+        newer=(*evidence.newer_objects(history, listing.picked), *(under_way if copied else ())),
+        under_way=() if copied else under_way,
         missing=missing,
         lost=lost,
     )
@@ -196,7 +201,9 @@ def sentences(tape: Tape, versions: Versions) -> list[str]:
         "before what garbage collection has left": versions.trimmed,
         "gone with a part of the file" if tape.lost else "MISSING": versions.missing,
         "WRONG": versions.wrong,
-        "behind one of those, up to the next stored state": versions.unreached,
+        "behind one that is wrong, gone or unreadable, up to the next stored state": (
+            versions.unreached
+        ),
     }
     listed = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     found.append(f"versions: {listed or 'none'}")
@@ -223,4 +230,9 @@ def _damage(tape: Tape) -> Iterable[str]:
         yield (
             f"the tape ends before its objects: the store has {len(tape.newer):,} of what came "
             f"later, such as {tape.newer[0]}"
+        )
+    if tape.under_way:
+        yield (
+            f"a version was being made when the tape ended, or the tape was cut there: the store "
+            f"has {tape.under_way[0]}"
         )

@@ -9,7 +9,7 @@ from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.decisions import Decision, Heard, decide_again
 from diloco.aggregator.core.effects import Commit
 from diloco.aggregator.core.policy import FragmentRules, fragment_rules
-from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.core.updates import Admitted
 from diloco.aggregator.tape_events import event_of
 from diloco.common import names, wire
 from diloco.common.averaged import settings_of

@@ -16,7 +16,8 @@ from diloco.aggregator.core import events, machine, memory, rounds
 from diloco.aggregator.core.decisions import Heard
 from diloco.aggregator.core.effects import AskCut, Commit, Effect, Fetch
 from diloco.aggregator.core.policy import FragmentRules
-from diloco.aggregator.core.state import State, UpdateId, awaiting
+from diloco.aggregator.core.state import State, awaiting
+from diloco.aggregator.core.updates import Resolved, UpdateId
 from diloco.common import wire
 
 
@@ -155,7 +156,7 @@ class _Rerun:
             phase="idle",
             cut=None,
             storing=None,
-            rejected=(),
+            rejected=Resolved(),
         )
         self.state, effects = rounds.go_on(self._rules, again, self._now_s)
         self._perform(effects)

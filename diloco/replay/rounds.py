@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.state import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, Credit
 from diloco.common import cores, wire
 from diloco.common.config import RunSettings
 from diloco.common.tape import get_object

@@ -13,12 +13,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, StoreError
 from diloco.common.tape import RunContext
+from diloco.figures import curves
+from diloco.figures.curves import Curve, Curves
 from diloco.model.scores import Scorer, kept_losses
 from diloco.model.scores import keep as keep_score
 from diloco.projections.history import Chain, History, in_order, up_to
@@ -108,7 +111,7 @@ class _Scores:
         self._scorer = scorer
         self._kept = kept
         self._keeps = True
-        self.gone = 0
+        self.gone = self.damaged = 0
 
     async def of(self, at: Sequence[tuple[int, wire.Record]]) -> float | None:
         """The held-out loss of a model."""
@@ -117,8 +120,11 @@ class _Scores:
             return known
         try:
             score = await self._scorer.of(records, seqs)
-        except (ObjectMissingError, IntegrityError):
+        except ObjectMissingError:
             self.gone += 1
+            return None
+        except IntegrityError:
+            self.damaged += 1
             return None
         if self._keeps:
             try:
@@ -150,14 +156,14 @@ async def run_score(
         found = await find(chosen, every, scores, hear)
     if not found.losses:
         raise ConfigError(
-            "no version can be scored: their objects are gone",
-            hint="garbage collection keeps what gc.replay_window_s says",
+            "no version can be scored: their objects are gone, or not what their records say",
+            hint="garbage collection keeps what gc.replay_window_s says; see diloco replay RUN",
         )
     if options.json:
         tell_json(history, found)
         return 0
     console.print(table(found))
-    for line in sentences(history, found, scores.gone):
+    for line in sentences(history, found, scores.gone, scores.damaged):
         console.print(line, soft_wrap=True, highlight=False)
     if options.plot is not None:
         draw(history.run, found, options.plot)
@@ -226,7 +232,7 @@ def learners_of(history: History, moment: Moment) -> list[str]:
     return [taken.learner for taken in chain[index][1].inputs]
 
 
-def sentences(history: History, found: Scored, gone: int) -> list[str]:
+def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[str]:
     """The largest rises with their rounds."""
     told = []
     for rise, before, after in found.rises()[:RISES]:
@@ -241,6 +247,11 @@ def sentences(history: History, found: Scored, gone: int) -> list[str]:
         told.append("the loss never rose from one scored version to the next")
     if gone:
         told.append(f"{gone} versions have no score: their objects are gone")
+    if damaged:
+        told.append(
+            f"{damaged} versions have no score: what is stored does not give the recorded digest "
+            "(diloco replay RUN verifies all of it)"
+        )
     return told
 
 
@@ -285,17 +296,7 @@ def draw(run: str, found: Scored, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    points: Sequence[tuple[int, Moment, float]] = found.points()
-    axes.plot([m.global_step for _, m, _ in points], [loss for _, _, loss in points], ".-")
-    axes.set_xlabel("global step")
-    axes.set_ylabel("held-out loss")
-    axes.set_title(f"{run}: every scored version", fontsize=10)
-    axes.grid(alpha=0.3)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error
+    points = found.points()
+    steps = np.asarray([moment.global_step for _, moment, _ in points])
+    losses = Curve(steps, np.asarray([loss for _, _, loss in points]), form=".-")
+    curves.draw(Curves(f"{run}: every scored version", "held-out loss", [losses]), path)

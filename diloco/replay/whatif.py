@@ -20,7 +20,7 @@ from diloco.aggregator.arrays.outer import make_outer
 from diloco.aggregator.core import policy, rounds
 from diloco.aggregator.core.decisions import decide_again
 from diloco.aggregator.core.effects import Commit
-from diloco.aggregator.core.state import Admitted
+from diloco.aggregator.core.updates import Admitted
 from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.check.listing import list_now
 from diloco.check.remake import Progress
@@ -318,7 +318,8 @@ def _redecided(history: History, fragment: int, chain: Chain, change: Change) ->
         settings = settings_of(settings, history.layout, fragment)
         state = made.commit.state
         part = rounds.step_share(state, participation=settings.outer.participation)
-        found.append(Round(made.at_s, fragment, state.admitted, part, settings))
+        admitted = tuple(state.admitted)
+        found.append(Round(made.at_s, fragment, admitted, part, settings))
     for _, record in chain[1:]:
         if record.what == "restore":
             settings = change(settings_at(history, record.policy.settings_seq))

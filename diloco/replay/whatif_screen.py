@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from diloco.common.errors import ConfigError
+from diloco.figures import curves
+from diloco.figures.curves import Curve, Curves
 from diloco.replay.whatif import UNCHANGED, MergePlan, Result
 
 
@@ -46,21 +47,10 @@ def draw(plan: MergePlan, result: Result, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    from diloco.figures.style import BLUE, VERMILLION
-
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    steps = [point.global_step for point in result.points]
-    axes.plot(steps, [p.loss for p in result.points], "o-", color=BLUE, label="as it was")
-    axes.plot(steps, [p.loss_if for p in result.points], "s--", color=VERMILLION, label="what if")
-    axes.set_xlabel("global step")
-    axes.set_ylabel("held-out loss")
-    axes.set_title("\n".join(plan.changed) or UNCHANGED, fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the figure {str(path)!r}: {error}") from error
+    points = result.points
+    steps = [point.global_step for point in points]
+    both = [
+        Curve(steps, [point.loss for point in points], "as it was", "o-"),
+        Curve(steps, [point.loss_if for point in points], "what if", "s--"),
+    ]
+    curves.draw(Curves("\n".join(plan.changed) or UNCHANGED, "held-out loss", both), path)

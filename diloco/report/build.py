@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 
-from diloco.cli.beside import beside
+from diloco.cli.beside import Hear, beside_heard
 from diloco.cli.folders import make_folder
 from diloco.cli.opening import Place, open_run, place, use_place
 from diloco.common import log, wire
@@ -174,13 +175,16 @@ def gather(target: str, evaluations: int, stage: Stage, *, pairs: bool = True) -
     """
     shown = asyncio.run(_read(target, stage, pairs=pairs))
     if missing := unscored(shown.series, shown.scores, evaluations):
-        stage("evaluating views on held-out data", 0, len(missing))
-        made = beside(score_versions, target, place(), missing)
+        scoring = partial(stage, "evaluating views on held-out data")
+        scoring(0, len(missing))
+        made = beside_heard(scoring, score_versions, target, place(), missing)
         shown.scores = sorted([*shown.scores, *made], key=lambda score: score.at_s)
     return shown
 
 
-def score_versions(target: str, at: Place, versions: Sequence[tuple[int, ...]]) -> list[wire.Score]:
+def score_versions(
+    hear: Hear, target: str, at: Place, versions: Sequence[tuple[int, ...]]
+) -> list[wire.Score]:
     """As `score_at`, in a process that has yet to open the run, and loads JAX and the task."""
     log.configure("error")
     keep_off_accelerators()
@@ -188,7 +192,7 @@ def score_versions(target: str, at: Place, versions: Sequence[tuple[int, ...]]) 
 
     async def score() -> list[wire.Score]:
         async with open_run(target, name="report", reads=True) as run:
-            return await score_at(run.context, versions)
+            return await score_at(run.context, versions, hear)
 
     return asyncio.run(score())
 

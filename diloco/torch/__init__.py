@@ -10,7 +10,7 @@ JAX stays on the CPU of this process, and synchronizes what the module's tensors
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from diloco.foreign.loop import (  # noqa: E402
     load_tensors,
 )
 from diloco.foreign.table import Leaf, Table  # noqa: E402
+from diloco.learner.task import Batch, Shared  # noqa: E402
 from diloco.torch.module import ModuleTensors  # noqa: E402
 from diloco.torch.optimizer import begun, state_of  # noqa: E402
 
@@ -79,6 +80,14 @@ class TorchLearner:
         loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
         state = None if save is None else lambda: state_of(save)
         self._learner.step(loss=loss, metrics=metrics, save=state)
+
+    def reading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; time that the loop waits for them is a metric of its own."""
+        return self._learner.reading(batches)
+
+    def claimed(self, data: Shared) -> Iterator[Batch]:
+        """Batches of the shares that this learner claims, as of `diloco.Learner`."""
+        return self._learner.claimed(data)
 
     def evaluated(self, figures: Mapping[str, float]) -> None:
         """Hand over what the loop has measured on held-out data."""

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from diloco.aggregator.arrays.fragment import FragmentArrays
-from diloco.aggregator.core.state import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, Credit
 from diloco.aggregator.shard_reader import read_payload
 from diloco.common import names, shards, slices, wire
 from diloco.common.codec import Codec, decode_numpy

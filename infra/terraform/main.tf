@@ -6,6 +6,7 @@ locals {
     nats       = "${local.name}-nats"
     aggregator = "${local.name}-aggregator"
     learner    = "${local.name}-learner"
+    keeper     = "${local.name}-keeper"
   }
   labels = merge(var.labels, { diloco-run = var.run })
 
@@ -35,8 +36,19 @@ locals {
       disk_gib     = try(coalesce(one.disk_gib), 100)
       warm_start   = try(coalesce(one.warm_start), false)
       paused       = try(coalesce(one.paused), false)
+      site         = try(one.site, null)
     }
   }
+  # An account for each learner, or for all of a site: docs/security.md says what that means.
+  identities = merge(
+    { for name, one in local.learners : name => { site = false, warm_start = one.warm_start } if one.site == null },
+    {
+      for site in distinct(compact([for one in local.learners : one.site])) : site => {
+        site       = true
+        warm_start = anytrue([for one in local.learners : one.warm_start if one.site == site])
+      }
+    },
+  )
   images = merge({
     v5p   = "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
     v6e   = "projects/ubuntu-os-accelerator-images/global/images/family/ubuntu-accel-2204-amd64-tpu-v5e-v5p-v6e"
@@ -52,13 +64,19 @@ locals {
   nats_regions   = [for zone in var.nats.zones : regex("^(.*)-[a-z]$", zone)[0]]
   nats_addresses = [for index, region in local.nats_regions : cidrhost(var.subnets[region], 11 + index)]
 
-  release_sha256 = filesha256(var.release_archive)
-  startup_script = file("${path.module}/../boot.py")
-  livez_port     = 9463 # as infra/boot.py has it
+  digests = { for kind, path in var.bundles : kind => filesha256(path) }
+  startup_script = templatefile("${path.module}/startup.py.tftpl", {
+    files = { for name in ["boot.py", "release.py", "beside.py", "cloud.py", "logs.py", "keeper.py", "ended.py"] : name => file("${path.module}/../${name}") }
+  })
+  livez_port = 9463 # as infra/beside.py has it
 
+  # By the kind of the bundle that a machine runs.
   boot = {
-    bucket  = module.configuration.name
-    release = { object = google_storage_bucket_object.release.name, sha256 = local.release_sha256 }
+    for kind, digest in local.digests : kind => {
+      bucket  = module.configuration.name
+      kind    = kind
+      release = { object = google_storage_bucket_object.release[kind].name, sha256 = digest }
+    }
   }
 
   deleter_role = "projects/${var.project}/roles/${google_project_iam_custom_role.deleter.role_id}"
@@ -90,15 +108,16 @@ locals {
   accounts = merge(
     module.nats.service_accounts,
     { for name, aggregator in module.aggregator : name => aggregator.service_account },
-    { for name, learner in module.learner : name => learner.service_account },
+    { for name, identity in module.identity : name => identity.account.name },
+    var.keeper ? { keeper = module.keeper[0].service_account } : {},
   )
-  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(var.learners))
+  machines = concat(["nats-1", "nats-2", "nats-3"], keys(var.aggregators), keys(local.identities), var.keeper ? ["keeper"] : [])
 }
 
 resource "google_project_service" "this" {
   for_each = toset([
     "cloudresourcemanager.googleapis.com", "compute.googleapis.com", "iam.googleapis.com",
-    "iap.googleapis.com", "oslogin.googleapis.com", "secretmanager.googleapis.com",
+    "iap.googleapis.com", "logging.googleapis.com", "oslogin.googleapis.com", "secretmanager.googleapis.com",
     "storage.googleapis.com",
   ])
   service            = each.key
@@ -126,16 +145,19 @@ module "objects" {
   location         = local.bucket_location
   soft_delete_days = 0
   labels           = local.labels
-  backstops = {
-    updates = {
-      days     = try(var.bucket_backstop_days.updates, 30)
-      prefixes = [for learner in keys(var.learners) : "${var.run}/learner/${learner}/update/"]
+  # A rule has at most 50 prefixes.
+  backstops = merge([
+    for index, names in chunklist(keys(var.learners), 50) : {
+      "updates-${index}" = {
+        days     = try(var.bucket_backstop_days.updates, 30)
+        prefixes = [for learner in names : "${var.run}/learner/${learner}/update/"]
+      }
+      "checkpoints-${index}" = {
+        days     = try(var.bucket_backstop_days.checkpoints, 90)
+        prefixes = [for learner in names : "${var.run}/learner/${learner}/checkpoint/"]
+      }
     }
-    checkpoints = {
-      days     = try(var.bucket_backstop_days.checkpoints, 90)
-      prefixes = [for learner in keys(var.learners) : "${var.run}/learner/${learner}/checkpoint/"]
-    }
-  }
+  ]...)
 
   depends_on = [google_project_service.this]
 }
@@ -152,9 +174,10 @@ module "configuration" {
 }
 
 resource "google_storage_bucket_object" "release" {
-  name   = "common/diloco-${substr(local.release_sha256, 0, 16)}.tar.gz"
-  bucket = module.configuration.name
-  source = var.release_archive
+  for_each = local.digests
+  name     = "common/diloco-${each.key}-${substr(each.value, 0, 16)}.tar.gz"
+  bucket   = module.configuration.name
+  source   = var.bundles[each.key]
 }
 
 resource "google_storage_bucket_object" "run" {
@@ -192,7 +215,7 @@ module "nats" {
   subnetworks    = module.network.subnetworks
   tag            = local.tags.nats
   startup_script = local.startup_script
-  boot           = local.boot
+  boot           = local.boot["cpu"]
   authority      = google_storage_bucket_object.authority.name
   labels         = local.labels
 }
@@ -215,9 +238,22 @@ module "aggregator" {
   subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
   tag            = local.tags.aggregator
   startup_script = local.startup_script
-  boot           = local.boot
+  boot           = local.boot["cpu"]
   files          = local.files
   labels         = local.labels
+}
+
+module "identity" {
+  source        = "./modules/identity"
+  project       = var.project
+  for_each      = local.identities
+  run           = var.run
+  name          = each.key
+  site          = each.value.site
+  warm_start    = each.value.warm_start
+  bucket        = module.objects.name
+  configuration = module.configuration.name
+  deleter_role  = local.deleter_role
 }
 
 module "learner" {
@@ -235,9 +271,7 @@ module "learner" {
   reservation    = each.value.reservation
   image          = each.value.image
   disk_gib       = each.value.disk_gib
-  warm_start     = each.value.warm_start
-  bucket         = module.objects.name
-  deleter_role   = local.deleter_role
+  identity       = module.identity[coalesce(each.value.site, each.key)].account
   auth_folder    = var.auth_folder
   network        = module.network.id
   subnetwork     = module.network.subnetworks[regex("^(.*)-[a-z]$", each.value.zone)[0]]
@@ -245,9 +279,32 @@ module "learner" {
   livez_port     = local.livez_port
   paused         = var.paused || each.value.paused
   startup_script = local.startup_script
-  boot           = local.boot
+  boot           = local.boot[each.value.kind == "cpu" ? "cpu" : "tpu"]
   files          = local.files
   labels         = local.labels
+}
+
+# Mends what Google does not, and lets go what has ended.
+module "keeper" {
+  source  = "./modules/keeper"
+  count   = var.keeper ? 1 : 0
+  project = var.project
+  run     = var.run
+  zone    = var.nats.zones[0]
+  image   = local.images.cpu
+  groups = [for name, learner in module.learner : {
+    project = var.project
+    zone    = learner.group.zone
+    name    = learner.group.name
+    hosts   = learner.group.target_size
+    spot    = local.learners[name].spot
+  }]
+  subnetwork     = module.network.subnetworks[local.nats_regions[0]]
+  tag            = local.tags.keeper
+  startup_script = local.startup_script
+  labels         = local.labels
+
+  depends_on = [google_project_service.this]
 }
 
 # Operators: the run's objects, and the machines by IAP. Their credentials for NATS stay with them.
@@ -275,6 +332,12 @@ resource "google_project_iam_member" "operator_login" {
   project  = var.project
   role     = "roles/compute.osAdminLogin"
   member   = each.key
+
+  # Root on this run's machines, and on no other of the project.
+  condition {
+    title      = "machines of the run"
+    expression = "resource.name.extract('/instances/{name}').startsWith('${local.name}-')"
+  }
 }
 
 # Who logs in to a machine could act as its service account, and must be allowed to.

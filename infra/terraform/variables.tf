@@ -43,13 +43,23 @@ variable "run_toml" {
   }
 }
 
-variable "release_archive" {
-  description = "Path of the project's archive, a .tar.gz with one folder: git archive --format=tar.gz --prefix=diloco/ -o diloco.tar.gz HEAD"
-  type        = string
+variable "bundles" {
+  description = "Paths of the bundles that machines run: cpu for NATS servers, aggregators and machines without accelerators, tpu for the others. make bundle KIND=cpu, make bundle KIND=tpu"
+  type        = any # An object type would drop a key that it does not know.
 
   validation {
-    condition     = endswith(var.release_archive, ".tar.gz") && fileexists(var.release_archive)
-    error_message = "release_archive must be the path of a .tar.gz; make it with: git archive --format=tar.gz --prefix=diloco/ -o diloco.tar.gz HEAD"
+    condition     = try(length(setsubtract(keys(var.bundles), ["cpu", "tpu"])) == 0 && contains(keys(var.bundles), "cpu"), false)
+    error_message = "bundles takes cpu, which NATS servers and aggregators need, and tpu."
+  }
+
+  validation {
+    condition     = try(alltrue([for path in values(var.bundles) : endswith(path, ".tar.gz") && fileexists(path)]), false)
+    error_message = "Each of bundles must be the path of a .tar.gz; make it with: make bundle KIND=cpu, make bundle KIND=tpu"
+  }
+
+  validation {
+    condition     = try(contains(keys(var.bundles), "tpu"), false) || alltrue([for one in values(var.learners) : try(one.kind, "") == "cpu"])
+    error_message = "A learner has TPUs, and bundles has no tpu; make it with: make bundle KIND=tpu"
   }
 }
 
@@ -184,8 +194,8 @@ variable "aggregators" {
   }
 
   validation {
-    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard"], name)])
-    error_message = "Names of aggregators must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator or guard."
+    condition     = alltrue([for name in keys(var.aggregators) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard", "keeper"], name)])
+    error_message = "Names of aggregators must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator, guard or keeper."
   }
 
   validation {
@@ -214,16 +224,17 @@ variable "learners" {
     "cpu" with machine_type. Kinds may be mixed. image and disk_gib have defaults by kind.
     warm_start = true lets it read the checkpoints of all learners, which learner.warm_start needs.
     paused = true takes its machines away, and leaves all else: for a pause, or when the run has ended.
+    site = "berlin" has it share an account with the other learners of that site: its name begins "berlin-".
   EOT
   type        = any # An object type would drop a key that it does not know: spott = true, at the price on demand.
 
   validation {
     condition = try(alltrue([
       for one in values(var.learners) : length(setsubtract(keys(one), [
-        "zone", "kind", "chips", "topology", "machine_type", "spot", "reservation", "image", "disk_gib", "warm_start", "paused",
+        "zone", "kind", "chips", "topology", "machine_type", "spot", "reservation", "image", "disk_gib", "warm_start", "paused", "site",
       ])) == 0
     ]), false)
-    error_message = "A learner has an unknown key; it takes zone, kind, chips, topology, machine_type, spot, reservation, image, disk_gib, warm_start and paused."
+    error_message = "A learner has an unknown key; it takes zone, kind, chips, topology, machine_type, spot, reservation, image, disk_gib, warm_start, paused and site."
   }
 
   validation {
@@ -236,8 +247,8 @@ variable "learners" {
   }
 
   validation {
-    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard"], name)])
-    error_message = "Names of learners must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator or guard."
+    condition     = alltrue([for name in keys(var.learners) : can(regex("^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$", name)) && length("${var.run}${name}") <= 45 && !contains(["operator", "guard", "keeper"], name)])
+    error_message = "Names of learners must have lower-case letters, digits and hyphens, none at an end; with the run's name at most 45 characters; and not be operator, guard or keeper."
   }
 
   validation {
@@ -290,6 +301,29 @@ variable "learners" {
   }
 
   validation {
+    condition = alltrue([
+      for name, one in var.learners : try(one.site, null) == null || (
+        can(regex("^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$", try(coalesce(one.site), "-"))) && startswith(name, "${try(coalesce(one.site), "-")}-")
+      )
+    ])
+    error_message = "A learner of a site must be named after it: site = \"berlin\" has learners \"berlin-1\", \"berlin-2\" and so on."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for site in distinct(compact([for one in values(var.learners) : try(one.site, null)])) : [
+        for name, one in var.learners : (try(one.site, null) == site) || (!startswith(name, "${site}-") && name != site)
+      ]
+    ]))
+    error_message = "A learner that is not of a site is named like one of it: the site's account could write its objects."
+  }
+
+  validation {
+    condition     = length(distinct([for name, one in var.learners : try(coalesce(one.site), name)])) <= 30
+    error_message = "More than 30 learners without a site, and sites: give learners a site, whose account they share. docs/security.md says what they may then do to each other."
+  }
+
+  validation {
     condition     = length(setintersection(keys(var.learners), keys(var.aggregators))) == 0
     error_message = "A learner and an aggregator must not have the same name: their credentials would be the same file."
   }
@@ -299,6 +333,12 @@ variable "paused" {
   description = "Whether no learner has machines for now: for a pause, or when the run has ended. NATS, aggregators, the bucket and all rights stay."
   type        = bool
   default     = false
+}
+
+variable "keeper" {
+  description = "Whether a small machine makes preempted spot slices of several hosts anew, which Google does not, and takes the machines of learners whose run has ended."
+  type        = bool
+  default     = true
 }
 
 variable "images" {

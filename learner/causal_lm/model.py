@@ -72,13 +72,12 @@ def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.
         return jax.random.normal(key, shape) * EMBED_STD
     # The two matrices of each layer that write to the residual stream add up to 2N writers.
     writers = 2 * config.layers if last in ("o", "down") else 1
-    return jax.random.normal(key, shape) * (shape[1] * writers) ** -0.5
+    return jax.random.normal(key, shape) / math.sqrt(shape[1] * writers)
 
 
 def plain_product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
     """The layer's matrix alone."""
-    y_BxLxO: jax.Array = x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
-    return y_BxLxO
+    return x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
 
 
 def logits_of(

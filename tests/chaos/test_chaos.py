@@ -17,6 +17,7 @@ CHAOS = Path(__file__).parent / "chaos.py"
 SECONDS = 25.0
 
 
+@pytest.mark.long
 def test_everything_survives_and_is_accounted_for() -> None:
     done = subprocess.run(
         [sys.executable, str(CHAOS), "--seconds", str(SECONDS)],

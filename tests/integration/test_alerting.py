@@ -42,6 +42,7 @@ def arrived(receiver: Receiver, status: str, runbook: str) -> dict[str, Any] | N
     return next((one for one in receiver.of(status) if one["runbook"] == runbook), None)
 
 
+@pytest.mark.long
 def test_watch_tells_a_webhook_that_all_learners_are_gone_and_that_one_is_back(new_world) -> None:
     world = new_world(run=ENDLESS)
     target = str(world.config_path)
@@ -77,6 +78,7 @@ def test_watch_tells_a_webhook_that_all_learners_are_gone_and_that_one_is_back(n
     assert [one["status"] for one in lines if "status" in one] == ["resolved"] * len(lines)
 
 
+@pytest.mark.long
 def test_watch_tells_that_nats_is_away_and_says_nothing_of_what_it_cannot_see(
     new_world, own_nats_server
 ) -> None:

@@ -46,6 +46,7 @@ def events(url: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield event, json.loads(value)
 
 
+@pytest.mark.long
 def test_a_page_lives_through_a_lost_server_and_ends_at_once(own_nats_server, new_world) -> None:
     """It says that it is old, goes on by itself, and Ctrl-C ends it while a page is open."""
     world: World = new_world(server=own_nats_server, run=ENDLESS)

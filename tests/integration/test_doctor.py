@@ -18,12 +18,14 @@ from harness import World, environment, make_world
 
 from diloco.check.audit import audit
 from diloco.check.doctor import Report, examine
+from diloco.check.listing import list_now
 from diloco.check.objects import check_objects
 from diloco.check.remake import remake
 from diloco.check.symptoms import Finding
 from diloco.common import names, wire
 from diloco.common.exits import Exit
 from diloco.common.nats_server import NatsServer
+from diloco.common.store import open_store
 
 STEPS = 64
 
@@ -181,6 +183,7 @@ def test_a_bus_on_which_the_operator_may_only_read(finished: World) -> None:
     assert "not permitted" in error.sentence
 
 
+@pytest.mark.long
 def test_a_run_under_way_and_what_goes_wrong_with_it(
     own_nats_server: NatsServer, new_world: Callable[..., World]
 ) -> None:
@@ -377,6 +380,16 @@ def test_an_orphan_is_a_note(copied: World) -> None:
     assert found_in(copied) == set()
     report = asyncio.run(examine(str(copied.folder)))
     assert "runbooks/orphaned-objects.md" in {note.runbook for note in findings(report, "note")}
+
+
+def test_what_is_stored_while_the_tape_is_read_is_no_orphan(copied: World, tape: Tape) -> None:
+    beside = copy.copy(tape)
+    beside.store = open_store(str(copied.store))
+    before = list_now(beside.store, copied.name)
+    late = names.version_object(copied.name, 0, 1, "delta", "0" * 32)
+    (copied.store / late).write_bytes(b"late")
+    assert set(check_objects(beside).orphans) == {late}
+    assert not check_objects(beside, before=before).orphans
 
 
 def test_an_object_of_a_version_that_the_tape_does_not_have_shows_that_it_was_cut(

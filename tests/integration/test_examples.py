@@ -58,6 +58,7 @@ def learn(world, *learners):
     return task, scores(task.evaluate(diloco.load(world.config_path, like=like)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "store",
     [
@@ -81,6 +82,7 @@ def test_of_adapters_over_a_frozen_base_only_the_adapters_travel(new_world, tmp_
     assert sum(path.stat().st_size for path in tiles) == (4 * frozen if store else 0)
 
 
+@pytest.mark.long
 def test_batch_statistics_are_averaged_over_two_learners(new_world):
     world = task_world(new_world, "examples.batch_norm:build")
     _, found = learn(world, "a", "b")

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 from audit import Tape, read_tape
 from harness import ENDLESS, Process, World
 
@@ -52,6 +53,7 @@ def finish(world: World, processes: list[Process]) -> Tape:
     return tape
 
 
+@pytest.mark.long
 def test_aggregators_share_and_take_over_from_the_dead_and_the_paused(new_world):
     world = new_world(**SETTINGS)
     learners = [world.learner(name) for name in LEARNERS]
@@ -92,6 +94,7 @@ def test_a_clean_stop_hands_over_at_once(new_world):
     finish(world, [*learners, two])
 
 
+@pytest.mark.long
 def test_fragments_can_be_pinned(new_world):
     world = new_world(**SETTINGS)
     learners = [world.learner(name) for name in LEARNERS]

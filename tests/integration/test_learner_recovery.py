@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import pytest
 from audit import read_tape
 from harness import ENDLESS, Process, World
 
@@ -53,6 +54,7 @@ def kill_and_return(world: World, process: Process, **expected: object) -> Proce
     return again
 
 
+@pytest.mark.long
 def test_a_learner_returns_with_its_optimizer(new_world):
     world = new_world(run=ENDLESS, task=SLOWER, learner=BUSY, gc=WHOLE)
     aggregator = world.aggregator()

@@ -151,6 +151,38 @@ def test_two_loops_train_one_model(own_run, tmp_path):
     read_tape(world).check()
 
 
+def test_a_loop_over_host_arrays_trains_in_place(own_run):
+    """Names and the order of axes are the loop's own; other learners see the run's."""
+    world = own_run({"drain_timeout_s": 60.0})
+    table = {"in": diloco.Leaf("first", (1, 0)), "up": "out/second", "out.bias": "out/bias"}
+    tensors = {
+        "in": np.zeros((96, 12), np.float32),
+        "up": np.zeros((96, 3), np.float32),
+        "out.bias": np.zeros(96, np.float32),
+        "shift": np.zeros(3, np.int32),
+    }
+    first, same = np.asarray(initial()["first"]), dict(tensors)
+    world.aggregator()
+    with diloco.join_tensors(
+        world.config_path, learner="a", tensors=tensors, table=table
+    ) as island:
+        np.testing.assert_array_equal(tensors["in"], first.T)
+        np.testing.assert_array_equal(tensors["shift"], [3, -1, 4])
+        for batch in island.reading(iter(range(40))):
+            assert batch == island.position
+            tensors["in"] *= 0.9
+            island.step(loss=float(np.abs(tensors["in"]).mean()))
+            time.sleep(0.01)
+    assert all(tensors[name] is same[name] for name in tensors)
+
+    def learned():
+        diloco.load_tensors(world.config_path, tensors, table=table)
+        return np.abs(tensors["in"]).mean() < 0.8 * np.abs(first).mean()
+
+    eventually(learned, "the global model has what the loop did")
+    assert all(tensors[name] is same[name] for name in tensors)
+
+
 class OwnError(Exception):
     """Of a user's own program."""
 

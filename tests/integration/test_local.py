@@ -89,6 +89,7 @@ def tidy():
         process.communicate()
 
 
+@pytest.mark.long
 def test_a_task_of_the_users_own_from_beginning_to_end(tmp_path, tidy):
     """Two learners of unequal speed, one killed on the way: the digits are learned."""
     run_dir = tmp_path / "run"
@@ -136,6 +137,7 @@ def check_server_returns(process: "subprocess.Popen[str]", run_dir: Path) -> Non
     eventually(lambda: commits(run_dir) > before + 3, "commits after nats-server died")
 
 
+@pytest.mark.long
 def test_no_process_is_left_however_it_ends(tmp_path, tidy):
     """Ctrl-C, and SIGKILL of the command itself, with a nats-server that died on the way."""
     ways = {signal.SIGINT: tmp_path / "interrupted", signal.SIGKILL: tmp_path / "killed"}

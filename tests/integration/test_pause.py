@@ -63,7 +63,7 @@ def test_a_run_is_paused_made_longer_continued_and_ended(new_world):
     tape.check()
     done = ask(happened(target, everything=False))
     assert [event.what.split()[0].rstrip(":") for event in done] == [
-        "created", "settings", "settings", "stop", "end",
+        "created", "paused", "settings", "stop", "end",
     ]  # fmt: skip
     assert all(event.by.startswith("operator ") for event in done[1:4])
 

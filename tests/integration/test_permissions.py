@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import nats
+import numpy as np
 import pytest
+import structlog
 from harness import ENDLESS, PATIENCE_S, World, open_world
 
+import diloco
 from diloco.auth import files as auth
 from diloco.common import names, wire
 from diloco.common.bus import StreamLimits
@@ -460,3 +463,51 @@ def test_credentials_of_others_are_of_no_use(guarded: Guarded, run_async: Run) -
             await connect(guarded.url, name="a", credentials=guarded.credentials("a"))
 
     run_async(scenario())
+
+
+@pytest.fixture
+def loops_world(guarded: Guarded, tmp_path: Path) -> Iterator[World]:
+    """A run for loops of a user's own, with parameters."""
+    run = {**ENDLESS, "tokens_per_step": 1}
+    bus = guarded.section("operator")
+    with open_world(RUN, tmp_path / "run", guarded.url, create=False, run=run, bus=bus) as made:
+        del made.document["task"]
+        made.variant("run", {})
+        diloco.create(made.config_path, PARAMS)
+        yield made
+
+
+PARAMS = {"weights": np.zeros((8, 8), np.float32), "bias": np.zeros(8, np.float32)}
+
+
+def test_credentials_of_another_role_or_name_are_refused_before_the_run_hears_of_it(
+    loops_world: World, guarded: Guarded, run_async: Run
+) -> None:
+    for name, owner in (("agg", "aggregator 'agg'"), ("b", "learner 'b'")):
+        file = loops_world.variant(name, {"bus": guarded.section(name)})
+        with (
+            pytest.raises(ConfigError, match=f"credentials of {owner}, not .* learner 'a'") as told,
+            diloco.join(file, learner="a", like=PARAMS),
+        ):
+            raise AssertionError("it joined")
+        assert "diloco auth add-learner" in told.value.hint
+
+    async def scenario() -> None:
+        async with guarded.enter("operator") as bus:
+            assert await bus.last(TAPE, names.join(RUN, "a")) is None
+
+    run_async(scenario())
+    file = loops_world.variant("a", {"bus": guarded.section("a")})
+    aggregator = loops_world.start("aggregator", "aggregator", "--config", str(file))
+    assert aggregator.wait() == Exit.CONFIG
+    assert "credentials of learner 'a', not those of aggregator" in aggregator.log()
+
+
+def test_the_operators_credentials_are_warned_of(loops_world: World) -> None:
+    with (
+        structlog.testing.capture_logs() as said,
+        diloco.join(loops_world.config_path, learner="a", like=PARAMS),
+    ):
+        pass
+    [warning] = [line for line in said if line["event"] == "operators_credentials"]
+    assert warning["instead_of"] == "learner"

@@ -5,6 +5,7 @@ import json
 import secrets
 import time
 
+import pytest
 from audit import read_tape
 from harness import ENDLESS, World
 from mallory import Mallory
@@ -122,6 +123,7 @@ async def flood(mallory: Mallory, bus: Bus) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 def test_a_flood_is_not_answered_beyond_its_rate_and_versions_go_on(new_world):
     world = new_world(
         run=ENDLESS,

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 import tiny_task
 from audit import read_tape
 from harness import ENDLESS, Process, eventually, make_world
@@ -22,6 +23,7 @@ def refused(process: Process, status: Exit, *expected: str) -> None:
         assert part in said, said
 
 
+@pytest.mark.long
 def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     world = new_world()
     other_codec = world.variant("codec", {"sync": {"codec": "int8"}, "outer": {"momentum": 0.5}})

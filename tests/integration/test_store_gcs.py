@@ -43,6 +43,12 @@ MEDIA = "/download/storage"
 def server(tmp_path: Path) -> Iterator[GcsServer]:
     with GcsServer(tmp_path / "server", "bucket") as server:
         yield server
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collected() -> Iterator[None]:
+    """The sockets of resets go while their warning is still expected."""
+    yield
     gc.collect()
 
 
@@ -321,6 +327,17 @@ def test_a_missing_permission_is_named_at_once(
         CALLS[permission](store)
     assert not caught.value.retry
     assert fault.times == 99
+
+
+def test_a_missing_object_is_missing_for_a_reader_who_may_not_list_too(
+    server: GcsServer, store: GcsStore
+) -> None:
+    """Google answers 403 then, and names the permission that would have made it a 404."""
+    message = "a@b does not have storage.objects.list access to the Google Cloud Storage bucket."
+    for read in (lambda: store.get("o"), lambda: store.get_range("o", 0, 1)):
+        server.fail("status", status=403, message=message, method="GET", contains="/o/")
+        with pytest.raises(ObjectMissingError):
+            read()
 
 
 def test_looking_at_what_is_there_needs_a_permission_of_its_own(

@@ -54,6 +54,7 @@ def end(world: World) -> Tape:
     return tape
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_one_run_of_unequal_slices_loses_a_host(new_world):
     """Two hosts of four devices each, one of two, one of one; then one of the two is killed."""

@@ -114,6 +114,7 @@ def test_who_cannot_read_the_run_says_so_and_harms_nothing(new_world: NewWorld) 
     assert not tape.rejected()
 
 
+@pytest.mark.long
 def test_a_run_of_the_built_in_tasks_earlier_name_goes_on(new_world, tmp_path) -> None:
     """Its specification says `learner.model:build`; the files of today say the name of today."""
     corpus = tmp_path / "corpus"

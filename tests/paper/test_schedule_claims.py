@@ -74,8 +74,8 @@ def test_grace_uses_the_slack_of_the_overlap():
         block=64,
     )
     rules = fragment_rules(run, layout, 0)
-    assert policy.grace_s(rules, [3.0, 2.0], 0.5, 0.3) == pytest.approx(0.9 * (2 * 2.0 - 0.8))
-    assert policy.grace_s(rules, [0.1], 0.5, 0.3) == 0.0
+    assert policy.grace_s(rules, 2.0, 0.5, 0.3) == pytest.approx(0.9 * (2 * 2.0 - 0.8))
+    assert policy.grace_s(rules, 0.1, 0.5, 0.3) == 0.0
 
 
 def test_balanced_fragments_are_within_four_thirds_of_the_optimum():

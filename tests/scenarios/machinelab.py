@@ -5,6 +5,7 @@ Shared by the scenario scripts and the property tests. The lab does what the dri
 can crash: `resume` from the last record and meet the tape again from its position.
 """
 
+from derived import check_derived
 from records import make_record
 
 from diloco.aggregator.arrays.fragment import make_input as merged_input
@@ -119,9 +120,6 @@ class Lab:
             record_seq=0,
             view_digest=digest_of(0),
             seen_seq=0,
-            members={},
-            marks={},
-            pending={},
         )
         self._store(Commit("verdict", "created", False, 0.0, genesis))
         self.state = memory.resume(self.records[-1], self.stream_seq, 0.0)
@@ -134,6 +132,7 @@ class Lab:
             self.cut_asked = False
         now_s = event.stored_at_s if isinstance(event, events.FromTape) else event.at_s
         self.state, effects = machine.step_at(self.rules, self.state, event, now_s)
+        check_derived(self.state)
         for effect in effects:
             if isinstance(effect, AskCut):
                 assert not self.cut_asked, "asked twice"

@@ -14,7 +14,7 @@ from records import make_input, make_record, make_ref
 
 from diloco.aggregator.core import garbage, memory
 from diloco.aggregator.core.garbage import Fleet, Ledger
-from diloco.aggregator.core.state import UpdateId
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import names, slices, wire
 
 RUN, FRAGMENT, EPOCH = "lab", 3, 1

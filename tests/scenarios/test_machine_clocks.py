@@ -4,7 +4,7 @@ import pytest
 from machinelab import Lab, lab_rules, make_manifest
 
 from diloco.aggregator.core import events, machine, memory, rounds
-from diloco.aggregator.core.state import UpdateId
+from diloco.aggregator.core.updates import UpdateId
 
 OFF_S = (-7200.0, 0.0, 7200.0)
 

@@ -14,7 +14,7 @@ from machinelab import Lab, digest_of, lab_rules, make_manifest
 
 from diloco.aggregator.core import events, rounds
 from diloco.aggregator.core.effects import Fetch, Ignored
-from diloco.aggregator.core.state import UpdateId
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import wire
 
 LEARNERS = ("a", "b", "c")

@@ -38,7 +38,7 @@ from diloco.aggregator.core.effects import (
     OpenRound,
     Quarantine,
 )
-from diloco.aggregator.core.state import UpdateId
+from diloco.aggregator.core.updates import UpdateId
 from diloco.common import slices
 
 FIELDS = {"step": "step_time_s"}

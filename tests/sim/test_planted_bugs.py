@@ -13,7 +13,8 @@ from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.conductor import Conductor
 from diloco.aggregator.context import Context, store_version_object
 from diloco.aggregator.core import events, garbage, machine
-from diloco.aggregator.core.state import State, UpdateId
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import UpdateId
 from diloco.aggregator.daemon import load_run
 from diloco.aggregator.records import sum_up
 from diloco.aggregator.swap import commit_record

@@ -18,6 +18,7 @@ TASK = Path("/opt/diloco-task")
 AGGREGATOR = "diloco-aggregator.service"
 A, B = "diloco-learner@island-a.service", "diloco-learner@island-b.service"
 NATS = "nats-server.service"
+LOGS = "diloco-logs.service"
 CHECKPOINT, GC = "diloco-checkpoint.service", "diloco-gc.service"
 UNITS = Path("/etc/systemd/system")
 TESTS = Path("/opt/src/tests")
@@ -183,6 +184,15 @@ def install_as_the_page_says():
     until(lambda: "Server is ready" in journal(NATS), "nats is ready")
 
 
+def lay_out_boot():
+    """What infra/terraform/startup.py.tftpl lays out at each boot; where it starts it."""
+    folder = Path("/usr/local/lib/diloco/diloco/infra")
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in Path("/opt/src/infra").glob("*.py"):
+        (folder / source.name).write_text(source.read_text())
+    return folder.parents[1]
+
+
 def write_run_file(**instead):
     text = CONFIG + page.blocks()["run.toml"]
     for before, after in instead.items():
@@ -203,7 +213,7 @@ def make_quick():
 
 def report_failure(error, *units):
     print(f"FAILED: {error!r}", flush=True)
-    for unit in (AGGREGATOR, A, B, NATS, CHECKPOINT, GC, *units):
+    for unit in (AGGREGATOR, A, B, NATS, CHECKPOINT, GC, LOGS, *units):
         print(f"--- {unit}: {show(unit, 'ActiveState')}: {status_text(unit)}")
         print("\n".join(line[:600] for line in journal(unit).splitlines()[-25:]))
         print("\n".join(journal_of_systemd(unit).splitlines()[-8:]))

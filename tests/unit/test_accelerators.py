@@ -3,13 +3,18 @@
 import os
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.common.accelerators import Accelerators, find_accelerators, unused
 from diloco.common.config import environment, environment_with
 from diloco.common.errors import ConfigError
+from diloco.learner import unused as unused_module
+from diloco.learner.member import Member
 from diloco.local.division import CONTEXT_BYTES, LEAST_BYTES, Share, Wanted, divide
 from diloco.local.hardware import on_accelerators, on_cpu, set_hardware
 
@@ -97,6 +102,25 @@ def test_jax_without_support_is_told_loudly() -> None:
     assert "this machine has 1 GPU" in unused(found)
     assert "diloco[cuda]" in unused(found)
     assert "does not see" in unused(chips(4))
+
+
+@pytest.mark.parametrize(
+    ("like", "asked", "told"),
+    [
+        pytest.param(jnp.zeros(2), "", True, id="jax"),
+        pytest.param(jnp.zeros(2), "cpu", False, id="as the user wants it"),
+        pytest.param(np.zeros(2), "", False, id="another framework"),
+    ],
+)
+def test_a_learner_on_the_cpu_of_such_a_machine_says_so(
+    monkeypatch: pytest.MonkeyPatch, like: object, asked: str, *, told: bool
+) -> None:
+    monkeypatch.setattr(unused_module, "find_accelerators", lambda: chips(4))
+    monkeypatch.setattr(unused_module, "wants_cpu", lambda: asked == "cpu")
+    member = Member.of({"w": like}, learner="a", anchor="device", tokens_per_step=1)
+    with structlog.testing.capture_logs() as lines:
+        unused_module.warn_of_unused_accelerators("demo", member)
+    assert [line["event"] for line in lines] == ["accelerator_unused"] * told
 
 
 # --- Division

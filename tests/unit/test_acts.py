@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from runlab import RUN, Lab
 
-from diloco.aggregator.settings import change_settings, end_run
+from diloco.aggregator.rollback import find_versions
+from diloco.aggregator.settings import change_settings, check_change, end_run
 from diloco.common import names, wire
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError, RunMismatchError
@@ -103,7 +104,9 @@ def test_a_run_is_ended_early_and_does_not_go_on() -> None:
             await lab.join("a")
             await lab.send("a")
             assert await end_run(lab.context, "operator") == 8
-            for refused in (end_run(lab.context, "operator"), changed(lab, steps=99)):
+            now, _ = await effective_settings(lab.context)
+            looked_at = check_change(lab.context, now, now)  # what a preview asks first
+            for refused in (end_run(lab.context, "operator"), changed(lab, steps=99), looked_at):
                 with pytest.raises(RunMismatchError, match="has stopped"):
                     await refused
 
@@ -112,10 +115,32 @@ def test_a_run_is_ended_early_and_does_not_go_on() -> None:
     assert judged(lab) == []
 
 
+def test_a_version_that_was_not_made_yet_is_no_old_one() -> None:
+    async def story(lab: Lab) -> None:
+        with pytest.raises(ConfigError, match="which has 0 to 0") as caught:
+            await find_versions(lab.context, {0: 99})
+        assert caught.value.hint == "choose a version of these"
+
+    play(story)
+
+
 def test_a_message_of_an_earlier_release_has_no_name() -> None:
     old = wire.Settings.model_validate({"run": RUN, "settings": {}, "changed": ("x: 1 -> 2",)})
     assert (act := act_of(old, 5.0)) is not None
     assert (act.at_s, act.by, act.what) == (5.0, "unknown", "settings changed: x: 1 -> 2")
+
+
+def test_a_pause_is_told_by_its_name() -> None:
+    async def story(lab: Lab) -> None:
+        await changed(lab, paused=True)
+        await changed(lab, paused=False)
+        await changed(lab, paused=True, steps=32)
+
+    assert [what for _, what in acts(play(story))] == [
+        "paused",
+        "continued",
+        "settings changed: run.steps: 16 -> 32; run.paused: False -> True",
+    ]
 
 
 def test_what_another_operator_has_changed_meanwhile_is_not_changed_back() -> None:

@@ -126,7 +126,9 @@ def test_the_body_says_all_of_an_alert() -> None:
     over = message.body("demo", Notice(fires.alert, 1_700_000_060.0))
     assert (over["status"], over["id"]) == ("resolved", ident)
     assert over["ends_at"] == "2023-11-14T22:14:20Z"
-    assert over["text"] == "[resolved] run demo, learner a: silent for 5 s"
+    assert (
+        over["text"] == '[resolved] run demo, learner a: over after 60 s; it was "silent for 5 s"'
+    )
 
 
 # The webhook

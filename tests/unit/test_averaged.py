@@ -5,7 +5,7 @@ import pytest
 
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.state import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, Credit
 from diloco.common import slices, wire
 from diloco.common.averaged import settings_of
 from diloco.common.config import make_config

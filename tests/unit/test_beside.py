@@ -5,16 +5,22 @@ import sys
 
 import pytest
 
-from diloco.cli.beside import beside
+from diloco.cli.beside import beside, beside_heard
 
 SCRIPT = """
 import os, sys
-from diloco.cli.beside import beside
+from diloco.cli.beside import apart, beside, beside_heard
 from diloco.common.errors import TaskError
 
 def work(what):
     import jax
     return what, os.getpid()
+
+def count(hear, total):
+    import jax
+    for done in range(total):
+        hear(done + 1, total)
+    return done + 1
 
 def abort():
     os._exit(3)
@@ -22,11 +28,16 @@ def abort():
 if __name__ == "__main__":
     said, pid = beside(work, "done")
     assert (said, pid != os.getpid()) == ("done", True)
+    heard = []
+    assert beside_heard(lambda *word: heard.append(word), count, 3) == 3
+    assert heard == [(1, 3), (2, 3), (3, 3)]
     assert "jax" not in sys.modules
     try:
         beside(abort)
     except TaskError as error:
         print(error.message)
+    sys.modules["jax"] = None
+    assert beside(os.getpid) == os.getpid() != apart(os.getpid)
 """
 
 
@@ -44,3 +55,6 @@ def test_where_jax_is_loaded_already_it_works_here():
     assert "jax" in sys.modules
     with pytest.raises(ZeroDivisionError):
         beside(lambda: 1 // 0)
+    heard = []
+    beside_heard(lambda *word: heard.append(word), lambda hear: hear(1, 2))
+    assert heard == [(1, 2)]

@@ -1,12 +1,14 @@
 """What a machine does at boot, against a server in place of Google's; commands are written down."""
 
+import ast
 import base64
 import hashlib
-import io
 import json
 import re
 import stat
-import tarfile
+import subprocess
+import sys
+import tempfile
 import threading
 import urllib.error
 import urllib.parse
@@ -17,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_bundle import bundle
 
-from diloco.infra import boot
+from diloco.infra import beside, boot, release
+from diloco.infra.cloud import Google
 
 ROOT = Path(__file__).parents[2]
 SEED = b'seed = "SU-of-central"\n'
@@ -45,7 +49,17 @@ class Cloud:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/"
-        self.google = boot.Google(self.url + "m/", self.url + "o/", self.url + "s/")
+        self.google = Google(self.url + "m/", self.url + "o/", self.url + "s/")
+
+    def release(self, version: str, **manifest: Any) -> str:
+        """Have machines be told a bundle; the name of its folder on them."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = bundle(Path(folder) / "b.tar.gz", "bin/diloco", version=version, **manifest)
+            data = path.read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        self.objects[f"common/{version}.tar.gz"] = data
+        self.parameters["release"] = {"object": f"common/{version}.tar.gz", "sha256": digest}
+        return f"diloco-{digest[:16]}"
 
     def answer(self, path: str, headers: Mapping[str, str]) -> bytes | None:
         what, _, rest = urllib.parse.urlsplit(path).path[1:].partition("/")
@@ -65,12 +79,19 @@ class Cloud:
 
 
 class Machine:
-    """A file system below a folder, on which no command does anything."""
+    """A file system below a folder, on which no command does anything but `tar`.
+
+    Attributes:
+        dead: programs of a release on trial that cannot be run.
+        states: of the units, one after the other, as `systemctl show` says them.
+    """
 
     def __init__(self, root: Path, cloud: Cloud) -> None:
         self.root = root
         self.commands: list[str] = []
         self.disk = ""
+        self.dead: set[str] = set()
+        self.states: list[str] = []
         self.boots = boot.Boot(cloud.google, self.run, root)
         (root / "opt").mkdir()
         (root / "etc").mkdir()
@@ -79,53 +100,46 @@ class Machine:
     def run(self, command: Sequence[str]) -> str:
         self.commands.append(" ".join(command).replace(str(self.root), ""))
         if command[0] == "tar":
-            with tarfile.open(command[2]) as archive:
-                for name in archive.getnames():
-                    file = archive.extractfile(name)
-                    assert file is not None
-                    path = Path(command[4]) / name.removeprefix("diloco/")
-                    path.parent.mkdir(exist_ok=True)
-                    path.write_bytes(file.read())
+            subprocess.run(command, check=True)
+        if ".part/" in command[0] and self.dead & {Path(command[0]).name, command[-1]}:
+            raise subprocess.CalledProcessError(127, command)
+        if command[:2] == ["systemctl", "show"]:
+            return self.states.pop(0) if self.states else "ActiveState=active\n"
         return self.disk if "blkid" in command[-1] else ""
 
     def boot(self) -> list[str]:
         self.commands.clear()
-        self.boots.boot()
+        self.as_told = self.boots.boot()
         return list(self.commands)
 
+    @property
+    def used(self) -> str:
+        """The release that is used."""
+        return (self.root / "opt/diloco").resolve().name
 
-def archive() -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for path in ("requirements.lock", "locks/tpu.lock"):
-            tar.add(ROOT / path, f"diloco/{path}")
-        # What the user's own task needs.
-        tar.add(ROOT / "locks/cuda.lock", "diloco/locks/task.lock")
-    return buffer.getvalue()
+    @property
+    def kept(self) -> set[str]:
+        return {path.name for path in (self.root / "opt").iterdir() if not path.is_symlink()}
 
 
 @pytest.fixture
 def cloud() -> Iterator[Cloud]:
     cloud = Cloud()
-    release = archive()
-    cloud.objects = {"common/diloco.tar.gz": release, "common/run.toml": b"[run]\n"}
+    cloud.objects = {"common/run.toml": b"[run]\n"}
     cloud.secrets = {"projects/p/secrets/central/versions/latest": SEED}
     cloud.parameters = {
         "role": "learner",
         "name": "central",
         "bucket": "configuration",
-        "release": {
-            "object": "common/diloco.tar.gz",
-            "sha256": hashlib.sha256(release).hexdigest(),
-        },
         "files": {"/etc/diloco/run.toml": "common/run.toml"},
         "secrets": {
             "/etc/diloco/credentials/central.toml": "projects/p/secrets/central/versions/latest"
         },
         "environment": {"DILOCO_LEARNER_CHECKPOINT_UPLOAD": "true"},
         "units": ["diloco-learner@central.service"],
-        "accelerator": True,
+        "kind": "cpu",
     }
+    cloud.release("first")
     thread = threading.Thread(target=cloud.server.serve_forever, args=[0.01])
     thread.start()
     yield cloud
@@ -154,14 +168,12 @@ def test_from_an_empty_disk_to_a_started_unit(machine: Machine, cloud: Cloud) ->
     assert secret.read_bytes() == SEED
     assert mode(secret) == 0o600
     assert mode(secret.parent) == 0o700
-    home = f"/opt/diloco-{cloud.parameters['release']['sha256'][:16]}"
-    assert (machine.root / "opt/diloco").resolve() == machine.root / home[1:]
-    pip = f"{home}/bin/python -m pip install --quiet"
-    assert f"{pip} --require-hashes -r {home}/source/requirements.lock" in commands
-    for lock in ("tpu", "task"):
-        assert f"{pip} --require-hashes -r {home}/source/locks/{lock}.lock" in commands
+    home = f"/opt/{machine.used}"
+    assert machine.as_told
+    assert machine.kept == {machine.used}
+    programs = f"{home}/bin"
     assert commands[-5:] == [
-        "/opt/diloco/bin/diloco install-units --programs /opt/diloco/bin --overwrite",
+        f"{programs}/diloco install-units --programs {programs} --overwrite",
         "systemd-sysusers",
         "systemctl daemon-reload",
         "systemctl enable diloco-learner@central.service",
@@ -169,18 +181,27 @@ def test_from_an_empty_disk_to_a_started_unit(machine: Machine, cloud: Cloud) ->
     ]
 
 
+@pytest.mark.parametrize("word", ["pip", "apt", "uv ", "curl", "http"])
+def test_nothing_is_fetched_but_the_bundle(machine: Machine, word: str) -> None:
+    assert not any(word in command for command in machine.boot())
+
+
 def test_a_learners_machine_answers_health_checks_first(machine: Machine, cloud: Cloud) -> None:
     commands = machine.boot()
-    assert commands[:2] == ["systemctl daemon-reload", f"systemctl enable --now {boot.LIVEZ}"]
-    unit = (machine.root / "etc/systemd/system" / boot.LIVEZ).read_text()
-    (program,) = re.findall(r"^ExecStart=/usr/bin/python3 (\S+) livez$", unit, re.MULTILINE)
-    assert (machine.root / program[1:]).read_bytes() == Path(boot.__file__).read_bytes()
+    units = f"{beside.LOGS} {beside.LIVEZ}"
+    assert commands[:2] == ["systemctl daemon-reload", f"systemctl enable --now {units}"]
+    unit = (machine.root / "etc/systemd/system" / beside.LIVEZ).read_text()
+    (folder,) = re.findall(r"^WorkingDirectory=(\S+)$", unit, re.MULTILINE)
+    template = (ROOT / "infra/terraform/startup.py.tftpl").read_text()
+    assert f'home = pathlib.Path("{folder}")' in template
     cloud.parameters |= {"role": "aggregator", "units": ["diloco-aggregator.service"]}
-    assert boot.LIVEZ not in " ".join(machine.boot())
+    said = " ".join(machine.boot())
+    assert beside.LIVEZ not in said
+    assert beside.LOGS in said
 
 
 def test_the_answer_to_health_checks() -> None:
-    server = boot.livez_server("127.0.0.1", 0)
+    server = beside.livez_server("127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
     url = f"http://127.0.0.1:{server.server_port}"
@@ -196,14 +217,15 @@ def test_the_answer_to_health_checks() -> None:
 
 def test_terraform_asks_where_machines_answer() -> None:
     text = (ROOT / "infra/terraform/main.tf").read_text()
-    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(boot.LIVEZ_PORT)]
+    assert re.findall(r"livez_port\s+= (\d+)", text) == [str(beside.LIVEZ_PORT)]
 
 
 def test_a_second_boot_installs_nothing_and_disturbs_nobody(machine: Machine) -> None:
     machine.boot()
     commands = machine.boot()
-    assert not any("pip" in command or command.startswith("tar ") for command in commands)
+    assert not any(command.startswith("tar ") for command in commands)
     assert commands[-1] == "systemctl start --no-block diloco-learner@central.service"
+    assert machine.as_told
 
 
 def test_a_new_secret_restarts_its_unit(machine: Machine, cloud: Cloud) -> None:
@@ -213,51 +235,126 @@ def test_a_new_secret_restarts_its_unit(machine: Machine, cloud: Cloud) -> None:
     assert (machine.root / "etc/diloco/credentials/central.toml").read_bytes() == b"another"
 
 
-def test_a_new_release_takes_the_place_of_the_old_one(machine: Machine, cloud: Cloud) -> None:
+def test_a_new_release_takes_the_place_of_the_old_one_and_two_are_kept(
+    machine: Machine, cloud: Cloud
+) -> None:
+    names = []
+    for version in ("first", "second", "third"):
+        names.append(cloud.release(version))
+        machine.boot()
+        assert machine.used == names[-1]
+        assert machine.as_told
+    assert machine.kept == set(names[1:])
+    assert (machine.root / "opt/diloco-before").readlink() == Path(names[1])
+
+
+@pytest.mark.parametrize(
+    "state", ["ActiveState=failed", "ActiveState=activating\nSubState=auto-restart"]
+)
+def test_a_release_that_does_not_start_gives_way_to_the_one_before(
+    machine: Machine, cloud: Cloud, state: str
+) -> None:
     machine.boot()
-    before = (machine.root / "opt/diloco").resolve()
-    release = archive() + b"\0"
-    cloud.objects["common/new.tar.gz"] = release
-    cloud.parameters["release"] = {
-        "object": "common/new.tar.gz",
-        "sha256": hashlib.sha256(release).hexdigest(),
-    }
-    assert "restart" in machine.boot()[-1]
-    assert (machine.root / "opt/diloco").resolve() != before
+    old, new = machine.used, cloud.release("second")
+    machine.states = ["ActiveState=activating\nSubState=start", state]
+    commands = machine.boot()
+    assert machine.used == old
+    assert not machine.as_told
+    programs = f"/opt/{old}/bin"
+    assert commands[-4:] == [
+        f"{programs}/diloco install-units --programs {programs} --overwrite",
+        "systemd-sysusers",
+        "systemctl daemon-reload",
+        "systemctl restart --no-block diloco-learner@central.service",
+    ]
+    # The next boot tries again, without unpacking it again: what it lacked may be there now.
+    commands = machine.boot()
+    assert machine.used == new
+    assert not any(command.startswith("tar ") for command in commands)
 
 
-def test_a_release_with_other_bytes_is_refused(machine: Machine, cloud: Cloud) -> None:
-    cloud.objects["common/diloco.tar.gz"] += b"\0"
-    with pytest.raises(ValueError, match="has sha256"):
+def test_a_unit_that_waits_is_no_failure(machine: Machine, cloud: Cloud) -> None:
+    machine.boot()
+    new = cloud.release("second")
+    machine.states = ["ActiveState=activating\nSubState=start"] * 30
+    machine.boot()
+    assert machine.used == new
+
+
+def test_the_first_release_is_not_watched(machine: Machine) -> None:
+    assert not any(command.startswith("systemctl show") for command in machine.boot())
+
+
+@pytest.mark.parametrize(
+    ("manifest", "sentence"),
+    [
+        ({"kind": "tpu"}, "the bundle is for tpu, and this machine is of kind cpu"),
+        ({"architecture": "s390x"}, "the bundle is for s390x, and this machine is"),
+        ({"glibc": "2.999"}, "the bundle needs glibc 2.999, and this machine has"),
+        ({"unpacked_bytes": 1 << 60}, "give the machine a larger one"),
+        ({"format": 99}, "is no bundle of format 1"),
+        ({"python": None}, "is no bundle"),
+    ],
+)
+def test_a_bundle_that_does_not_fit_is_refused_with_a_sentence_and_the_old_one_stays(
+    machine: Machine, cloud: Cloud, manifest: dict[str, Any], sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    machine.boot()
+    old = machine.used
+    cloud.release("second", **manifest)
+    commands = machine.boot()
+    assert machine.used == old
+    assert machine.kept == {old}
+    assert not machine.as_told
+    assert commands[-1] == "systemctl start --no-block diloco-learner@central.service"
+    (said,) = re.findall(r"refused: (.*)", capsys.readouterr().out)
+    assert sentence in said
+
+
+def test_a_first_bundle_that_does_not_fit_starts_nothing(machine: Machine, cloud: Cloud) -> None:
+    cloud.release("first", architecture="s390x")
+    with pytest.raises(release.Refused, match="is for s390x"):
+        machine.boot()
+    assert machine.kept == set()
+    assert not (machine.root / "opt/diloco").is_symlink()
+
+
+@pytest.mark.parametrize(
+    "program", ["diloco", "nats-server", "import jax, nats, google.cloud.storage"]
+)
+def test_programs_that_do_not_run_here_are_never_switched_to(
+    machine: Machine, cloud: Cloud, program: str
+) -> None:
+    machine.boot()
+    old = machine.used
+    cloud.release("second")
+    machine.dead = {program}
+    machine.boot()
+    assert machine.used == old
+    assert not machine.as_told
+    assert machine.kept == {old}
+
+
+def test_a_bundle_with_other_bytes_is_refused(machine: Machine, cloud: Cloud) -> None:
+    cloud.objects["common/first.tar.gz"] += b"\0"
+    with pytest.raises(release.Refused, match="has sha256"):
         machine.boot()
     assert not (machine.root / "opt/diloco").is_symlink()
-    assert not any("pip" in command for command in machine.commands)
-
-
-def test_a_system_with_an_old_python_gets_one(
-    machine: Machine, cloud: Cloud, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(boot.shutil, "which", lambda name: None)
-    brought = machine.root / "opt/diloco-python/pythons/cpython-3.12.7-linux/bin/python3.12"
-    brought.parent.mkdir(parents=True)
-    brought.touch()
-    commands = machine.boot()
-    assert any(command.endswith("--require-hashes -r /opt/diloco-uv.txt") for command in commands)
-    assert (machine.root / "opt/diloco-uv.txt").read_text().startswith("uv==")
-    home = f"/opt/diloco-{cloud.parameters['release']['sha256'][:16]}"
-    assert f"/{brought.relative_to(machine.root)} -m venv {home}" in commands
+    assert not any(command.startswith("tar ") for command in machine.commands)
 
 
 def test_what_was_interrupted_is_made_again(machine: Machine) -> None:
     def breaks(command: Sequence[str]) -> str:
-        if "pip" in command:
+        if command[0] == "tar":
             raise OSError("no route to host")
         return machine.run(command)
 
     broken = boot.Boot(machine.boots._google, breaks, machine.root)
     with pytest.raises(OSError, match="no route"):
         broken.boot()
-    assert any("--require-hashes" in command for command in machine.boot())
+    assert machine.kept == set()
+    assert any(command.startswith("tar ") for command in machine.boot())
 
 
 def test_nothing_starts_before_its_secret_is_there(machine: Machine, cloud: Cloud) -> None:
@@ -284,7 +381,6 @@ def server(machine: Machine, cloud: Cloud) -> Machine:
         "secrets": {"/etc/nats/tls/nats-1.key": "projects/p/secrets/central/versions/latest"},
         "environment": {},
         "units": ["nats-server.service"],
-        "accelerator": False,
         "disk": {"device": "/dev/disk/by-id/google-streams", "folder": "/var/lib/nats/jetstream"},
     }
     return machine
@@ -335,13 +431,27 @@ def test_a_file_is_never_open_to_more_than_its_mode(tmp_path: Path) -> None:
     assert not boot.write(path, b"old", 0o600)
 
 
-@pytest.mark.parametrize("package", ["jax", "uv"])
-def test_the_pins_that_boot_takes_from_the_lock_file_are_there(package: str) -> None:
-    pin = boot.pinned(ROOT / "requirements.lock", package)
-    assert pin.text.startswith(f"{package}=={pin.version} \\\n")
-    assert pin.text.count("--hash=sha256:") == len(pin.text.splitlines()) - 1
+# What came with Python 3.11: TPU machines have 3.10 of their own.
+LATER = {"UTC", "tomllib", "StrEnum", "Self", "file_digest", "TaskGroup", "ExceptionGroup"}
 
 
-def test_a_package_that_is_not_pinned_is_named() -> None:
-    with pytest.raises(ValueError, match="does not pin nonesuch"):
-        boot.pinned(ROOT / "requirements.lock", "nonesuch")
+@pytest.mark.parametrize(
+    "name", ["beside", "boot", "cloud", "ended", "join", "keeper", "logs", "release"]
+)
+def test_what_runs_before_a_release_is_there_needs_no_later_python_and_no_package(
+    name: str,
+) -> None:
+    tree = ast.parse((ROOT / f"infra/{name}.py").read_text(), feature_version=(3, 10))
+    words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    words |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            modules.add(node.module or "")
+            words |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+    assert not words & LATER
+    ours = {module for module in modules if module.startswith("diloco.")}
+    assert all(module.startswith("diloco.infra.") for module in ours)
+    assert {module.partition(".")[0] for module in modules - ours} <= sys.stdlib_module_names

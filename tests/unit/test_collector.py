@@ -11,10 +11,13 @@ from diloco.aggregator.checkpoint import mark
 from diloco.aggregator.collector import Collector, fleet_of, read_retained
 from diloco.aggregator.core import memory
 from diloco.aggregator.core.garbage import Fleet
-from diloco.aggregator.core.state import Member, State, UpdateId
+from diloco.aggregator.core.members import Member, Members
+from diloco.aggregator.core.state import State
+from diloco.aggregator.core.updates import Merged, Resolved, UpdateId, Waiting
 from diloco.aggregator.recovery import recover
 from diloco.common import names, wire
 from diloco.common.errors import BusUnavailableError, StoreUnavailableError
+from diloco.common.store import MemoryStore
 from diloco.common.tape import data_position
 from diloco.common.views import load_view
 
@@ -230,10 +233,13 @@ def test_whatever_the_machine_has_not_committed_is_pending():
     def sent(learner: str, seq: int):
         return SimpleNamespace(manifest=SimpleNamespace(learner=learner, incarnation=4, seq=seq))
 
+    waiting = SimpleNamespace(**vars(sent("a", 1)), fetching=True, passed=True)
+    merged = SimpleNamespace(**vars(sent("a", 2)), announced_at_s=0.0)
     state = State(
-        version=1, record_seq=1, view_digest="", seen_seq=1, marks={},
-        members={"a": Member(4), "b": Member(9, left=True)},
-        pending={"any": sent("a", 1)}, admitted=(sent("a", 2),), rejected=(sent("b", 3),),
+        version=1, record_seq=1, view_digest="", seen_seq=1,
+        members=Members({"a": Member(4), "b": Member(9, left=True)}),
+        pending=Waiting({UpdateId("a", 4, 1): waiting}), admitted=Merged([merged]),
+        rejected=Resolved([sent("b", 3)]),
     )  # fmt: skip
     pending = {UpdateId("a", 4, 1), UpdateId("a", 4, 2), UpdateId("b", 4, 3)}
     assert fleet_of(state) == Fleet({"a": 4, "b": 9}, pending)
@@ -281,6 +287,53 @@ def test_what_passes_is_tried_again_and_commits_go_on_meanwhile(run_async, monke
             await collected_to(lab, 4 * SNAPSHOT_EVERY)
 
     run_async(scenario())
+
+
+def test_the_store_is_listed_once_for_all_learners_and_fragments(run_async):
+    async def scenario() -> None:
+        store = Counting()
+        lab = Lab(fragments=2, store=store, replay_window_s=0, enabled=False)
+        await lab.create()
+        async with lab.aggregating():
+            for learner in ("a", "b", "c"):
+                await lab.join(learner)
+            for _ in range(4 * SNAPSHOT_EVERY):
+                await asyncio.gather(lab.send("a", 0), lab.send("b", 1))
+            waiting = lab.upload("c", 0)
+        states = [await begun(lab, fragment) for fragment in range(2)]
+        collectors = [Collector(lab.context, f, lambda f=f: states[f]) for f in range(2)]
+        for collector in collectors:
+            await collector._collect()
+        for sent in ("a", 0), ("b", 1):
+            assert len(lab.objects(names.updates_prefix(RUN, *sent))) <= 2 * SNAPSHOT_EVERY
+        assert waiting.shards[0].name in lab.objects()
+
+        store.listed.clear()
+        for collector in (*collectors, *collectors):
+            await collector._collect()
+        learners = [prefix for prefix in store.listed if "/learner/" in prefix]
+        assert learners == 2 * [names.learners_prefix(RUN)]
+
+    run_async(scenario())
+
+
+class Counting(MemoryStore):
+    """Remembers what was listed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed: list[str] = []
+
+    def list(self, prefix: str):
+        self.listed.append(prefix)
+        return super().list(prefix)
+
+
+async def begun(lab: Lab, fragment: int) -> State:
+    """What a machine knows that has read the tape to its end."""
+    record, record_seq = await lab.newest(fragment)
+    state = memory.resume(record, record_seq, lab.context.runtime.clock())
+    return state._replace(known_seq=state.seen_seq)
 
 
 def test_a_bug_in_it_does_not_stop_the_fragment(run_async, monkeypatch):

@@ -14,7 +14,8 @@ from machinelab import Lab, lab_rules, make_manifest
 
 from diloco.aggregator.core import credit, events
 from diloco.aggregator.core.effects import AskCut, Fetch, Merge
-from diloco.aggregator.core.state import Admitted, Member
+from diloco.aggregator.core.members import Member, Members
+from diloco.aggregator.core.updates import Admitted
 from diloco.common.config import BoundsSection
 
 H, TOKENS = 24, 10
@@ -249,11 +250,15 @@ def test_what_an_operator_declares_is_believed():
 
 
 def test_medians_are_of_what_is_known_and_of_two_at_least():
-    assert credit.upper_median([]) is None
-    assert credit.upper_median([1.0, 0.0]) is None
-    assert credit.upper_median([1.0, 2.0]) == 2.0
-    assert credit.upper_median([3.0, 0.0, 1.0, 2.0]) == 2.0
-    assert credit.upper_median([1.0, 2.0, 3.0, 4.0]) == 3.0
+    def others_norm(norms):
+        beside = {str(at): Member(1, norm=norm) for at, norm in enumerate(norms)}
+        return Members({"a": Member(1, norm=9.0), **beside}).others_norm("a")
+
+    assert others_norm([]) is None
+    assert others_norm([1.0, 0.0]) is None
+    assert others_norm([1.0, 2.0]) == 2.0
+    assert others_norm([3.0, 0.0, 1.0, 2.0]) == 2.0
+    assert others_norm([1.0, 2.0, 3.0, 4.0]) == 3.0
 
 
 @given(
@@ -272,7 +277,8 @@ def test_a_servers_clock_that_is_set_back_takes_no_credit():
 
 @given(st.floats(0, 1e308), st.floats(0, 1e308), st.floats(0, 1e12))
 def test_absurd_words_of_others_give_numbers(step_time_s, tokens_per_step, had_s):
-    absurd = [Member(1, step_time_s=step_time_s, tokens_per_step=tokens_per_step)] * 3
-    bounds = BoundsSection()
-    assert 0 < credit.steps_per_s(bounds, "a", Member(1), absurd) <= bounds.max_steps_per_s
-    assert credit.greatest_weight(bounds, "a", absurd, had_s) >= 0
+    absurd = Member(1, step_time_s=step_time_s, tokens_per_step=tokens_per_step)
+    fleet = Members({"a": Member(1), "b": absurd, "c": absurd, "d": absurd})
+    bounds, rate = BoundsSection(), fleet.others_rate("a")
+    assert 0 < credit.steps_per_s(bounds, "a", fleet["a"], rate) <= bounds.max_steps_per_s
+    assert credit.greatest_weight(bounds, "a", fleet.others_tokens_rate("a"), had_s) >= 0

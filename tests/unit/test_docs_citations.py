@@ -59,7 +59,7 @@ ALONE = re.compile(r"`([\w-]+\.py)`")
 INSIDE = re.compile(r"((?:`\w+`(?:, | and ))*`\w+`) in `([\w/]+\.py)`")
 DRAWING = re.compile(r"[\w/]+\.py|[\w/]+/(?= )")
 # What an operator, or a user, makes: no files of the repository.
-MADE = {"infra/terraform/terraform.tfvars.json"}
+MADE = {"infra/terraform/terraform.tfvars.json", "diloco/manifest.json"}
 USERS = {"spirals.py", "save.py", "common.py"}
 
 

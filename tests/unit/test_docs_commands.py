@@ -1,19 +1,24 @@
 """Every command in a block of the pages exists, with these options; the tutorial's task is one."""
 
+import ast
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from runbook_pages import ROOT, words_of
 from test_runbooks import check_diloco
 from typer.exceptions import TyperException
+from typer.main import get_command
 
 from diloco.learner.contract import load_task
+from diloco.program import app
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
 BLOCK = re.compile(r"^ *```sh\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"<!-- generated: example [a-z ]+ -->\n\n```python\n(.*?)```", re.DOTALL)
 TUTORIAL = DOCS / "tutorial.md"
 
 
@@ -37,6 +42,12 @@ def test_every_command_exists(page: Path) -> None:
             raise AssertionError(f"{' '.join(words)}: {error}") from error
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_command_that_a_sentence_names_exists(page: Path) -> None:
+    named = re.findall(r"`diloco ([a-z][a-z-]*)", page.read_text())
+    assert set(named) <= set(get_command(app).commands)  # type: ignore[attr-defined]
+
+
 def test_there_are_commands_to_check() -> None:
     assert sum(len(block_commands(page)) for page in PAGES) > 50
 
@@ -51,3 +62,36 @@ def test_the_tutorials_task_keeps_the_contract(
     task = load_task("spirals:build", steps=10, seed=0, options={})
     assert task.tokens_per_batch == 64
     monkeypatch.delitem(sys.modules, "spirals", raising=False)
+
+
+def needed(code: str) -> set[str]:
+    """What packages an example imports that `pip install diloco` does not bring."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    brought = {re.split(r"[\[>=]", one)[0].replace("_", "-") for one in project["dependencies"]}
+    modules = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else names_of(node))
+    } - {*sys.stdlib_module_names, "diloco"}
+    found = {PACKAGES.get(module, module) for module in modules}
+    return found - brought
+
+
+def names_of(node: ast.Import) -> list[str]:
+    return [alias.name for alias in node.names]
+
+
+# Where a module is not named as its package.
+PACKAGES = {"sklearn": "scikit-learn"}
+
+
+@pytest.mark.parametrize(
+    "page", ["batch-norm.md", "library.md", "lora.md", "own-files.md", "tasks.md", "torch.md"]
+)
+def test_a_page_says_what_its_example_needs(page: str) -> None:
+    text = (DOCS / page).read_text()
+    (code,) = EXAMPLE.findall(text)
+    installed = " ".join(re.findall(r"pip install ([^\n`#]*)", text))
+    for package in needed(code):
+        assert re.search(rf"(?<![a-z-]){package}(?![a-z-])", installed), package

@@ -48,6 +48,7 @@ def found():
     return dry_run(config_of(anchor="host"), "l0", hosts=2)
 
 
+@pytest.mark.long
 def test_bytes_are_those_that_a_learner_allocates(found):
     config = config_of(anchor="host")
     island = Island(config, "l0")

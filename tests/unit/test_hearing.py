@@ -1,7 +1,7 @@
 """Liveness by incarnation: whose silence counts, and whose heartbeats do not."""
 
 from diloco.aggregator.core.hearing import Hearing
-from diloco.aggregator.core.state import Member
+from diloco.aggregator.core.members import Member
 
 TIMEOUT_S = 10.0
 

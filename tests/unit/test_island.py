@@ -59,6 +59,7 @@ def alone():
     return updates(island_of((1, 1, 1), 1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [pytest.param((1, 2, 1), marks=pytest.mark.slow), (1, 4, 2)])
 def test_muon_on_a_mesh_trains_as_on_one_device(sizes):
     expected, alone_loss = updates(island_of((1, 1, 1), 1, "muon"))

@@ -1,5 +1,7 @@
 """Daemons of a local run that fail: who is started again, and what is said of who is not."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -57,6 +59,21 @@ def test_a_learner_that_fails_alike_is_given_up_and_the_last_one_ends_the_run(
         for text in (said, caught.value.message):
             assert f"failed the same way {ALIKE} times: there is no configuration file" in text
         assert [daemon.restarts for daemon in fleet.daemons.values()] == [ALIKE - 1] * 2
+
+
+def test_who_comes_back_is_told(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    with Fleet(logs) as fleet:
+        (logs / "learner-0.log").write_text('{"action": "started"}\n')
+        command = ["learner", "--config", str(tmp_path / "absent.toml"), "--learner", "learner-0"]
+        daemon = fleet.start("learner-0", command, spare=True)
+        assert daemon.pid is not None
+        os.kill(daemon.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not fleet.came_back and time.monotonic() < deadline_s:
+            fleet.look_after()
+            time.sleep(0.02)
+        assert fleet.came_back == ["learner-0 was ended by SIGKILL, and starts again"]
 
 
 def look_after(fleet: Fleet) -> None:

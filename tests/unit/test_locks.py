@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("arrow", "cuda", "tensorboard", "torch", "tpu", "wandb")
+EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "torch", "tpu", "wandb")
 PIN = re.compile(r"^([a-zA-Z0-9._-]+)(?:\[[a-z0-9,-]+\])?==(\S+)", re.MULTILINE)
 
 
@@ -29,12 +29,22 @@ def test_a_lock_adds_what_its_extra_needs(extra: str) -> None:
     assert direct(extra) <= set(own) | set(base)
 
 
-@pytest.mark.parametrize("name", [*EXTRAS, "stores"])
+@pytest.mark.parametrize("name", [*EXTRAS, "runtime", "stores"])
 def test_a_lock_has_hashes_and_no_address(name: str) -> None:
     text = (ROOT / f"locks/{name}.lock").read_text()
     assert "://" not in text
     entries = re.split(r"^(?=[a-zA-Z0-9])", text, flags=re.MULTILINE)[1:]
     assert all("--hash=sha256:" in entry for entry in entries)
+
+
+def test_machines_get_what_the_package_needs_and_no_tools_of_developers() -> None:
+    base, own = pins(ROOT / "requirements.lock"), pins(ROOT / "locks/runtime.lock")
+    assert set(own.items()) < set(base.items())
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[\[>=]", one)[0] for one in document["dependencies"]}
+    assert {name.replace("_", "-") for name in needed | direct("buckets")} <= set(own)
+    tools = direct("dev") - direct("buckets") - {"psutil", "pyyaml"}
+    assert not tools & set(own)
 
 
 def test_plugins_of_jax_are_of_the_version_that_is_pinned() -> None:

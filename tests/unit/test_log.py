@@ -1,6 +1,7 @@
-"""Logs in systemd's journal: each line begins with its priority."""
+"""Logs in systemd's journal, where each line begins with its priority; and in others' programs."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,3 +36,25 @@ def test_elsewhere_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lines = logged(tmp_path / "file", monkeypatch, journal=False)
     assert {line[0] for line in lines[:4]} == {"{"}
     assert lines[4:] == ["error: one", "hint: two"]
+
+
+IN_A_PROGRAM = """
+import sys, structlog
+from diloco.common import log
+with log.within_anothers_program():
+    log.get(run="demo").debug("for developers")
+    log.get(run="demo").info("for the user")
+print(structlog.is_configured())
+structlog.configure(processors=[lambda _logger, _name, event: f"theirs: {event['event']}"])
+with log.within_anothers_program():
+    log.get().info("for the user")
+"""
+
+
+def test_a_program_of_the_users_own_has_its_output_for_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROGRAM], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["False", "theirs: for the user"]
+    (line,) = done.stderr.splitlines()
+    assert '"action": "for the user"' in line

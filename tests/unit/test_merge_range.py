@@ -16,7 +16,7 @@ from diloco.aggregator.arrays import merge
 from diloco.aggregator.arrays.fragment import FragmentArrays, payload_of
 from diloco.aggregator.arrays.grid import make_grid
 from diloco.aggregator.core import policy
-from diloco.aggregator.core.state import Admitted, Credit
+from diloco.aggregator.core.updates import Admitted, Credit
 from diloco.common import slices, wire
 from diloco.common.codec import CODECS, Encoded, decode_numpy
 from diloco.common.config import make_config

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.aggregator.core import policy
+from diloco.aggregator.core.members import Member, Members
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import QuorumSection, StalenessSection, make_config
 from diloco.common.layout import Rhythm, Tensor, make_layout
@@ -94,19 +95,25 @@ def test_the_effective_quorum_is_what_the_live_can_reach(least, live, expected):
     assert policy.effective_quorum(QuorumSection(min_learners=least), live) == expected
 
 
+def usual_s(steps_s):
+    """The usual step of learners that say these."""
+    each = {str(at): Member(1, step_time_s=step_s) for at, step_s in enumerate(steps_s)}
+    return Members(each).usual_step_s()
+
+
 def test_the_median_learner_sets_the_pace():
     rules = make_rules(quorum={"pace": 0.5})
-    assert policy.pace_s(rules, [2.0, 1.0, 4.0]) == 24.0
-    assert policy.pace_s(rules, [2.0, 1.0, 4.0], 6) == 6.0
+    assert policy.pace_s(rules, usual_s([2.0, 1.0, 4.0])) == 24.0
+    assert policy.pace_s(rules, usual_s([2.0, 1.0, 4.0]), 6) == 6.0
     # Of two, and of the middle two, the faster.
-    assert policy.pace_s(rules, [2.0, 1.0]) == 12.0
-    assert policy.pace_s(rules, [8.0, 1.0, 4.0, 2.0]) == 24.0
+    assert policy.pace_s(rules, usual_s([2.0, 1.0])) == 12.0
+    assert policy.pace_s(rules, usual_s([8.0, 1.0, 4.0, 2.0])) == 24.0
     # One that has not said how fast it is does not count; nobody has: no pace.
-    assert policy.pace_s(rules, [0.0, 2.0]) == 24.0
-    assert policy.pace_s(rules, [0.0]) == 0.0
-    assert policy.pace_s(rules, []) == 0.0
-    assert policy.pace_s(make_rules(quorum={"pace": 0}), [1.0]) == 0.0
-    assert policy.pace_s(make_rules(sync={"mode": "lockstep"}), [1.0]) == 0.0
+    assert policy.pace_s(rules, usual_s([0.0, 2.0])) == 24.0
+    assert policy.pace_s(rules, usual_s([0.0])) == 0.0
+    assert policy.pace_s(rules, usual_s([])) == 0.0
+    assert policy.pace_s(make_rules(quorum={"pace": 0}), usual_s([1.0])) == 0.0
+    assert policy.pace_s(make_rules(sync={"mode": "lockstep"}), usual_s([1.0])) == 0.0
 
 
 @pytest.mark.parametrize("claim", [1e-12, 1e-9, 1e12])
@@ -114,8 +121,8 @@ def test_one_step_time_moves_pace_and_grace_no_further_than_another_honest_one(c
     rules = make_rules(quorum={"pace": 0.5, "grace_cap_s": 1e9})
     honest = [1.0, 1.1, 1.2]
     for steps in ([claim, *honest], [claim, *honest[:2]]):
-        assert 12.0 <= policy.pace_s(rules, steps) <= 14.4
-        assert 0.9 * 2 <= policy.grace_s(rules, steps, 0.0, 0.0) <= 0.9 * 2 * 1.2
+        assert 12.0 <= policy.pace_s(rules, usual_s(steps)) <= 14.4
+        assert 0.9 * 2 <= policy.grace_s(rules, usual_s(steps), 0.0, 0.0) <= 0.9 * 2 * 1.2
 
 
 def test_an_allowance_grows_with_time_up_to_ten_seconds_worth():
@@ -133,12 +140,12 @@ def test_grace_is_a_share_of_the_slack():
     rules = make_rules(
         sync={"overlap_steps": 2}, quorum={"grace_fraction": 0.5, "grace_cap_s": 3.0}
     )
-    assert policy.grace_s(rules, [2.0, 9.0], 1.0, 0.5) == 0.5 * (2 * 2.0 - 1.5)
-    assert policy.grace_s(rules, [2.0], 3.0, 1.0) == 0.0
-    assert policy.grace_s(rules, [2.0], 9.0, 9.0) == 0.0, "never less than nothing"
-    assert policy.grace_s(rules, [100.0], 1.0, 1.0) == 3.0, "never more than the cap"
-    assert policy.grace_s(rules, [0.0], 1.0, 1.0) == 0.0
-    assert policy.grace_s(rules, [], 1.0, 1.0) == 0.0
+    assert policy.grace_s(rules, usual_s([2.0, 9.0]), 1.0, 0.5) == 0.5 * (2 * 2.0 - 1.5)
+    assert policy.grace_s(rules, usual_s([2.0]), 3.0, 1.0) == 0.0
+    assert policy.grace_s(rules, usual_s([2.0]), 9.0, 9.0) == 0.0, "never less than nothing"
+    assert policy.grace_s(rules, usual_s([100.0]), 1.0, 1.0) == 3.0, "never more than the cap"
+    assert policy.grace_s(rules, usual_s([0.0]), 1.0, 1.0) == 0.0
+    assert policy.grace_s(rules, usual_s([]), 1.0, 1.0) == 0.0
 
 
 # What a manifest alone shows

@@ -1,10 +1,8 @@
 """`diloco provision`: what is refused, with which sentence, and what Terraform is given."""
 
-import io
 import json
 import re
 import shutil
-import tarfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from small_bundle import bundle, packed
 from typer.testing import CliRunner
 
 from diloco.auth import files as auth
@@ -28,12 +27,6 @@ SLICE = {"zone": "us-east5-a", "kind": "v6e", "chips": 4}
 Document = dict[str, Any]
 
 
-def archive(path: Path, *names: str) -> None:
-    with tarfile.open(path, "w:gz") as made:
-        for name in names:
-            made.addfile(tarfile.TarInfo(name), io.BytesIO())
-
-
 def make_auth(folder: Path, **changed: Any) -> None:
     given = {"installed_at": Path("/etc/nats"), "streams_at": Path("/var/lib/nats/jetstream")}
     auth.init(folder, changed.pop("run", "demo"), changed.pop("hosts", HOSTS), **(given | changed))
@@ -48,7 +41,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What an operator has before the file of the fleet."""
     folder = tmp_path_factory.mktemp("operator")
     make_auth(folder / "auth")
-    archive(folder / "diloco.tar.gz", "diloco/pyproject.toml")
+    for kind in ("cpu", "tpu"):
+        bundle(folder / f"{kind}.tar.gz", kind=kind)
     shutil.copy(EXAMPLES / "run.toml", folder)
     return folder
 
@@ -62,8 +56,8 @@ def place(prepared: Path, tmp_path: Path) -> Path:
 def example(name: str = "small") -> Document:
     """A shipped fleet, over the files of `place`."""
     document = tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
-    files = {"auth_folder": "auth", "release_archive": "diloco.tar.gz", "run_toml": "run.toml"}
-    return document | files
+    files = {"auth_folder": "auth", "run_toml": "run.toml"}
+    return document | files | {"bundles": {"cpu": "cpu.tar.gz", "tpu": "tpu.tar.gz"}}
 
 
 def write(place: Path, document: Document) -> Path:
@@ -122,8 +116,13 @@ def made_again(**changed: Any) -> Callable[[Document, Path], None]:
     return spoil
 
 
-def packed(*names: str) -> Callable[[Document, Path], None]:
-    return lambda _, place: archive(place / "diloco.tar.gz", *names)
+def bundled(*names: str, **changed: Any) -> Callable[[Document, Path], None]:
+    """Another bundle for machines without accelerators."""
+    return lambda _, place: bundle(place / "cpu.tar.gz", *names, **changed) and None
+
+
+def archive_of_source(_: Document, place: Path) -> None:
+    packed(place / "cpu.tar.gz", {"pyproject.toml": ""})
 
 
 def gone(name: str) -> Callable[[Document, Path], None]:
@@ -241,7 +240,19 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
         put("learners/" + 40 * "a", SLICE),
         "aaaa",
     ),
-    "more learners than bindings": (many, "51 learners are more than the 50"),
+    "more learners than bindings": (
+        many,
+        "51 learners without a site, and sites, are more than the 30",
+    ),
+    "a learner that is not named after its site": (
+        learner(chips=4, site="berlin"),
+        "name it after that: 'berlin-1'",
+    ),
+    "a learner that is named after a site of others": (
+        put("learners/east-two", SLICE | {"site": "east"}),
+        "learners.east: is named like a learner of the site 'east'",
+    ),
+    "a site of another alphabet": (learner(chips=4, site="Berlin"), "site"),
     # Accelerators and zones.
     "v6e where there is none": (
         put("learners/east", {"zone": "us-east5-c", "kind": "v6e", "chips": 4}),
@@ -352,16 +363,18 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
     "another's credentials": (swapped, "is not of the learner 'east'"),
     "credentials that are gone": (gone("auth/credentials/east.toml"), "no credentials file"),
     "credentials that all can read": (open_to_all, "others can read it"),
-    # The archive.
-    "no archive": (put("release_archive", "none.tar.gz"), "cannot be read"),
-    "an archive of another kind": (put("release_archive", "run.toml"), "is no .tar.gz"),
-    "an empty archive": (packed(), "not one folder"),
-    "an archive of two folders": (packed("a/pyproject.toml", "b/x"), "not one folder"),
-    "an archive of something else": (packed("other/setup.py"), "not one folder"),
-    "an archive that is text": (
-        replaced("diloco.tar.gz", "diloco"),
-        "cannot be read",
-    ),
+    # The bundles.
+    "no bundle": (put("bundles/cpu", "none.tar.gz"), "is no bundle"),
+    "no bundle for NATS servers": (put("bundles/cpu", None), "bundles.cpu"),
+    "no bundle for TPUs": (put("bundles/tpu", None), "make bundle KIND=tpu"),
+    "a bundle for a kind that is not on Google Cloud": (put("bundles/cuda", "x"), "bundles.cuda"),
+    "a bundle of another name": (put("bundles/cpu", "run.toml"), "is no .tar.gz"),
+    "a bundle that is text": (replaced("cpu.tar.gz", "diloco"), "is no bundle"),
+    "an archive of something else": (archive_of_source, "is no bundle of format"),
+    "bundles that are exchanged": (put("bundles/cpu", "tpu.tar.gz"), "is a bundle for tpu"),
+    "a bundle of a format to come": (bundled(format=99), "is no bundle of format"),
+    "a bundle without a least glibc": (bundled(glibc=None), "is no bundle"),
+    "a bundle for ARM": (bundled(architecture="aarch64"), "is for aarch64"),
 }
 
 
@@ -376,6 +389,17 @@ def test_a_wrong_fleet_is_refused_with_a_sentence(place: Path, case: str) -> Non
     spoil(document, place)
     found = sentences(write(place, document))
     assert any(sentence in one for one in found), found
+
+
+def test_forty_learners_of_a_site_have_one_account(place: Path) -> None:
+    document = example()
+    for number in range(40):
+        auth.add(place / "auth", f"berlin-{number}", "learner")
+        document["learners"][f"berlin-{number}"] = SLICE | {"site": "berlin"}
+    checked = check(write(place, document))
+    assert not checked.refused
+    assert checked.variables is not None
+    assert checked.variables["learners"]["berlin-7"]["site"] == "berlin"
 
 
 @pytest.mark.parametrize("name", ["small", "mixed"])

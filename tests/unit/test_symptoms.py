@@ -11,6 +11,7 @@ from runlab import RUN, Lab
 
 from diloco.check import members, symptoms
 from diloco.check.audit import audit
+from diloco.check.doctor import said_once
 from diloco.check.symptoms import Finding
 from diloco.common import names, wire
 from diloco.common.service import Runtime
@@ -210,3 +211,11 @@ def test_who_was_silent_when_the_run_stopped_did_not_take_part_to_the_end() -> N
     assert (finding.severity, finding.sentence) == ("note", "was silent when the run stopped")
     (finding,) = of_learner(history, "fast")
     assert (finding.severity, finding.sentence) == ("ok", "took part to the end")
+
+
+def test_what_two_looks_find_is_said_once_as_the_worse() -> None:
+    note, error, other = (
+        Finding(severity=severity, about=about, sentence="there is no store")
+        for severity, about in (("note", "store"), ("error", "store"), ("note", "bus"))
+    )
+    assert said_once([note, other, error, note]) == [error, other]

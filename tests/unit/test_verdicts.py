@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import shutil
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import spoiled
 from rich.console import Console
 from runlab import Lab
 
+from diloco.check.listing import read_listing
 from diloco.cli.opening import Place, use_place
 from diloco.common import wire
 from diloco.common.config import GcSection
@@ -18,6 +20,8 @@ from diloco.common.errors import IntegrityError
 from diloco.common.store import open_store
 from diloco.common.tape import decode, read_tape_file, write_tape_file
 from diloco.operate.collect import find
+from diloco.projections.history import read_history
+from diloco.replay.coverage import Versions, sentences, tape_of
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
 
@@ -76,6 +80,63 @@ def test_a_tape_that_was_cut_is_incomplete(copy, tmp_path):
     assert status == 2, text
     assert "the tape ends before its objects" in text
     assert "incomplete" in text
+
+
+def test_a_copy_that_lacks_the_last_version_of_each_fragment_is_incomplete(copy, tmp_path):
+    last = min(seq for seq, record in records(copy) if record.version == 7)
+    status, text = replay(
+        rewritten(copy, tmp_path / "cut.tape", lambda m: m if m.seq < last else None)
+    )
+    assert status == 2, text
+    assert "12 made again" in text
+    assert "the tape ends before its objects" in text
+
+
+def test_a_version_after_an_unreadable_record_is_not_held_against_anybody(copy, tmp_path):
+    seq, _ = records(copy)[7]
+
+    def spoil(message):
+        payload = message.payload[:-1]
+        return message._replace(payload=payload) if message.seq == seq else message
+
+    status, text = replay(rewritten(copy, tmp_path / "spoiled.tape", spoil))
+    assert status == 1, text
+    assert f"unreadable: record {seq} of fragment" in text
+    assert "cannot be recomputed" not in text
+    assert "behind one that is wrong, gone or unreadable" in text
+
+
+def test_a_score_that_cannot_be_is_not_put_down_to_collection(copy):
+    store = open_store(str(copy.store))
+    record = next(record for _, record in records(copy) if record.version == 4)
+    data = bytearray(store.get(record.delta.name))
+    data[len(data) // 2] ^= 1
+    store.delete(record.delta.name)
+    store.put(record.delta.name, bytes(data))
+    status, text = replay(copy.tape, score=True)
+    assert status == 0, text
+    assert "have no score: what is stored does not give the recorded digest" in text
+    assert "are gone" not in text
+
+
+def test_a_version_that_is_being_made_is_told_of(run_async):
+    async def work():
+        lab = Lab()
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("a")
+            await lab.send_many("a", 2)
+        lab.store.put("lab/global/0/00000003-view-" + "0" * 32, b"stored before its record")
+        listing = await read_listing(lab.context)
+        history = await read_history(lab.context)
+        own, copied = (
+            tape_of(history, listing, window_s=window_s, now_s=0.0) for window_s in (inf, 60.0)
+        )
+        assert (len(own.under_way), len(own.newer)) == (1, 0)
+        assert (len(copied.under_way), len(copied.newer)) == (0, 1)
+        assert "was being made when the tape ended" in sentences(own, Versions(again=2))[-1]
+
+    run_async(work())
 
 
 def test_messages_from_the_midst_that_are_gone_are_wrong(copy, tmp_path):

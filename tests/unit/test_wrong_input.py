@@ -1,14 +1,21 @@
 """Wrong input on the command line ends in a sentence, never in a trace, and leaves nothing behind."""
 
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
+import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from diloco.cli.failing import as_failure
 from diloco.cli.parts import PARTS
+from diloco.cli.screen import confirm
 from diloco.cli.settings import assign, parse_assigned
 from diloco.common.config import RunSettings
 from diloco.common.errors import ConfigError
@@ -40,6 +47,8 @@ def test_folders_that_cannot_be_made() -> None:
         ("[sync]\nfragmets = 3\n", "did you mean 'sync.fragments'?"),
         ("[snyc]\n", "did you mean 'sync'?"),
         ("[outer]\nzzz = 1\n", "unknown key 'outer.zzz'"),
+        ("bus = 3\n", "'bus' must be a table, got 3"),
+        ('[run]\nname = "x"\nsteps = 9999999999\n', "'run.steps': Input should be less than"),
     ],
 )
 def test_files_are_named_in_what_is_said_of_them(tmp_path: Path, text: str, said: str) -> None:
@@ -48,6 +57,38 @@ def test_files_are_named_in_what_is_said_of_them(tmp_path: Path, text: str, said
     error = refusal("doctor", str(path))
     assert said in error.message
     assert error.message.startswith(str(path))
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe")
+    assert (
+        refusal("doctor", str(path)).message
+        == f"cannot read {str(path)!r}: it is not text in UTF-8"
+    )
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@host:4222", "nats://me:secret@host:99999"])
+@pytest.mark.parametrize("words", [("config", "check"), ("run", "create", "--config")])
+def test_a_url_is_looked_at_before_a_model_is_made(
+    tmp_path: Path, words: tuple[str, ...], url: str
+) -> None:
+    path = tmp_path / "run.toml"
+    sections = {"run": {"name": "x", "steps": 4}, "store": {"url": str(tmp_path / "store")}}
+    # A task that cannot be made: the URL comes first.
+    sections |= {"bus": {"url": url}, "task": {"build": "nosuch:build"}}
+    path.write_text(tomli_w.dumps(sections))
+    message = refusal(*words, str(path)).message
+    assert message == f"{url.partition('@')[2]!r} is not a NATS URL"
+
+
+def test_a_question_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer, caught in (("", ConfigError), ("n\n", typer.Abort)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+        with pytest.raises(caught):
+            confirm("go on?")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    confirm("go on?")
 
 
 @pytest.mark.parametrize("wrong", ["sync.fragmets=3", "outer.learning_rate.x=1", "run.steps=many"])
@@ -62,6 +103,14 @@ def test_a_local_run_takes_only_a_new_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in ("/dev/null", str(tmp_path)):
         assert folder in refusal("local", "--run-dir", folder, "--steps", "4").message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are text elsewhere")
+def test_a_local_runs_folder_needs_a_name_that_is_text(tmp_path: Path) -> None:
+    folder = os.fsdecode(bytes(tmp_path) + b"/run\xff")
+    error = refusal("local", "--run-dir", folder, "--learners", "1", "--steps", "4")
+    assert "is not text in UTF-8" in error.message
+    assert not Path(folder).exists()
 
 
 def test_a_local_runs_file_is_checked_before_it_is_used(tmp_path: Path) -> None:
@@ -84,6 +133,19 @@ def test_what_the_machine_refuses_is_said_with_its_path() -> None:
     assert (said := as_failure(OSError(28, "No space left on device"))) is not None
     assert said.message == "a disk is full: No space left on device"
     assert as_failure(OSError("of a library")) is None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_an_output_that_takes_nothing(option: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "diloco", option],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120,
+        )  # fmt: skip
+    assert ended.returncode == Exit.FAILED
+    assert ended.stderr.startswith("error: a disk is full: No space left on device\n")
+    assert "Traceback" not in ended.stderr
 
 
 def test_words_that_are_no_commands_nor_options() -> None:

@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
     def shown(self) -> str:
         """The URL without user names and passwords."""
-        return ",".join(part.rpartition("@")[2].rpartition("/")[2] for part in self.url.split(","))
+        return shown(self.url)
 
 
 class Pause:
@@ -63,18 +63,36 @@ class Pause:
             self._next_s = _PAUSE_MIN_S
 
 
+def shown(url: str) -> str:
+    """A URL without user names and passwords."""
+    return ",".join(part.rpartition("@")[2].rpartition("/")[2] for part in url.split(","))
+
+
+def check_url(url: str) -> None:
+    """Refuse what is no URL of NATS servers.
+
+    Raises:
+        ConfigError: it is none, or has a port that there is not.
+    """
+    if not all(_is_server(part) for part in url.split(",")):
+        raise ConfigError(f"{shown(url)!r} is not a NATS URL", hint="write nats://host:4222")
+
+
+def _is_server(part: str) -> bool:
+    try:
+        parsed = urllib.parse.urlsplit(part)
+        return parsed.scheme in {"nats", "tls"} and bool(parsed.hostname) and parsed.port != 0
+    except ValueError:  # no port, or no address
+        return False
+
+
 def check_address(address: Address) -> None:
     """Refuse what cannot be reached by its form alone.
 
     Raises:
         ConfigError: no NATS URL, or certificates that cannot be used.
     """
-    for part in address.url.split(","):
-        parsed = urllib.parse.urlsplit(part)
-        if parsed.scheme not in {"nats", "tls"} or not parsed.hostname:
-            raise ConfigError(
-                f"{address.shown()!r} is not a NATS URL", hint="write nats://host:4222"
-            )
+    check_url(address.url)
     try:
         address.tls()
     except OSError as error:

@@ -87,6 +87,9 @@ def our_errors(action: str, bucket: str, prefix: str, name: str, permission: str
             ) from error
         raise object_missing(name) from error
     except api.Forbidden as error:
+        # Who may read, and not list, is not told that an object is missing: it is told this.
+        if action in {"read", "look up"} and "storage.objects.list" in str(error):
+            raise object_missing(name) from error
         raise StoreError(
             f"cannot {action} {where!r}: {brief(error)}",
             hint=f"grant {permission} on bucket {bucket!r} to this daemon's account",

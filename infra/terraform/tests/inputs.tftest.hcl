@@ -1,4 +1,4 @@
-# Wrong inputs are refused before anything is planned. auth_folder and release_archive come from the
+# Wrong inputs are refused before anything is planned. auth_folder and bundles come from the
 # command line: .ci/terraform.
 
 variables {
@@ -155,13 +155,31 @@ run "no_file" {
   expect_failures = [var.run_toml]
 }
 
-run "no_archive" {
+run "no_bundle" {
   command = plan
 
   variables {
-    release_archive = "none.tar.gz"
+    bundles = { cpu = "none.tar.gz" }
   }
-  expect_failures = [var.release_archive]
+  expect_failures = [var.bundles]
+}
+
+run "no_bundle_for_tpus" {
+  command = plan
+
+  variables {
+    bundles = { cpu = var.bundles.cpu }
+  }
+  expect_failures = [var.bundles]
+}
+
+run "a_bundle_of_no_kind" {
+  command = plan
+
+  variables {
+    bundles = { cpu = var.bundles.cpu, tpu = var.bundles.tpu, gpu = var.bundles.cpu }
+  }
+  expect_failures = [var.bundles]
 }
 
 run "no_auth_folder" {
@@ -441,4 +459,25 @@ run "metrics_where_machines_answer" {
     metrics_port = 9463
   }
   expect_failures = [var.metrics_port]
+}
+
+run "a_site_that_its_learner_is_not_named_after" {
+  command = plan
+
+  variables {
+    learners = { central = { zone = "us-central1-a", kind = "v5p", chips = 4, site = "berlin" } }
+  }
+  expect_failures = [var.learners]
+}
+
+run "a_learner_of_no_site_that_is_named_after_one" {
+  command = plan
+
+  variables {
+    learners = {
+      berlin-1 = { zone = "us-central1-a", kind = "v5p", chips = 4, site = "berlin" }
+      berlin-2 = { zone = "us-central1-a", kind = "v5p", chips = 4 }
+    }
+  }
+  expect_failures = [var.learners]
 }

@@ -1,4 +1,4 @@
-# What must hold of every fleet. auth_folder and release_archive come from the command line: .ci/terraform.
+# What must hold of every fleet. auth_folder and bundles come from the command line: .ci/terraform.
 
 variables {
   project         = "my-project"
@@ -189,7 +189,7 @@ run "learners_rights" {
 
   assert {
     condition = alltrue([
-      for name, one in module.learner : { for binding in one.bindings : binding.role => binding.condition[0].expression if binding.bucket == "my-project-demo-diloco" && startswith(binding.role, "roles/") } == {
+      for name, one in module.identity : { for binding in one.bindings : binding.role => binding.condition[0].expression if binding.bucket == "my-project-demo-diloco" && startswith(binding.role, "roles/") } == {
         "roles/storage.objectCreator" = "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/')"
         "roles/storage.objectViewer" = name == "europe" ? join(" || ", [
           "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')",
@@ -209,12 +209,12 @@ run "learners_rights" {
     error_message = "the right to delete comes alone"
   }
   assert {
-    condition     = alltrue([for name, one in module.learner : [for binding in one.bindings : binding.condition[0].expression if binding.condition[0].title == "delete its own checkpoints"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/checkpoint/')"]])
+    condition     = alltrue([for name, one in module.identity : [for binding in one.bindings : binding.condition[0].expression if binding.condition[0].title == "delete its own checkpoints"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/${name}/checkpoint/')"]])
     error_message = "a learner deletes its own checkpoints, and so cannot overwrite an update"
   }
   assert {
     condition = alltrue(flatten([
-      for one in concat(values(module.learner), values(module.aggregator)) : [for binding in one.bindings : length(binding.condition) == 1 && length(binding.condition[0].expression) > 0]
+      for one in concat(values(module.identity), values(module.aggregator)) : [for binding in one.bindings : length(binding.condition) == 1 && length(binding.condition[0].expression) > 0]
     ]))
     error_message = "no right on a bucket is without its condition"
   }
@@ -228,6 +228,41 @@ run "learners_rights" {
       "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/checkpoint/')",
     ])]])
     error_message = "an aggregator creates versions and the run's checkpoints, and no updates"
+  }
+}
+
+run "sites" {
+  command = plan
+
+  variables {
+    learners = {
+      central  = { zone = "us-central1-a", kind = "v5p", chips = 4 }
+      berlin-1 = { zone = "europe-west4-b", kind = "cpu", machine_type = "n2-standard-8", site = "berlin" }
+      berlin-2 = { zone = "europe-west4-b", kind = "cpu", machine_type = "n2-standard-8", site = "berlin" }
+    }
+  }
+  assert {
+    condition     = toset(keys(module.identity)) == toset(["central", "berlin"])
+    error_message = "learners of a site share one account"
+  }
+  assert {
+    condition = { for binding in module.identity["berlin"].bindings : binding.role => binding.condition[0].expression if binding.bucket == "my-project-demo-diloco" && startswith(binding.role, "roles/") } == {
+      "roles/storage.objectCreator" = "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/berlin-')"
+      "roles/storage.objectViewer" = join(" || ", [
+        "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/global/')",
+        "resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/berlin-')",
+        "api.getAttribute('storage.googleapis.com/objectListPrefix', '').startsWith('demo/learner/berlin-')",
+      ])
+    }
+    error_message = "it may do what its learners may, below their common prefix"
+  }
+  assert {
+    condition     = [for binding in module.identity["berlin"].bindings : binding.condition[0].expression if binding.condition[0].title == "delete its own checkpoints"] == ["resource.name.startsWith('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/berlin-') && resource.name.extract('projects/_/buckets/my-project-demo-diloco/objects/demo/learner/berlin-{learner}/checkpoint/') != ''"]
+    error_message = "and delete checkpoints, and no updates"
+  }
+  assert {
+    condition     = { for name, one in module.learner : name => keys(jsondecode(one.template.metadata["diloco"]).secrets) } == { for name, one in module.learner : name => ["/etc/diloco/credentials/${name}.toml"] }
+    error_message = "each machine is told of its own learner's credentials"
   }
 }
 
@@ -264,6 +299,92 @@ run "machines" {
   assert {
     condition     = [for name, one in module.aggregator : jsondecode(one.instance.metadata["diloco"]).units] == [["diloco-aggregator.service", "diloco-gc.timer"], ["diloco-aggregator.service"]]
     error_message = "two aggregators, of which one collects what no aggregator knows of"
+  }
+}
+
+run "updates" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for one in module.learner : one.group.update_policy[0].minimal_action == "REFRESH" && one.group.update_policy[0].most_disruptive_allowed_action == "REFRESH"])
+    error_message = "a new release deletes no machine"
+  }
+  assert {
+    condition     = alltrue(concat([for instance in module.nats.instances : instance.allow_stopping_for_update], [for one in module.aggregator : one.instance.allow_stopping_for_update]))
+    error_message = "machines can be made larger"
+  }
+  assert {
+    condition     = toset([for kind, bundle in google_storage_bucket_object.release : kind]) == toset(["cpu", "tpu"])
+    error_message = "each kind of machine has its bundle"
+  }
+  assert {
+    condition = { for name, one in module.learner : name => jsondecode(one.template.metadata["diloco"]).kind } == {
+      central = "tpu", east = "tpu", europe = "tpu", tester = "cpu"
+    }
+    error_message = "and is told of it"
+  }
+}
+
+run "logs" {
+  command = plan
+
+  assert {
+    condition = alltrue(flatten([
+      [for one in module.identity : one.logs.role == "roles/logging.logWriter"],
+      [for one in module.aggregator : one.logs.role == "roles/logging.logWriter"],
+      [for one in module.nats.logs : one.role == "roles/logging.logWriter"],
+      module.keeper[0].logs.role == "roles/logging.logWriter",
+    ]))
+    error_message = "each machine may write logs, and read none"
+  }
+}
+
+run "keeper" {
+  command = plan
+
+  assert {
+    condition     = module.keeper[0].role.permissions == toset(["compute.instanceGroupManagers.get", "compute.instanceGroupManagers.update", "compute.instances.get", "compute.instances.getGuestAttributes"])
+    error_message = "it looks, and resizes"
+  }
+  assert {
+    condition     = module.keeper[0].binding.condition[0].expression == "resource.name.extract('/instanceGroupManagers/{name}').startsWith('diloco-demo-') || resource.name.extract('/instances/{name}').startsWith('diloco-demo-')"
+    error_message = "the groups and machines of this run, and no others"
+  }
+  assert {
+    condition = { for group in jsondecode(module.keeper[0].instance.metadata["diloco"]).groups : group.name => [group.zone, group.hosts, group.spot] } == {
+      diloco-demo-central = ["us-central1-a", 1, false], diloco-demo-east = ["us-east5-a", 1, true]
+      diloco-demo-europe  = ["europe-west4-b", 1, false], diloco-demo-tester = ["us-central1-b", 1, false]
+    }
+    error_message = "it is told of each group"
+  }
+  assert {
+    condition     = length(module.keeper[0].instance.network_interface[0].access_config) == 0
+    error_message = "it has no address on the internet"
+  }
+  assert {
+    condition     = alltrue([for one in module.learner : one.template.metadata["enable-guest-attributes"] == "TRUE"])
+    error_message = "machines of learners can say that their run has ended"
+  }
+}
+
+run "without_a_keeper" {
+  command = plan
+
+  variables {
+    keeper = false
+  }
+  assert {
+    condition     = length(module.keeper) == 0
+    error_message = "nobody has rights on machines"
+  }
+}
+
+run "operators" {
+  command = plan
+
+  assert {
+    condition     = alltrue([for one in google_project_iam_member.operator_login : one.condition[0].expression == "resource.name.extract('/instances/{name}').startsWith('diloco-demo-')"])
+    error_message = "operators are root on machines of this run, and not of the project"
   }
 }
 

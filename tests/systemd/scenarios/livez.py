@@ -7,12 +7,18 @@ import urllib.error
 import urllib.request
 
 sys.path.insert(0, "/opt/src/tests/systemd")
-sys.path.insert(0, "/opt/src/infra")
 
-import boot
-from rig import UNITS, active, check, restarted, restarts, run, scenario, show, until
+from rig import UNITS, active, check, lay_out_boot, restarted, restarts, run, scenario, show, until
 
-URL = f"http://127.0.0.1:{boot.LIVEZ_PORT}/livez"
+URL = "http://127.0.0.1:9463/livez"
+LIVEZ = "diloco-livez.service"
+START = f"""
+from diloco.infra.boot import Boot
+from diloco.infra.cloud import Google
+from diloco.infra.release import run_command
+
+Boot(Google(), run_command).start_beside({LIVEZ!r})
+"""
 
 
 def answers():
@@ -24,20 +30,20 @@ def answers():
 
 
 def installed():
-    boot.Boot(boot.Google(), lambda command: run(*command)).answer_health_checks()
-    assert run("bash", "-c", f"systemd-analyze verify --man=no {UNITS / boot.LIVEZ} 2>&1") == ""
+    run("python3", "-c", START, cwd=lay_out_boot())
+    assert run("bash", "-c", f"systemd-analyze verify --man=no {UNITS / LIVEZ} 2>&1") == ""
     until(answers, "it answers")
     check("a machine answers health checks before anything else is installed on it")
 
 
 def killed():
-    before = restarts(boot.LIVEZ)
-    os.kill(int(show(boot.LIVEZ, "MainPID")), 9)
-    until(restarted(boot.LIVEZ, before), "it is started again")
+    before = restarts(LIVEZ)
+    os.kill(int(show(LIVEZ, "MainPID")), 9)
+    until(restarted(LIVEZ, before), "it is started again")
     until(answers, "it answers again")
-    boot.Boot(boot.Google(), lambda command: run(*command)).answer_health_checks()
-    assert active(boot.LIVEZ)
-    assert run("systemctl", "is-enabled", boot.LIVEZ).strip() == "enabled"
+    run("python3", "-c", START, cwd=lay_out_boot())
+    assert active(LIVEZ)
+    assert run("systemctl", "is-enabled", LIVEZ).strip() == "enabled"
     check("it is started again when it ends, and with each boot")
 
 

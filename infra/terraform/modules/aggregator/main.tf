@@ -8,10 +8,9 @@ locals {
   created     = ["global/", "checkpoint/"]
   listed      = "api.getAttribute('storage.googleapis.com/objectListPrefix', '')"
   parameters = merge(var.boot, {
-    role        = "aggregator"
-    name        = var.name
-    accelerator = false
-    files       = var.files
+    role  = "aggregator"
+    name  = var.name
+    files = var.files
     secrets = merge(
       { "/etc/diloco/credentials/aggregator.toml" = module.credentials.version },
       { for operator in module.operator : "/etc/diloco/credentials/operator.toml" => operator.version },
@@ -75,6 +74,12 @@ resource "google_storage_bucket_iam_member" "configuration" {
   }
 }
 
+resource "google_project_iam_member" "logs" {
+  project = var.project
+  role    = "roles/logging.logWriter"
+  member  = google_service_account.this.member
+}
+
 module "credentials" {
   source  = "../secret"
   project = var.project
@@ -102,6 +107,8 @@ resource "google_compute_instance" "this" {
   machine_type = var.machine_type
   labels       = var.labels
   tags         = [var.tag]
+  # For another machine type.
+  allow_stopping_for_update = true
 
   boot_disk {
     initialize_params {

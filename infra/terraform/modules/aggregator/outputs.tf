@@ -20,3 +20,8 @@ output "secret" {
   description = "Its credentials as the state holds them."
   value       = module.credentials.stored
 }
+
+output "logs" {
+  description = "The right to write logs."
+  value       = google_project_iam_member.logs
+}

@@ -20,22 +20,12 @@ locals {
   machine_type  = local.accelerator ? "${local.kinds[var.kind].prefix}${local.chips}t" : var.machine_type
   disk_type     = local.accelerator ? local.kinds[var.kind].disk : "pd-balanced"
 
-  # Object names are those of common/names.py.
-  objects  = "projects/_/buckets/${var.bucket}/objects/"
-  own      = "${var.run}/learner/${var.name}/"
-  all      = "${var.run}/learner/"
-  listed   = var.warm_start ? local.all : local.own
-  readable = ["${var.run}/global/", local.listed]
-  metadata = "api.getAttribute('storage.googleapis.com/objectListPrefix', '')"
-  may_read = join(" || ", [for prefix in local.readable : "resource.name.startsWith('${local.objects}${prefix}')"])
-  may_list = "${local.metadata}.startsWith('${local.listed}')"
   parameters = merge(var.boot, {
-    role        = "learner"
-    name        = var.name
-    accelerator = local.accelerator
-    files       = var.files
-    secrets     = { "/etc/diloco/credentials/${var.name}.toml" = module.credentials.version }
-    units       = ["diloco-learner@${var.name}.service"]
+    role    = "learner"
+    name    = var.name
+    files   = var.files
+    secrets = { "/etc/diloco/credentials/${var.name}.toml" = module.credentials.version }
+    units   = ["diloco-learner@${var.name}.service"]
     environment = local.hosts == 1 ? {
       # A machine that comes back after a preemption has an empty disk.
       DILOCO_LEARNER_CHECKPOINT_UPLOAD = "true"
@@ -47,68 +37,12 @@ locals {
   })
 }
 
-resource "google_service_account" "this" {
-  account_id   = "learner-${substr(sha1("${var.run}/${var.name}"), 0, 12)}"
-  display_name = "learner ${var.name} of run ${var.run}"
-}
-
-# What it uploads: created below its own prefix, and never overwritten, which would need the right to
-# delete.
-resource "google_storage_bucket_iam_member" "create" {
-  bucket = var.bucket
-  role   = "roles/storage.objectCreator"
-  member = google_service_account.this.member
-
-  condition {
-    title       = "create below its own prefix"
-    expression  = "resource.name.startsWith('${local.objects}${local.own}')"
-    description = "learner ${var.name}"
-  }
-}
-
-# What it reads: the run's versions, and its own objects, to compare what is there already.
-resource "google_storage_bucket_iam_member" "read" {
-  bucket = var.bucket
-  role   = "roles/storage.objectViewer"
-  member = google_service_account.this.member
-
-  condition {
-    title       = "read the versions, read and list its own"
-    expression  = "${local.may_read} || ${local.may_list}"
-    description = "learner ${var.name}"
-  }
-}
-
-# Its own older checkpoints, and no update.
-resource "google_storage_bucket_iam_member" "tidy" {
-  bucket = var.bucket
-  role   = var.deleter_role
-  member = google_service_account.this.member
-
-  condition {
-    title       = "delete its own checkpoints"
-    expression  = "resource.name.startsWith('${local.objects}${local.own}checkpoint/')"
-    description = "learner ${var.name}"
-  }
-}
-
-resource "google_storage_bucket_iam_member" "configuration" {
-  bucket = var.boot.bucket
-  role   = "roles/storage.objectViewer"
-  member = google_service_account.this.member
-
-  condition {
-    title      = "read the release and the run's configuration"
-    expression = "resource.name.startsWith('projects/_/buckets/${var.boot.bucket}/objects/common/')"
-  }
-}
-
 module "credentials" {
   source  = "../secret"
   project = var.project
   id      = "${local.full_name}-credentials"
   file    = "${var.auth_folder}/credentials/${var.name}.toml"
-  reader  = google_service_account.this.member
+  reader  = var.identity.member
   labels  = var.labels
 }
 
@@ -119,8 +53,8 @@ resource "google_compute_firewall" "slice" {
   description             = "The hosts of one slice: JAX's coordinator and libtpu; host 0 listens to the others at a port of its system's choice."
   network                 = var.network
   direction               = "INGRESS"
-  source_service_accounts = [google_service_account.this.email]
-  target_service_accounts = [google_service_account.this.email]
+  source_service_accounts = [var.identity.email]
+  target_service_accounts = [var.identity.email]
 
   allow {
     protocol = "tcp"
@@ -160,11 +94,12 @@ resource "google_compute_instance_template" "this" {
 
   # No secret stands here: whoever may look at the machine can read it, and so can all its processes.
   metadata = {
-    startup-script         = var.startup_script
-    diloco                 = jsonencode(local.parameters)
-    enable-oslogin         = "TRUE"
-    block-project-ssh-keys = "TRUE"
-    serial-port-enable     = "FALSE"
+    startup-script          = var.startup_script
+    diloco                  = jsonencode(local.parameters)
+    enable-guest-attributes = "TRUE"
+    enable-oslogin          = "TRUE"
+    block-project-ssh-keys  = "TRUE"
+    serial-port-enable      = "FALSE"
   }
 
   scheduling {
@@ -187,7 +122,7 @@ resource "google_compute_instance_template" "this" {
   }
 
   service_account {
-    email  = google_service_account.this.email
+    email  = var.identity.email
     scopes = ["cloud-platform"]
   }
 
@@ -255,19 +190,17 @@ resource "google_compute_instance_group_manager" "this" {
 
   # A change of the template waits for the machine's next life; nothing that trains is stopped by an
   # apply. A learner never has two machines at once.
+  # Whoever updates the machines themselves refreshes them: a new release is metadata, for which no
+  # machine is deleted.
   update_policy {
-    type                  = "OPPORTUNISTIC"
-    minimal_action        = "REPLACE"
-    replacement_method    = "RECREATE"
-    max_surge_fixed       = 0
-    max_unavailable_fixed = local.hosts
+    type                           = "OPPORTUNISTIC"
+    minimal_action                 = "REFRESH"
+    most_disruptive_allowed_action = "REFRESH"
+    replacement_method             = "RECREATE"
+    max_surge_fixed                = 0
+    max_unavailable_fixed          = local.hosts
   }
 
   # Capacity may come hours later, and the group goes on asking.
   wait_for_instances = false
-
-  depends_on = [
-    google_storage_bucket_iam_member.create, google_storage_bucket_iam_member.read,
-    google_storage_bucket_iam_member.configuration,
-  ]
 }

@@ -3,19 +3,6 @@ output "hosts" {
   value       = local.hosts
 }
 
-output "service_account" {
-  description = "Whom its machines are to Google Cloud."
-  value       = google_service_account.this.name
-}
-
-output "bindings" {
-  description = "Its rights on buckets."
-  value = [
-    google_storage_bucket_iam_member.create, google_storage_bucket_iam_member.read,
-    google_storage_bucket_iam_member.tidy, google_storage_bucket_iam_member.configuration,
-  ]
-}
-
 output "template" {
   description = "What its machines are made from."
   value       = google_compute_instance_template.this

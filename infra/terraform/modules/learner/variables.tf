@@ -62,24 +62,14 @@ variable "disk_gib" {
   type        = number
 }
 
-variable "warm_start" {
-  description = "Whether it may read the checkpoints of all learners."
-  type        = bool
-}
-
-variable "bucket" {
-  description = "Bucket of the run's objects."
-  type        = string
-}
-
-variable "deleter_role" {
-  description = "Role that holds storage.objects.delete alone."
-  type        = string
-}
-
 variable "auth_folder" {
   description = "Folder of diloco auth."
   type        = string
+}
+
+variable "identity" {
+  description = "The account of its machines."
+  type        = object({ name = string, email = string, member = string })
 }
 
 variable "network" {
@@ -116,6 +106,7 @@ variable "boot" {
   description = "What the startup script is told on every machine; bucket is that of releases and configuration."
   type = object({
     bucket  = string
+    kind    = string
     release = object({ object = string, sha256 = string })
   })
 }

@@ -12,9 +12,8 @@ locals {
   }
   parameters = {
     for name, server in local.servers : name => merge(var.boot, {
-      role        = "nats"
-      name        = name
-      accelerator = false
+      role = "nats"
+      name = name
       files = {
         "/etc/nats/nats.conf"       = google_storage_bucket_object.configuration[name].name
         "/etc/nats/accounts.conf"   = google_storage_bucket_object.accounts.name
@@ -46,6 +45,13 @@ resource "google_storage_bucket_iam_member" "configuration" {
     title      = "read the release and the servers' configuration"
     expression = "resource.name.startsWith('projects/_/buckets/${var.boot.bucket}/objects/common/') || resource.name.startsWith('projects/_/buckets/${var.boot.bucket}/objects/nats/')"
   }
+}
+
+resource "google_project_iam_member" "logs" {
+  for_each = local.servers
+  project  = var.project
+  role     = "roles/logging.logWriter"
+  member   = google_service_account.this[each.key].member
 }
 
 module "key" {
@@ -137,6 +143,8 @@ resource "google_compute_instance" "this" {
   labels              = var.labels
   tags                = [var.tag]
   deletion_protection = true
+  # For another machine type: one server after the other, docs/provision.md.
+  allow_stopping_for_update = true
 
   boot_disk {
     initialize_params {

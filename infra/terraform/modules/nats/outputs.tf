@@ -37,3 +37,8 @@ output "secrets" {
   description = "Their keys as the state holds them."
   value       = { for name, key in module.key : name => key.stored }
 }
+
+output "logs" {
+  description = "The right to write logs."
+  value       = google_project_iam_member.logs
+}

@@ -67,6 +67,7 @@ variable "boot" {
   description = "What the startup script is told on every machine; bucket is that of releases and configuration."
   type = object({
     bucket  = string
+    kind    = string
     release = object({ object = string, sha256 = string })
   })
 }

@@ -9,8 +9,8 @@ variable "subnets" {
 }
 
 variable "tags" {
-  description = "Network tags of the three kinds of machines."
-  type        = object({ nats = string, aggregator = string, learner = string })
+  description = "Network tags of the kinds of machines."
+  type        = object({ nats = string, aggregator = string, learner = string, keeper = string })
 }
 
 variable "metrics_port" {

@@ -1,0 +1,253 @@
+"""The learners that a machine knows, and what they say together, kept with each change."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from diloco.aggregator.core.kept import Kept, Ranked, Tally
+
+# A round waits for a learner that had work in one of the last so many in which anybody's work came.
+PATIENCE = 3
+# So many others make a median.
+LEAST_OTHERS = 2
+# Others' claims may be absurd, and sums and products of them are to stay finite.
+GREATEST = 1e150
+
+
+class Member(NamedTuple):
+    """What this fragment knows of a learner."""
+
+    incarnation: int
+    # Whether rounds wait for it. A learner is live from its join on: it has something to add to the
+    # very round that is open.
+    live: bool = True
+    # It ended on purpose, and no heartbeat on its way brings it back.
+    left: bool = False
+    # Its last update of this fragment is announced, so that the run's last round need not wait.
+    final: bool = False
+    # Moving averages of what its updates claim; 0 while there was none. They are voices: only
+    # medians of several learners' are used.
+    step_time_s: float = 0.0
+    tokens_per_step: float = 0.0
+    # Moving average of the weights that its updates are credited with; 0 while there was none.
+    weight: float = 0.0
+    # When its last update, or its first join, was stored: steps are credited for the time since
+    # then; and when the owner read it, by its own clock.
+    heard_at_s: float = 0.0
+    read_at_s: float = 0.0
+    # Steps a second that it was last seen to take (0: never seen), and time that it had and did not
+    # claim: what an outage held back comes in two updates, the first of which claims little.
+    speed: float = 0.0
+    unused_s: float = 0.0
+    # Norm per credited step of its update merged last, as it was merged; 0 while there was none.
+    norm: float = 0.0
+    # Rounds of others' work, up to `PATIENCE`, since one had work of it.
+    missed: int = 0
+    # How many more of its updates were rejected for what they are than were merged.
+    offences: int = 0
+
+
+class _Voice(NamedTuple):
+    """What one who is here adds to what all say; None and False: nothing."""
+
+    present: bool = False
+    awaited: bool = False
+    unfinished: bool = False
+    step_s: float | None = None
+    rate: float | None = None
+    tokens_rate: float | None = None
+    norm: float | None = None
+
+
+_ABSENT = _Voice()
+
+
+class _Known(NamedTuple):
+    """A member, and what it adds."""
+
+    member: Member
+    voice: _Voice
+
+
+class _Chorus(NamedTuple):
+    """What all say: by name, and in order."""
+
+    present: Tally[str] = Tally()
+    awaited: Tally[str] = Tally()
+    unfinished: Tally[str] = Tally()
+    steps_s: Ranked = Ranked()
+    rates: Ranked = Ranked()
+    tokens_rates: Ranked = Ranked()
+    norms: Ranked = Ranked()
+
+    def swap(self, name: str, old: _Voice, new: _Voice) -> "_Chorus":
+        if old == new:
+            return self
+        return _Chorus(
+            _changed(self.present, name, old.present, new.present),
+            _changed(self.awaited, name, old.awaited, new.awaited),
+            _changed(self.unfinished, name, old.unfinished, new.unfinished),
+            self.steps_s.swap(old.step_s, new.step_s),
+            self.rates.swap(old.rate, new.rate),
+            self.tokens_rates.swap(old.tokens_rate, new.tokens_rate),
+            self.norms.swap(old.norm, new.norm),
+        )
+
+
+class Members(Mapping[str, Member]):
+    """Everybody whom the machine of a fragment knows, by name, in the order of first joins.
+
+    Who is live and not shut out is *present*.
+
+    Args:
+        members: them.
+        shut_out: who is quarantined, whether a member or not.
+        norms: norm per credited step of the newest update of each learner that is merged in the
+            open round: it stands for `Member.norm`, which is that of the last version.
+    """
+
+    __slots__ = ("_chorus", "_members", "_norms", "_shut_out")
+
+    def __init__(
+        self,
+        members: Mapping[str, Member] = MappingProxyType({}),
+        shut_out: frozenset[str] = frozenset(),
+        norms: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._shut_out = shut_out
+        self._norms = Kept(norms)
+        known = {name: _Known(one, self._voice(name, one)) for name, one in members.items()}
+        self._members = Kept(known)
+        present = {name: one.voice for name, one in known.items() if one.voice.present}
+        voices = present.values()
+        self._chorus = _Chorus(
+            Tally(present),
+            Tally(name for name, voice in present.items() if voice.awaited),
+            Tally(name for name, voice in present.items() if voice.unfinished),
+            Ranked(voice.step_s for voice in voices if voice.step_s is not None),
+            Ranked(voice.rate for voice in voices if voice.rate is not None),
+            Ranked(voice.tokens_rate for voice in voices if voice.tokens_rate is not None),
+            Ranked(voice.norm for voice in voices if voice.norm is not None),
+        )
+
+    def put(self, name: str, member: Member) -> "Members":
+        """With this known of a learner."""
+        known = _Known(member, self._voice(name, member))
+        chorus = self._chorus.swap(name, self._own(name), known.voice)
+        return self._made(self._members.put(name, known), self._norms, chorus)
+
+    def merged(self, name: str, norm: float) -> "Members":
+        """With the norm per credited step of an update that the open round has merged."""
+        norms, known = self._norms.put(name, norm), self._members.find(name)
+        if known is None or not known.voice.present:
+            return self._made(self._members, norms, self._chorus)
+        after = known._replace(voice=known.voice._replace(norm=_known(norm)))
+        chorus = self._chorus.swap(name, known.voice, after.voice)
+        return self._made(self._members.put(name, after), norms, chorus)
+
+    def but(
+        self,
+        members: Mapping[str, Member] | None = None,
+        shut_out: frozenset[str] | None = None,
+        norms: Mapping[str, float] | None = None,
+    ) -> "Members":
+        """With all of something changed; it costs what the fleet is large."""
+        return Members(
+            self if members is None else members,
+            self._shut_out if shut_out is None else shut_out,
+            self._norms if norms is None else norms,
+        )
+
+    @property
+    def present(self) -> Tally[str]:
+        """Who is here: the run's end and lockstep wait for all of them."""
+        return self._chorus.present
+
+    @property
+    def awaited(self) -> Tally[str]:
+        """Those whom a round waits for: who is here, and had work of late.
+
+        Heartbeats cost nothing: whoever sends nothing else would make every round wait.
+        """
+        return self._chorus.awaited
+
+    @property
+    def unfinished(self) -> Tally[str]:
+        """Who is here and has not announced its last update."""
+        return self._chorus.unfinished
+
+    def usual_step_s(self) -> float:
+        """The lower median of what those who are here say that a step takes; 0: nobody said it."""
+        # A step time is a claim. By the fastest, one that says 0 would take all pace away, and
+        # rounds of one would race; by the slowest, one could stop the run. The lower one of two: of
+        # a fleet of two the faster has its pace.
+        return self._chorus.steps_s.lower_median() or 0.0
+
+    def others_rate(self, name: str) -> float | None:
+        """The upper median of the steps a second that the others here claim; None of too few."""
+        return self._chorus.rates.upper_median(self._own(name).rate, LEAST_OTHERS)
+
+    def others_tokens_rate(self, name: str) -> float | None:
+        """The same of their steps a second times the square of their tokens a step."""
+        return self._chorus.tokens_rates.upper_median(self._own(name).tokens_rate, LEAST_OTHERS)
+
+    def others_norm(self, name: str) -> float | None:
+        """The same of the norms per credited step that theirs were merged with last."""
+        return self._chorus.norms.upper_median(self._own(name).norm, LEAST_OTHERS)
+
+    def unordered(self) -> Iterator[Member]:
+        """The members, where their order does not matter: without sorting."""
+        return (known.member for known in self._members.unordered())
+
+    def __getitem__(self, name: str) -> Member:
+        """What is known of a learner."""
+        return self._members[name].member
+
+    def __contains__(self, name: object) -> bool:
+        """Whether it is known."""
+        return name in self._members
+
+    def __len__(self) -> int:
+        """How many are known."""
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[str]:
+        """Their names, in the order of first joins."""
+        return iter(self._members)
+
+    def _own(self, name: str) -> _Voice:
+        known = self._members.find(name)
+        return _ABSENT if known is None else known.voice
+
+    def _voice(self, name: str, member: Member) -> _Voice:
+        if not member.live or name in self._shut_out:
+            return _ABSENT
+        rate = min(1 / member.step_time_s, GREATEST) if member.step_time_s > 1 / GREATEST else 0.0
+        tokens_rate = rate * min(member.tokens_per_step, GREATEST) ** 2
+        norm = self._norms.find(name)
+        return _Voice(
+            present=True,
+            awaited=member.missed < PATIENCE,
+            unfinished=not member.final,
+            step_s=_known(member.step_time_s),
+            rate=_known(rate),
+            tokens_rate=_known(tokens_rate),
+            norm=_known(member.norm if norm is None else norm),
+        )
+
+    def _made(
+        self, members: Kept[str, _Known], norms: Kept[str, float], chorus: _Chorus
+    ) -> "Members":
+        made = object.__new__(Members)
+        made._members, made._norms, made._chorus = members, norms, chorus
+        made._shut_out = self._shut_out
+        return made
+
+
+def _known(value: float) -> float | None:
+    """A value; 0 stands for one that nobody has told."""
+    return value if value > 0 else None
+
+
+def _changed(names: Tally[str], name: str, before: bool, after: bool) -> Tally[str]:
+    return names if before == after else names.more(name, 1 if after else -1)

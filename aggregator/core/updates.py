@@ -1,0 +1,281 @@
+"""The updates that a machine has in hand, as collections that know what rounds ask of them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Generic, NamedTuple, Self, TypeVar, overload
+
+from diloco.aggregator.core.kept import Kept, Ranked, Tally
+from diloco.common import wire
+
+
+class UpdateId(NamedTuple):
+    """Names one update of this machine's fragment."""
+
+    learner: str
+    incarnation: int
+    seq: int
+
+
+class Credit(NamedTuple):
+    """What an update counts for: of what it claims, as much as can be believed (`credit.py`)."""
+
+    steps: int
+    tokens: int
+    weight: float
+
+
+class Pending(NamedTuple):
+    """An update that is announced and not yet verified; `fetching` once its shards are read.
+
+    `passed`: it could not be read in the time of its round. It is merged when it comes, but no
+    later round waits for it, or one sender's slow object would hold up every version. `broke`: how
+    often adding it to the sum failed.
+    """
+
+    manifest: wire.Manifest
+    stream_seq: int
+    announced_at_s: float
+    credit: Credit
+    fetching: bool = False
+    passed: bool = False
+    broke: int = 0
+
+
+class Admitted(NamedTuple):
+    """An update that the round has merged."""
+
+    manifest: wire.Manifest
+    stream_seq: int
+    credit: Credit
+    staleness: int
+    discount: float
+    clip: float
+    norm: float
+    announced_at_s: float = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Its weight in the merge."""
+        return self.credit.weight
+
+    @property
+    def norm_per_step(self) -> float:
+        """As it was merged, by each step that it is credited with."""
+        return self.clip * self.norm / self.credit.steps
+
+
+class Refused(NamedTuple):
+    """An update that the next record rejects; made by `refuse`."""
+
+    manifest: wire.Manifest
+    stream_seq: int
+    reason: str
+    detail: str
+
+
+def refuse(manifest: wire.Manifest, stream_seq: int, reason: str, detail: str) -> Refused:
+    """The rejection of an update.
+
+    Its detail may quote the sender: bounded here, so that no manifest makes a record that cannot be
+    written.
+    """
+    return Refused(manifest, stream_seq, reason, wire.note(detail))
+
+
+def update_id(manifest: wire.Manifest) -> UpdateId:
+    """The name of the update that a manifest announces."""
+    return UpdateId(manifest.learner, manifest.incarnation, manifest.seq)
+
+
+T = TypeVar("T", bound=Admitted | Refused)
+
+
+class Resolved(Sequence[T], Generic[T]):
+    """Updates that the next record resolves, in order.
+
+    Args:
+        updates: them.
+    """
+
+    __slots__ = ("_lives", "_named", "_senders", "_updates")
+
+    def __init__(self, updates: Iterable[T] = ()) -> None:
+        self._updates: tuple[T, ...] = tuple(updates)
+        named = [update_id(one.manifest) for one in self._updates]
+        self._named = Tally(named)
+        self._lives = Tally(one[:2] for one in named)
+        self._senders = Tally(one.learner for one in named)
+
+    def plus(self, update: T) -> Self:
+        """With one more."""
+        named = update_id(update.manifest)
+        made = object.__new__(type(self))
+        made._updates = (*self._updates, update)
+        made._named = self._named.more(named)
+        made._lives = self._lives.more(named[:2])
+        made._senders = self._senders.more(named.learner)
+        return made
+
+    @property
+    def senders(self) -> Tally[str]:
+        """Learners that sent any of them."""
+        return self._senders
+
+    @property
+    def lives(self) -> Tally[tuple[str, int]]:
+        """Of which lives: (learner, incarnation)."""
+        return self._lives
+
+    @property
+    def named(self) -> Tally[UpdateId]:
+        """Which they are."""
+        return self._named
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        """One of them, or some."""
+        found: T | tuple[T, ...] = self._updates[index]
+        return found
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._updates)
+
+    def __iter__(self) -> Iterator[T]:
+        """In order."""
+        return iter(self._updates)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether they are the same, in the same order."""
+        return isinstance(other, Resolved) and self._updates == other._updates
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Merged(Resolved[Admitted]):
+    """What the open round has merged, in the order of the sum.
+
+    Args:
+        updates: them.
+    """
+
+    __slots__ = ("_first_s",)
+
+    def __init__(self, updates: Iterable[Admitted] = ()) -> None:
+        super().__init__(updates)
+        self._first_s = min((one.announced_at_s for one in self), default=None)
+
+    def plus(self, update: Admitted) -> Self:
+        """With one more."""
+        made, first_s = super().plus(update), update.announced_at_s
+        first_s = first_s if self._first_s is None else min(self._first_s, first_s)
+        made._first_s = first_s  # noqa: SLF001 - one of this class
+        return made
+
+    @property
+    def first_announced_at_s(self) -> float | None:
+        """When the first of them was announced."""
+        return self._first_s
+
+
+class Waiting(Mapping[UpdateId, Pending]):
+    """Updates that are announced and in no round yet, in the order in which they came to wait.
+
+    Args:
+        updates: them.
+    """
+
+    __slots__ = ("_lives", "_times", "_unfetched", "_updates", "_voices")
+
+    def __init__(self, updates: Mapping[UpdateId, Pending] = MappingProxyType({})) -> None:
+        self._updates = Kept(updates)
+        waited_for = [(key, one) for key, one in updates.items() if not one.passed]
+        self._lives = Tally(key[:2] for key in updates)
+        self._unfetched = Tally(key for key, one in updates.items() if not one.fetching)
+        self._voices = Tally(key.learner for key, _ in waited_for)
+        self._times = Ranked(one.announced_at_s for _, one in waited_for)
+
+    def put(self, update: UpdateId, pending: Pending) -> "Waiting":
+        """With this update; one that waits already keeps its place."""
+        return self._made(update, pending, self._updates.put(update, pending))
+
+    def drop(self, update: UpdateId) -> "Waiting":
+        """Without it; it need not be there."""
+        if update not in self._updates:
+            return self
+        return self._made(update, None, self._updates.drop(update))
+
+    @property
+    def lives(self) -> Tally[tuple[str, int]]:
+        """Of which lives: (learner, incarnation)."""
+        return self._lives
+
+    @property
+    def awaited_from(self) -> Tally[str]:
+        """Learners of those that rounds wait for: that have not been passed on."""
+        return self._voices
+
+    @property
+    def awaited(self) -> int:
+        """How many of them rounds wait for."""
+        return len(self._times)
+
+    @property
+    def first_announced_at_s(self) -> float | None:
+        """When the first of those was announced."""
+        return self._times.least()
+
+    def unfetched(self) -> list[UpdateId]:
+        """Those whose shards are not being read, in order."""
+        return sorted(self._unfetched, key=self._updates.place)
+
+    def unordered(self) -> Iterator[Pending]:
+        """The updates, where their order does not matter: without sorting."""
+        return self._updates.unordered()
+
+    def __getitem__(self, update: UpdateId) -> Pending:
+        """What waits under a name."""
+        return self._updates[update]
+
+    def __contains__(self, update: object) -> bool:
+        """Whether it waits."""
+        return update in self._updates
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._updates)
+
+    def __iter__(self) -> Iterator[UpdateId]:
+        """Their names, in order."""
+        return iter(self._updates)
+
+    def _made(
+        self, update: UpdateId, after: Pending | None, updates: Kept[UpdateId, Pending]
+    ) -> "Waiting":
+        before = self._updates.find(update)
+        made = object.__new__(Waiting)
+        made._updates = updates
+        made._lives = _moved(self._lives, update[:2], before is not None, after is not None)
+        made._unfetched = _moved(self._unfetched, update, _unread(before), _unread(after))
+        made._voices = _moved(self._voices, update.learner, _counts(before), _counts(after))
+        times = [one.announced_at_s if one and not one.passed else None for one in (before, after)]
+        made._times = self._times.swap(*times)
+        return made
+
+
+K = TypeVar("K")
+
+
+def _moved(tally: Tally[K], key: K, before: bool, after: bool) -> Tally[K]:
+    return tally if before == after else tally.more(key, 1 if after else -1)
+
+
+def _unread(one: Pending | None) -> bool:
+    return one is not None and not one.fetching
+
+
+def _counts(one: Pending | None) -> bool:
+    return one is not None and not one.passed

@@ -1,0 +1,101 @@
+"""What a machine reads of Google Cloud, and says to it, as its service account."""
+
+import base64
+import hashlib
+import json
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/"
+STORAGE = "https://storage.googleapis.com/storage/v1/"
+SECRETS = "https://secretmanager.googleapis.com/v1/"
+COMPUTE = "https://compute.googleapis.com/compute/v1/"
+LOGGING = "https://logging.googleapis.com/v2/entries:write"
+
+
+class Google:
+    """What the machine's service account reads of Google Cloud."""
+
+    def __init__(
+        self, metadata: str = METADATA, storage: str = STORAGE, secrets: str = SECRETS
+    ) -> None:
+        self._metadata = metadata
+        self._storage = storage
+        self._secrets = secrets
+
+    def parameters(self) -> dict[str, Any]:
+        """What Terraform has written for this machine."""
+        told: dict[str, Any] = json.loads(self.about_me("attributes/diloco"))
+        return told
+
+    def about_me(self, path: str) -> bytes:
+        """What the metadata say of this machine."""
+        return _fetch(self._metadata + path, _FLAVOR)
+
+    def tell(self, attribute: str, value: str) -> None:
+        """Write a guest attribute, which whoever may read this machine can read."""
+        url = f"{self._metadata}guest-attributes/{attribute}"
+        _send(url, _FLAVOR, value.encode(), "PUT").close()
+
+    def call(self, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Ask one of Google's services, or with a body have it do something."""
+        headers = {**self._authorized(), "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        with _send(url, headers, data, "GET" if data is None else "POST") as answer:
+            told: dict[str, Any] = json.loads(answer.read() or b"{}")
+        return told
+
+    def object(self, bucket: str, name: str) -> bytes:
+        """The bytes of an object."""
+        return self._get(self._media(bucket, name))
+
+    def save(self, bucket: str, name: str, path: Path) -> str:
+        """Write an object to a file, which may be larger than memory; its sha256."""
+        digest = hashlib.sha256()
+        with (
+            _open(self._media(bucket, name), self._authorized()) as answer,
+            path.open("wb") as file,
+        ):
+            while data := answer.read(1 << 20):
+                digest.update(data)
+                file.write(data)
+        return digest.hexdigest()
+
+    def secret(self, version: str) -> bytes:
+        """The bytes of a secret."""
+        answer = json.loads(self._get(f"{self._secrets}{version}:access"))
+        return base64.b64decode(answer["payload"]["data"])
+
+    def _media(self, bucket: str, name: str) -> str:
+        return f"{self._storage}b/{bucket}/o/{urllib.parse.quote(name, safe='')}?alt=media"
+
+    def _get(self, url: str) -> bytes:
+        return _fetch(url, self._authorized())
+
+    def _authorized(self) -> dict[str, str]:
+        token = json.loads(self.about_me("service-accounts/default/token"))["access_token"]
+        return {"Authorization": f"Bearer {token}"}
+
+
+_FLAVOR = {"Metadata-Flavor": "Google"}
+
+
+def _open(url: str, headers: Mapping[str, str]) -> HTTPResponse:
+    return _send(url, headers, None, "GET")
+
+
+def _send(url: str, headers: Mapping[str, str], data: bytes | None, method: str) -> HTTPResponse:
+    request = urllib.request.Request(  # noqa: S310 - none but Google's
+        url, data, dict(headers), method=method
+    )
+    answer: HTTPResponse = urllib.request.urlopen(request, timeout=60)  # noqa: S310 - as above
+    return answer
+
+
+def _fetch(url: str, headers: Mapping[str, str]) -> bytes:
+    with _open(url, headers) as answer:
+        return answer.read()

@@ -1,0 +1,164 @@
+"""Have a machine of one's own join a run, as root: programs, file, credentials, unit, start.
+
+    python3 join BUNDLE --run run.toml --credentials NAME.toml [--ca ca.pem] [--url URL]
+
+`make bundle` writes it beside the bundle, as one file. Python 3.10 and its standard library are all
+that it needs; it fetches nothing. Who joins, as a learner or an aggregator, is what the credentials
+say. Run it again with a newer bundle, or other files: what is there already stays, and a release
+that does not start gives way to the one before.
+"""
+
+import argparse
+import hashlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco.infra.release import Refused, Releases, Run, manifest_of, run_command, say, write
+
+# What shows that a machine has accelerators of a kind, and what its learners' units must let in.
+_DRIVERS = {"cuda": ("dev/nvidiactl",), "tpu": ("dev/accel0", "dev/vfio/vfio")}
+_NVIDIA = """[Service]
+DeviceAllow=char-nvidia rw
+DeviceAllow=char-nvidia-frontend rw
+DeviceAllow=char-nvidia-uvm rw
+DeviceAllow=char-nvidia-caps rw
+"""
+_FIELD = re.compile(r'^(\w+) = "([^"]*)"$', re.MULTILINE)
+
+
+class Wanted(NamedTuple):
+    """What is asked for.
+
+    Attributes:
+        bundle: the archive.
+        run_file: the run's file.
+        credentials: of a learner or an aggregator.
+        authority: certificate of the run's authority, where NATS has TLS.
+        environment: what the daemon's environment file holds: DILOCO_BUS_URL and the like.
+    """
+
+    bundle: Path
+    run_file: Path
+    credentials: Path
+    authority: Path | None
+    environment: Mapping[str, str]
+
+
+class Host:
+    """The machine.
+
+    Args:
+        run: runs a command.
+        root: of the file system.
+    """
+
+    def __init__(self, run: Run = run_command, root: Path = Path("/")) -> None:
+        self._run = run
+        self._root = root
+        self._releases = Releases(run, root / "opt")
+
+    def join(self, wanted: Wanted) -> bool:
+        """Join; whether it runs this bundle, and not the release before.
+
+        Raises:
+            Refused: what was given is not right for this machine. Nothing has changed.
+        """
+        name, role = identity(wanted.credentials)
+        unit = (
+            "diloco-aggregator.service"
+            if role == "aggregator"
+            else f"diloco-learner@{name}.service"
+        )
+        before = self._releases.used
+        home = self._unpack(wanted.bundle)
+        self._releases.install(home)
+        changed = self._write(wanted, name, role)
+        self._run(["systemctl", "enable", unit])
+        verb = "restart" if changed or home != before else "start"
+        self._run(["systemctl", verb, "--no-block", unit])
+        say(f"{role} {name}: journalctl -fu {unit}")
+        return self._releases.settle(home, before, [unit]) == home
+
+    def _unpack(self, bundle: Path) -> Path:
+        kind = manifest_of(bundle).kind
+        drivers = _DRIVERS.get(kind, ())
+        if drivers and not any((self._root / path).exists() for path in drivers):
+            raise Refused(
+                f"the bundle is for {kind}, and there is no /{' or /'.join(drivers)} here"
+            )
+        digest = hashlib.sha256()
+        with bundle.open("rb") as file:
+            while data := file.read(1 << 20):
+                digest.update(data)
+        home = self._releases.home(digest.hexdigest())
+        if not home.exists():
+            home.parent.mkdir(parents=True, exist_ok=True)
+            self._releases.unpack(bundle, digest.hexdigest(), kind)
+        if kind == "cuda":
+            drop_in = "etc/systemd/system/diloco-learner@.service.d/30-nvidia.conf"
+            write(self._root / drop_in, _NVIDIA.encode(), 0o644)
+        return home
+
+    def _write(self, wanted: Wanted, name: str, role: str) -> bool:
+        etc = self._root / "etc/diloco"
+        who = "aggregator" if role == "aggregator" else f"learner-{name}"
+        file = "aggregator" if role == "aggregator" else name
+        environment = dict(wanted.environment)
+        changed = [
+            write(etc / "run.toml", wanted.run_file.read_bytes(), 0o644),
+            write(etc / f"credentials/{file}.toml", wanted.credentials.read_bytes(), 0o600),
+        ]
+        if wanted.authority is not None:
+            environment.setdefault("DILOCO_BUS_TLS_CA", "/etc/diloco/ca.pem")
+            changed.append(write(etc / "ca.pem", wanted.authority.read_bytes(), 0o644))
+        lines = "".join(f"{key}={value}\n" for key, value in environment.items())
+        return any([*changed, write(etc / f"{who}.env", lines.encode(), 0o644)])
+
+
+def identity(credentials: Path) -> tuple[str, str]:
+    """Name and role in a file of `diloco auth`.
+
+    Raises:
+        Refused: it is none, or of nobody who has a unit.
+    """
+    fields = dict(_FIELD.findall(credentials.read_text()))
+    if fields.get("role") not in ("learner", "aggregator") or not fields.get("identity"):
+        raise Refused(
+            f"{credentials} is no credentials file of a learner or an aggregator; make one with: "
+            "diloco auth add-learner DIR NAME"
+        )
+    return fields["identity"], fields["role"]
+
+
+def parse(words: Sequence[str]) -> Wanted:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="join", description="Have this machine join a run.")
+    parser.add_argument("bundle", type=Path, help="the archive that make bundle has made")
+    parser.add_argument("--run", type=Path, required=True, help="the run's file")
+    parser.add_argument("--credentials", type=Path, required=True, help="who joins: of diloco auth")
+    parser.add_argument("--ca", type=Path, help="certificate of the run's authority: tls/ca.pem")
+    parser.add_argument("--url", help="of NATS, where this machine has another than the run's file")
+    more = "for the daemon's environment, such as DILOCO_METRICS_PORT=9465"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=more)
+    given = parser.parse_args(words)
+    pairs = [*([f"DILOCO_BUS_URL={given.url}"] if given.url else []), *given.set]
+    if wrong := [pair for pair in pairs if not re.fullmatch(r"\w+=[^\n]*", pair)]:
+        parser.error(f"--set {wrong[0]!r} is no KEY=VALUE")
+    environment = dict(pair.split("=", 1) for pair in pairs)
+    return Wanted(given.bundle, given.run, given.credentials, given.ca, environment)
+
+
+def main() -> None:
+    """Join, or say why not."""
+    try:
+        joined = Host().join(parse(sys.argv[1:]))
+    except (Refused, OSError) as error:
+        sys.exit(f"error: {error}")
+    sys.exit(0 if joined else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Keep the groups of a run's learners: make anew what was preempted, and let go what has ended.
+
+Google mends a group of one host by itself, and a larger slice that is not spot. A spot slice of
+several hosts it does not: all of them must be deleted and created again. So this resizes its group
+to nothing, waits until it is empty, and resizes it to its hosts, which is what a person would do;
+the group itself, its template and rights stay Terraform's. A learner's machine says by a guest
+attribute that its run has ended (`ended.py`); a group whose machines all say so is resized to
+nothing, and stays so until somebody resizes it.
+
+What it may do is limited to the groups and machines of this run, and its account has no other
+right. Which groups there are it reads from its machine's metadata each time: an apply needs no
+restart.
+"""
+
+import json
+import time
+import traceback
+import urllib.error
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.infra.cloud import COMPUTE, Google
+from diloco.infra.ended import ATTRIBUTE, ENDED
+from diloco.infra.release import say
+
+STATE = Path("/var/lib/diloco-keeper/ended.json")
+_EVERY_S = 60.0
+# Of an instance that was preempted, or stopped by anybody: it does not come back by itself.
+GONE = frozenset({"STOPPING", "STOPPED", "TERMINATED", "SUSPENDING", "SUSPENDED"})
+
+
+class Wanted(NamedTuple):
+    """A group as Terraform wants it.
+
+    Attributes:
+        hosts: 0 while it is paused.
+        spot: whether its machines may be preempted.
+    """
+
+    project: str
+    zone: str
+    name: str
+    hosts: int
+    spot: bool
+
+    @property
+    def url(self) -> str:
+        """Of the group."""
+        return (
+            f"{COMPUTE}projects/{self.project}/zones/{self.zone}/instanceGroupManagers/{self.name}"
+        )
+
+
+class Seen(NamedTuple):
+    """A group as it is.
+
+    Attributes:
+        size: how many machines it shall have.
+        states: of those that it has.
+        ended: how many of them say that their run has ended.
+    """
+
+    size: int
+    states: Sequence[str]
+    ended: int
+
+
+def decide(wanted: Wanted, seen: Seen, has_ended: bool) -> tuple[int | None, bool]:
+    """To which size the group is to be resized, if at all, and whether its run has ended. Pure."""
+    if wanted.hosts == 0:
+        return None, False
+    if seen.size == 0:
+        # Emptied by this program, in one of its two ways.
+        grows = not has_ended and not seen.states
+        return (wanted.hosts if grows else None), has_ended
+    if seen.states and seen.ended == len(seen.states):
+        return 0, True
+    if wanted.hosts > 1 and wanted.spot and any(state in GONE for state in seen.states):
+        return 0, False
+    return None, False
+
+
+class Keeper:
+    """The groups, by way of Google.
+
+    Args:
+        google: whose account has the rights.
+        state: where it notes which groups' runs have ended.
+    """
+
+    def __init__(self, google: Google, state: Path = STATE) -> None:
+        self._google = google
+        self._state = state
+
+    def look(self) -> None:
+        """Look at each group once, and do what is to be done."""
+        ended = set(json.loads(self._state.read_text())) if self._state.exists() else set()
+        for wanted in self._wanted():
+            try:
+                size, over = decide(wanted, self._see(wanted), wanted.name in ended)
+                if size is not None:
+                    say(f"{wanted.name}: to {size} machines{', its run has ended' * over}")
+                    self._google.call(f"{wanted.url}/resize?size={size}", {})
+            except OSError as error:
+                say(f"{wanted.name}: {error}; is looked at again")
+                continue
+            ended = ended | {wanted.name} if over else ended - {wanted.name}
+        self._state.write_text(json.dumps(sorted(ended)))
+
+    def _wanted(self) -> Iterable[Wanted]:
+        return [Wanted(**group) for group in self._google.parameters()["groups"]]
+
+    def _see(self, wanted: Wanted) -> Seen:
+        size = int(self._google.call(wanted.url).get("targetSize", 0))
+        machines = self._machines(wanted)
+        ended = sum(self._says_ended(machine["instance"]) for machine in machines)
+        return Seen(size, [machine.get("instanceStatus", "") for machine in machines], ended)
+
+    def _machines(self, wanted: Wanted) -> list[Mapping[str, Any]]:
+        found: list[Mapping[str, Any]] = []
+        page = ""
+        while True:
+            told = self._google.call(f"{wanted.url}/listManagedInstances?pageToken={page}", {})
+            found += told.get("managedInstances", [])
+            page = told.get("nextPageToken", "")
+            if not page:
+                return found
+
+    def _says_ended(self, instance: str) -> bool:
+        try:
+            told = self._google.call(f"{instance}/getGuestAttributes?queryPath={ATTRIBUTE}")
+        except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.NOT_FOUND:
+                return False
+            raise
+        items = told.get("queryValue", {}).get("items", [])
+        return any(item.get("value") == ENDED for item in items)
+
+
+def main() -> None:
+    """Look each minute."""
+    keeper = Keeper(Google())
+    while True:
+        try:
+            keeper.look()
+        except Exception:  # noqa: BLE001 - nobody else is there to try again
+            traceback.print_exc()
+        time.sleep(_EVERY_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Send what this machine's units say to Cloud Logging, so that it outlives the machine.
+
+Reads the journal every few seconds from where it was last, in order, at least once: what was
+accepted is noted by its cursor, and an entry that is sent twice has the same id, by which Google
+knows it. While nothing can be sent the journal keeps it.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import subprocess
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from diloco.infra.cloud import LOGGING, Google
+from diloco.infra.release import say
+
+CURSOR = Path("/var/lib/diloco-logs/cursor")
+# Beginnings of the names of units.
+_UNITS = ("diloco-", "nats-server", "google-startup-scripts")
+# Of Cloud Logging: 256 KB an entry, 10 MB a request. A cut line says so.
+_LONGEST = 100_000
+_MOST = 50
+_CHUNK = 500
+_EVERY_S = 3.0
+_AGAIN_S = 5.0
+_LONGEST_PAUSE_S = 300.0
+# By the priority of syslog.
+_SEVERITIES = ("EMERGENCY", "ALERT", "CRITICAL", "ERROR", "WARNING", "NOTICE", "INFO", "DEBUG")
+
+
+class Where(NamedTuple):
+    """Whose entries they are."""
+
+    project: str
+    zone: str
+    instance: str
+    name: str
+
+
+def request(lines: Sequence[Mapping[str, Any]], where: Where) -> dict[str, Any]:
+    """What is sent of lines of the journal."""
+    return {
+        "logName": f"projects/{where.project}/logs/diloco",
+        "resource": {
+            "type": "gce_instance",
+            "labels": {
+                "project_id": where.project, "zone": where.zone, "instance_id": where.instance,
+            },
+        },
+        "labels": {"machine": where.name},
+        "entries": [entry(line) for line in lines],
+        # One that Google does not take keeps none of the others.
+        "partialSuccess": True,
+    }  # fmt: skip
+
+
+def entry(line: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of the journal; a daemon's, which is JSON, with its fields."""
+    at = datetime.fromtimestamp(int(line["__REALTIME_TIMESTAMP"]) / 1e6, timezone.utc)
+    text = _text(line.get("MESSAGE", ""))
+    made: dict[str, Any] = {
+        "timestamp": at.isoformat().replace("+00:00", "Z"),
+        "severity": _SEVERITIES[int(line.get("PRIORITY", 6))],
+        "insertId": hashlib.sha256(line["__CURSOR"].encode()).hexdigest()[:32],
+        "labels": {"unit": unit_of(line)},
+    }
+    with contextlib.suppress(ValueError):
+        fields = json.loads(text) if text.startswith("{") else None
+        if isinstance(fields, dict):
+            return made | {"jsonPayload": fields}
+    return made | {"textPayload": text}
+
+
+def _text(message: object) -> str:
+    """The journal gives what is no text as a list of bytes, and what is too long as nothing."""
+    if isinstance(message, list):
+        message = bytes(message).decode(errors="replace")
+    text = str(message or "")
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ... (cut)"
+
+
+def follow(google: Google, where: Where, lines: Iterable[str], cursor: Path = CURSOR) -> None:
+    """Send what is the run's of some lines, and note how far they went."""
+    waiting = iter(lines)
+    while chunk := [json.loads(line) for line in itertools.islice(waiting, _CHUNK)]:
+        ours = [line for line in chunk if unit_of(line).startswith(_UNITS)]
+        for start in range(0, len(ours), _MOST):
+            send(google, request(ours[start : start + _MOST], where))
+        part = cursor.with_suffix(".part")
+        part.write_text(chunk[-1]["__CURSOR"])
+        part.replace(cursor)
+
+
+def send(google: Google, body: Mapping[str, Any]) -> None:
+    """Send it until it is accepted."""
+    pause_s = _AGAIN_S
+    while True:
+        try:
+            google.call(LOGGING, body)
+        except OSError as error:  # noqa: PERF203 - it is rare
+            say(f"cannot send logs, again in {pause_s:g} s: {error}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        else:
+            return
+
+
+def command(cursor: Path = CURSOR) -> list[str]:
+    """Reads the journal from behind the cursor, or from its beginning, to its end.
+
+    `--follow` would ask the kernel which boot this is, which a hardened unit may not see.
+    """
+    since = [f"--after-cursor={cursor.read_text()}"] if cursor.exists() else []
+    return ["journalctl", "--output=json", "--quiet", *since]
+
+
+def unit_of(line: Mapping[str, Any]) -> str:
+    """Whose line it is: a unit's own, or systemd's of a unit."""
+    own = str(line.get("_SYSTEMD_UNIT") or "")
+    return own if own and own != "init.scope" else str(line.get("UNIT") or own)
+
+
+def main() -> None:
+    """Send for as long as the machine lives."""
+    google = Google()
+    while True:
+        try:
+            zone = google.about_me("zone").decode()
+            where = Where(
+                zone.split("/")[1], zone.split("/")[-1],
+                google.about_me("id").decode(), google.about_me("name").decode(),
+            )  # fmt: skip
+            with subprocess.Popen(command(), stdout=subprocess.PIPE, text=True) as journal:  # noqa: S603
+                follow(google, where, journal.stdout or ())
+        except Exception:  # noqa: BLE001 - nobody else is there to try again
+            traceback.print_exc()
+        time.sleep(_EVERY_S)
+
+
+if __name__ == "__main__":
+    main()

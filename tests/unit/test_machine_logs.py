@@ -1,0 +1,106 @@
+"""What leaves a machine of its journal: entries, batches, and at least once."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.infra import beside, logs
+from diloco.infra.cloud import LOGGING, Google
+
+WHERE = logs.Where("p", "us-central1-a", "123", "diloco-demo-east-x1")
+
+
+def line(number: int, message: object = "text", **more: Any) -> dict[str, Any]:
+    at = str(1_700_000_000_250_000 + number)
+    return {"__CURSOR": f"s=1;i={number}", "__REALTIME_TIMESTAMP": at, "MESSAGE": message,
+            "PRIORITY": "6", "_SYSTEMD_UNIT": "diloco-learner@east.service"} | more  # fmt: skip
+
+
+def test_a_daemons_line_keeps_its_fields() -> None:
+    made = logs.entry(line(0, json.dumps({"action": "started", "step": 3}), PRIORITY="4"))
+    assert made["jsonPayload"] == {"action": "started", "step": 3}
+    assert made["severity"] == "WARNING"
+    assert made["timestamp"] == "2023-11-14T22:13:20.250000Z"
+    assert made["labels"] == {"unit": "diloco-learner@east.service"}
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ("plain", "plain"),
+        ("{no json", "{no json"),
+        ("[1, 2]", "[1, 2]"),
+        ([104, 105, 255], "hi\N{REPLACEMENT CHARACTER}"),
+        (None, ""),
+        ("x" * 200_000, "x" * 100_000 + " ... (cut)"),
+    ],
+)
+def test_what_is_no_line_of_a_daemon_is_text(message: object, text: str) -> None:
+    assert logs.entry(line(0, message))["textPayload"] == text
+
+
+def test_an_entry_that_is_sent_twice_has_one_name() -> None:
+    first, again, other = logs.entry(line(1)), logs.entry(line(1)), logs.entry(line(2))
+    assert first["insertId"] == again["insertId"] != other["insertId"]
+
+
+def test_a_request_says_whose_entries_they_are() -> None:
+    made = logs.request([line(1)], WHERE)
+    assert made["logName"] == "projects/p/logs/diloco"
+    assert made["resource"]["labels"]["instance_id"] == "123"
+    assert made["partialSuccess"] is True
+    assert len(made["entries"]) == 1
+
+
+class Accepting(Google):
+    """Takes what is sent after some refusals."""
+
+    def __init__(self, refusals: int) -> None:
+        super().__init__()
+        self.refusals = refusals
+        self.taken: list[str] = []
+
+    def call(self, url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        assert url == LOGGING
+        assert body is not None
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError("no route to host")
+        self.taken += [entry["textPayload"] for entry in body["entries"]]
+        return {}
+
+
+def test_every_line_is_sent_in_order_and_noted_when_it_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs.time, "sleep", lambda seconds: None)
+    google, cursor = Accepting(refusals=3), tmp_path / "cursor"
+    lines = [json.dumps(line(number, f"line {number}")) + "\n" for number in range(120)]
+    logs.follow(google, WHERE, iter(lines), cursor)
+    assert google.taken == [f"line {number}" for number in range(120)]
+    assert cursor.read_text() == "s=1;i=119"
+    assert "--after-cursor=s=1;i=119" in logs.command(cursor)
+    assert not any("cursor" in word for word in logs.command(tmp_path / "none"))
+
+
+def test_lines_of_the_runs_units_leave_the_machine_and_no_others(tmp_path: Path) -> None:
+    google, cursor = Accepting(refusals=0), tmp_path / "cursor"
+    lines = [
+        line(0, "own"),
+        line(1, "ssh", _SYSTEMD_UNIT="ssh.service"),
+        line(2, "of systemd", _SYSTEMD_UNIT="init.scope", UNIT="nats-server.service"),
+        line(3, "boot", _SYSTEMD_UNIT="google-startup-scripts.service"),
+        line(4, "nobody's", _SYSTEMD_UNIT=None),
+    ]
+    logs.follow(google, WHERE, map(json.dumps, lines), cursor)
+    assert google.taken == ["own", "of systemd", "boot"]
+    assert cursor.read_text() == "s=1;i=4"
+
+
+def test_the_units_beside_a_release_need_no_package() -> None:
+    for unit in beside.UNITS.values():
+        assert "ExecStart=/usr/bin/python3 -m diloco.infra." in unit
+        assert f"WorkingDirectory={beside.PROGRAM}\n" in unit

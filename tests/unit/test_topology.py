@@ -1,0 +1,90 @@
+"""TPUs that are not here; what needs their compiler runs in `make tpu`."""
+
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from diloco.common.codec import Encoded
+from diloco.common.config import make_config
+from diloco.common.errors import ConfigError
+from diloco.common.quantize import decode_blocks
+from diloco.learner.dry_run import compile_step, device_bytes
+from diloco.learner.island import Island
+from diloco.learner.topology import tpu_devices
+
+compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs `make tpu`: libtpu is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays(monkeypatch):
+    """What looking for a slice says to libtpu is taken back."""
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def island_of(mesh, devices=None):
+    config = make_config(
+        {
+            "run": {"name": "small", "steps": 100},
+            "task": {"options": {"preset": "1m", "length": 16, "batch": 8}},
+            "store": {"url": "unused"},
+            "learner": {"mesh": mesh},
+        },
+        source="test",
+    )
+    return Island(config, "l0", devices)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "tensor=8", "data=8"])
+def test_a_batch_lies_as_it_is_placed(mesh):
+    island = island_of(mesh)
+    placed = next(island.feed(0))
+    for shape, leaf in zip(
+        jax.tree.leaves(island.batch_lying()), jax.tree.leaves(placed), strict=True
+    ):
+        assert (shape.shape, shape.dtype) == (np.shape(leaf), leaf.dtype)
+        assert shape.sharding == getattr(leaf, "sharding", None)
+
+
+@pytest.mark.parametrize("name", ["v6e", "2x4", "v6e:2x", "v6e:2x4;", ""])
+def test_a_name_that_is_none_is_refused(name):
+    with pytest.raises(ConfigError, match="is not the name of a slice"):
+        tpu_devices(name)
+
+
+def test_without_the_compiler_it_is_named(monkeypatch):
+    def missing(**_):
+        raise RuntimeError("no libtpu.so")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    with pytest.raises(ConfigError, match=r"no libtpu\.so") as caught:
+        tpu_devices("v6e:2x4")
+    assert "diloco[tpu]" in caught.value.hint
+
+
+@compiler
+def test_a_slice_that_there_is_not():
+    with pytest.raises(ConfigError, match="gives no slice v6e:7x9"):
+        tpu_devices("v6e:7x9")
+
+
+@compiler
+def test_a_codec_compiles_for_a_chip_that_is_not_here():
+    place = SingleDeviceSharding(tpu_devices("v5e:2x2")[0])
+    codes = jax.ShapeDtypeStruct((1024, 64), np.int8, sharding=place)
+    scales = jax.ShapeDtypeStruct((1024,), jax.numpy.bfloat16, sharding=place)
+    made = jax.jit(lambda one: decode_blocks("int8", one, 64)).lower(Encoded(scales, codes))
+    assert made.compile().memory_analysis().output_size_in_bytes >= 4 * 1024 * 64
+
+
+@compiler
+def test_an_inner_step_compiles_for_a_slice_that_is_not_here():
+    island = island_of("fsdp=4,tensor=2", tpu_devices("v6e:2x4"))
+    with island.context():
+        step = compile_step(island)
+    assert step.memory_analysis().argument_size_in_bytes >= device_bytes(island.params_lying())
