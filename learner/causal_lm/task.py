@@ -26,7 +26,7 @@ from diloco.learner.causal_lm.names import LAYERS, table
 from diloco.learner.causal_lm.sizes import SIZES, size_named
 from diloco.learner.causal_lm.windows import TokenWindows, files_of
 from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
-from diloco.learner.reading import GrainData
+from diloco.learner.reading import GrainData, require_grain
 from diloco.learner.task import Batch, Holder, Params, Task
 
 Optimizer = Literal["adamw", "muon"]
@@ -149,6 +149,7 @@ def build(
 
     @functools.cache
     def train() -> GrainData:
+        require_grain()
         import grain
 
         windows = TokenWindows(files_of(Path(data), "train"), length=length, vocab=config.vocab)
