@@ -4,16 +4,16 @@ A moment is the model after one record: the newest version of every fragment by 
 kept beside the run, and none is computed twice.
 """
 
-import itertools
 import json as json_module
+from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -43,42 +43,114 @@ class Moment(NamedTuple):
     stored: bool
 
 
-@dataclass
+class Moments(Sequence[Moment]):
+    """The moments of a run, in order of time, as columns: a hundred thousand take 3 MB.
+
+    Args:
+        every: they, one by one.
+    """
+
+    def __init__(self, every: Iterable[Moment]) -> None:
+        numbers, times_s, stored = array("q"), array("d"), bytearray()
+        for one in every:
+            numbers.extend((one.fragment, one.version, one.record_seq, one.global_step))
+            times_s.append(one.at_s)
+            stored.append(one.stored)
+        self._numbers = np.asarray(numbers, np.int64).reshape(-1, 4)
+        self._times_s = np.asarray(times_s)
+        self.stored = np.asarray(stored, bool)
+
+    @property
+    def global_steps(self) -> npt.NDArray[np.int64]:
+        """The run's clock at each."""
+        return self._numbers[:, 3]
+
+    @overload
+    def __getitem__(self, index: int) -> Moment: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Moment]: ...
+    def __getitem__(self, index: int | slice) -> Moment | Sequence[Moment]:
+        """One of them, or some."""
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        fragment, version, record_seq, global_step = self._numbers[index].tolist()
+        at_s, stored = float(self._times_s[index]), bool(self.stored[index])
+        return Moment(fragment, version, record_seq, global_step, at_s, stored)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._times_s)
+
+
+class Rise(NamedTuple):
+    """How much more the loss is at a moment than at the scored one before; indices of both."""
+
+    by: float
+    before: int
+    after: int
+
+
 class Scored:
-    """Moments that have a score, in order of time."""
+    """The losses of those moments that have one, in order of time.
 
-    moments: list[Moment]
-    losses: dict[int, float]
+    Args:
+        moments: of the run.
+    """
 
-    def points(self) -> list[tuple[int, Moment, float]]:
+    def __init__(self, moments: Moments) -> None:
+        self.moments = moments
+        self._losses = np.zeros(len(moments))
+        self._has = np.zeros(len(moments), bool)
+
+    def put(self, index: int, loss: float) -> None:
+        """A moment has this loss."""
+        self._losses[index], self._has[index] = loss, True
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Of the moments that have a loss."""
+        return np.flatnonzero(self._has)
+
+    @property
+    def losses(self) -> npt.NDArray[np.float64]:
+        """Theirs."""
+        found: npt.NDArray[np.float64] = self._losses[self._has]
+        return found
+
+    def points(self) -> Iterator[tuple[int, Moment, float]]:
         """(index, moment, loss), in order."""
-        return [(index, self.moments[index], self.losses[index]) for index in sorted(self.losses)]
+        for index in self.indices.tolist():
+            yield index, self.moments[index], float(self._losses[index])
 
-    def rises(self) -> list[tuple[float, int, int]]:
-        """(rise, index before, index after) between neighbours, the largest first."""
-        points = self.points()
-        found = [
-            (loss - before, i, j) for (i, _, before), (j, _, loss) in itertools.pairwise(points)
+    def rises(self, count: int) -> list[Rise]:
+        """So many between neighbours, the largest first; to what is no number it is infinite."""
+        indices, losses = self.indices, self.losses
+        with np.errstate(invalid="ignore"):
+            by = np.diff(losses)
+        broke = np.isnan(losses[1:]) & ~np.isnan(losses[:-1])
+        by = np.where(np.isnan(by), np.where(broke, np.inf, -np.inf), by)
+        return [
+            Rise(float(by[i]), int(indices[i]), int(indices[i + 1]))
+            for i in np.argsort(by, kind="stable")[::-1][:count]
         ]
-        return sorted(found, reverse=True)
 
 
-def moments(chains: Mapping[int, Chain]) -> list[Moment]:
+def moments(chains: Mapping[int, Chain]) -> Moments:
     """Every model that a run has had, from when all its fragments had a version."""
+    return Moments(_moments(chains))
+
+
+def _moments(chains: Mapping[int, Chain]) -> Iterator[Moment]:
     seen: set[int] = set()
-    found = []
     for seq, record in in_order(chains.values()):
         if record.what == "verdict":
             continue
         seen.add(record.fragment)
         if len(seen) == len(chains):
-            found.append(
-                Moment(
-                    record.fragment, record.version, seq, record.global_step, record.closed_at_s,
-                    is_stored(record),
-                )
+            yield Moment(
+                record.fragment, record.version, seq, record.global_step, record.closed_at_s,
+                is_stored(record),
             )  # fmt: skip
-    return found
 
 
 def models(chains: Mapping[int, Chain]) -> Iterator[list[tuple[int, wire.Record]]]:
@@ -154,7 +226,7 @@ async def run_score(
     with progress_bar(console, "scoring") as hear:
         find = _bisected if options.bisect else _all
         found = await find(chosen, every, scores, hear)
-    if not found.losses:
+    if not found.indices.size:
         raise ConfigError(
             "no version can be scored: their objects are gone, or not what their records say",
             hint="garbage collection keeps what gc.replay_window_s says; see diloco replay RUN",
@@ -185,40 +257,36 @@ async def score_all(
     scores = _Scores(context, scorer, await kept_losses(context))
     every = moments(chains)
     found = await _all(chains, every, scores, lambda *_: None)
-    return {every[index].record_seq: loss for index, loss in found.losses.items()}
+    return {moment.record_seq: loss for _, moment, loss in found.points()}
 
 
-async def _all(
-    chains: Mapping[int, Chain], every: list[Moment], scores: _Scores, hear: Hear
-) -> Scored:
-    found = Scored(every, {})
+async def _all(chains: Mapping[int, Chain], every: Moments, scores: _Scores, hear: Hear) -> Scored:
+    found = Scored(every)
     for index, at in enumerate(models(chains)):
         loss = await scores.of(at)
         if loss is not None:
-            found.losses[index] = loss
+            found.put(index, loss)
         hear(index + 1, len(every))
     return found
 
 
 async def _bisected(
-    chains: Mapping[int, Chain], every: list[Moment], scores: _Scores, hear: Hear
+    chains: Mapping[int, Chain], every: Moments, scores: _Scores, hear: Hear
 ) -> Scored:
     """Stored moments first; then the half of the largest rise that rises more, down to a round."""
-    found = Scored(every, {})
-    first = [index for index, moment in enumerate(every) if moment.stored]
-    wanted = sorted({*first, 0, len(every) - 1})
+    found = Scored(every)
+    wanted = sorted({*np.flatnonzero(every.stored).tolist(), 0, len(every) - 1})
     for done, index in enumerate(wanted):
         loss = await scores.of(model_at(chains, every[index]))
         if loss is not None:
-            found.losses[index] = loss
+            found.put(index, loss)
         hear(done + 1, len(wanted))
-    while (rises := found.rises()) and rises[0][2] > rises[0][1] + 1:
-        _, low, high = rises[0]
-        middle = (low + high) // 2
+    while (rises := found.rises(1)) and rises[0].after > rises[0].before + 1:
+        middle = (rises[0].before + rises[0].after) // 2
         loss = await scores.of(model_at(chains, every[middle]))
         if loss is None:
             break
-        found.losses[middle] = loss
+        found.put(middle, loss)
     return found
 
 
@@ -235,7 +303,7 @@ def learners_of(history: History, moment: Moment) -> list[str]:
 def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[str]:
     """The largest rises with their rounds."""
     told = []
-    for rise, before, after in found.rises()[:RISES]:
+    for rise, before, after in found.rises(RISES):
         if rise <= 0:
             break
         moment = found.moments[after]
@@ -257,17 +325,16 @@ def sentences(history: History, found: Scored, gone: int, damaged: int) -> list[
 
 def table(found: Scored) -> Table:
     """Scores over the run, at most some 20, and the largest rise."""
-    points = found.points()
-    every = 1 + len(points) // 20
-    kept = {points[0][0], points[-1][0], *(index for index, _, _ in points[::every])}
-    for rise, before, after in found.rises()[:1]:
+    indices = found.indices.tolist()
+    kept = {indices[0], indices[-1], *indices[:: 1 + len(indices) // 20]}
+    for rise, before, after in found.rises(1):
         kept |= {before, after} if rise > 0 else set()
     rows = Table("step", "fragment@version", "record", "held-out loss", title="held-out loss")
-    for index, moment, loss in points:
+    for index, moment, loss in found.points():
         if index in kept:
             place = f"{moment.fragment}@{moment.version}"
             rows.add_row(f"{moment.global_step}", place, f"{moment.record_seq}", f"{loss:.4f}")
-    rows.caption = f"{len(points)} of {len(found.moments)} versions are scored"
+    rows.caption = f"{len(indices)} of {len(found.moments)} versions are scored"
     return rows
 
 
@@ -283,7 +350,7 @@ def tell_json(history: History, found: Scored) -> None:
     rises = [
         {"rise": rise, "after_seq": found.moments[i].record_seq, "record_seq": at.record_seq,
          "fragment": at.fragment, "version": at.version, "learners": learners_of(history, at)}
-        for rise, i, j in found.rises()[:RISES]
+        for rise, i, j in found.rises(RISES)
         for at in [found.moments[j]]
     ]  # fmt: skip
     document = {"run": history.run, "scores": points, "rises": rises}
@@ -296,7 +363,6 @@ def draw(run: str, found: Scored, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    points = found.points()
-    steps = np.asarray([moment.global_step for _, moment, _ in points])
-    losses = Curve(steps, np.asarray([loss for _, _, loss in points]), form=".-")
+    steps = found.moments.global_steps[found.indices]
+    losses = Curve(steps, found.losses, form=".-")
     curves.draw(Curves(f"{run}: every scored version", "held-out loss", [losses]), path)
