@@ -31,7 +31,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores tpu test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-models tpu test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim bundle terraform lock clean
 
@@ -98,6 +98,15 @@ test-stores: install ## test s3:// and az:// against moto and Azurite, in .venv-
 	@npm install --prefix .venv-stores --silent --no-audit --no-fund azurite@$(AZURITE)
 	@DILOCO_TEST_SERVERS=$(CURDIR)/.venv-stores $(RUN) pytest tests/conformance/test_store.py \
 		tests/integration/test_store_buckets.py $(ARGS)
+
+# The oracle is transformers, in an environment that has nothing of the project.
+test-models: install ## hold models against transformers, in .venv-models; TORCH="torch==..." as test-extras
+	@test -d .venv-models || $(PYTHON) -m venv .venv-models
+	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		-r locks/oracle.lock
+	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
+		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
+	@DILOCO_TEST_ORACLE=$(CURDIR)/.venv-models/bin/python $(RUN) pytest -rs tests/models $(ARGS)
 
 # libtpu compiles without a chip; apart, since JAX looks for one wherever it is installed.
 tpu: install ## compile a learner's programs for TPUs that are not here, in .venv-tpu; ARGS="--preset 125m"

@@ -5,7 +5,7 @@ them, so that no two start from different bits.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,20 +19,28 @@ from diloco.common import names, shards, wire
 from diloco.common.errors import RunMismatchError, SwapLostError
 from diloco.common.tape import decode
 
+# Fragments that are stored side by side; each takes some copies of its vector meanwhile.
+AT_ONCE = 4
 
-async def commit_version_zero(context: Context, vectors: Sequence[np.ndarray]) -> None:
+
+async def commit_version_zero(context: Context, vector: Callable[[int], np.ndarray]) -> None:
     """Store and commit version 0 of every fragment; what a run has already is kept.
 
     Args:
         context: the run.
-        vectors: for each fragment its vector, float32 [size].
+        vector: of a fragment, float32 [size]; asked for as it is stored, so that no copy of the
+            whole model is made.
 
     Raises:
         RunMismatchError: the run exists and began with other parameters.
     """
-    await asyncio.gather(
-        *(_commit(context, fragment, vector) for fragment, vector in enumerate(vectors))
-    )
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def commit(fragment: int) -> None:
+        async with room:
+            await _commit(context, fragment, await context.runtime.call(vector, fragment))
+
+    await asyncio.gather(*(commit(each.index) for each in context.layout.fragments))
 
 
 async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:

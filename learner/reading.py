@@ -65,7 +65,7 @@ class GrainData:
         workers: int = 0,
         ahead: int = 8,
     ) -> None:
-        _require_grain()
+        require_grain()
         self._dataset = dataset
         self._batch = batch
         self._seed = seed
@@ -186,7 +186,12 @@ class GrainData:
         yield from read
 
 
-def _require_grain() -> None:
+def require_grain() -> None:
+    """Say what to install, if grain is not.
+
+    Raises:
+        TaskError: it is not.
+    """
     try:
         import grain  # noqa: F401
         from absl import flags

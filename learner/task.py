@@ -26,6 +26,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -75,6 +76,23 @@ class Shared(Protocol):
         self, holder: Holder, position: int, start: int = 0, stop: int | None = None
     ) -> Iterator[Batch]:
         """Rows start:stop of the batches that `holder` holds, from a position on."""
+
+
+class Files(Protocol):
+    """A model in the format that others have it in: folders that are read and written."""
+
+    @property
+    def first(self) -> Path | None:
+        """The folder that the run begins with, if the task names one."""
+
+    def read(self, folder: Path) -> Mapping[str, Any]:
+        """What a folder has, by the parameters' names.
+
+        Leaves have a shape, and are asked for rows of their first axis.
+        """
+
+    def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
+        """Write a new folder of parameters by name, with floats of a dtype."""
 
 
 class Variables(NamedTuple):
@@ -137,6 +155,8 @@ class Task:
             and synchronized stays as `init` gives it. None: as they are.
         shared: data whose epochs learners divide by claims (`GrainData.shared`): learners then read
             that, and `batches` is for those who look at the task.
+        files: how parameters are read from folders (`run create --from`) and written to them
+            (`diloco export --format hf`) in a format that others have.
 
     Raises:
         TaskError: a field is not of its kind.
@@ -157,6 +177,7 @@ class Task:
     accumulate: int = 1
     compute_dtype: str | None = None
     shared: Shared | None = None
+    files: Files | None = None
 
     def __post_init__(self) -> None:
         for name in _CALLABLES:

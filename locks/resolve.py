@@ -19,7 +19,7 @@ EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "torch", "tpu", "wandb")
 # Of the bundles: which extras runtime.lock has.
 RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
-APART = {"stores": "moto[s3,server]>=5"}
+APART = {"oracle": "transformers>=5.23\njinja2>=3", "stores": "moto[s3,server]>=5"}
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
            "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header",
            "--no-annotate")  # fmt: skip

@@ -17,7 +17,7 @@ from diloco.local.options import LocalOptions
 
 FILE, CONFIG = "local.json", "run.toml"
 # Options that say which processes there are; the rest is in the run's file.
-KEPT = ("learners", "mesh", "hosts", "aggregators", "cpu")
+KEPT = ("learners", "mesh", "hosts", "aggregators", "cpu", "source")
 
 
 def note(folder: Path, options: LocalOptions) -> None:
@@ -67,7 +67,8 @@ def _check_options(options: LocalOptions) -> None:
         if getattr(options, name) != getattr(defaults, name)
     ]
     if given:
-        names = ", ".join("--set" if name == "settings" else f"--{name}" for name in given)
+        called = {"settings": "set", "source": "from"}
+        names = ", ".join(f"--{called.get(name, name)}" for name in given)
         raise ConfigError(
             f"--resume takes the run as it was begun, without {names.replace('_', '-')}",
             hint="change its settings, also its length, with: diloco run set FOLDER KEY=VALUE",

@@ -68,6 +68,15 @@ class LocalOptions:
             metavar="MODULE:FUNCTION",
         ),
     ] = None
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="first parameters: a safetensors file, or a folder that the task reads [default: "
+            "what the task says]",
+            metavar="PATH",
+        ),
+    ] = None
     corpus: Annotated[
         str | None,
         typer.Option(

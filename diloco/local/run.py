@@ -333,7 +333,9 @@ class LocalRun:
         return True
 
     async def _create(self) -> None:
-        creation = self.fleet.start("create", ["run", "create", "--config", str(self.config_path)])
+        source = ["--from", self.options.source] if self.options.source else []
+        command = ["run", "create", "--config", str(self.config_path), *source]
+        creation = self.fleet.start("create", command)
         while not creation.ended:
             await asyncio.sleep(0.05)
             self.fleet.look_after()

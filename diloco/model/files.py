@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
@@ -18,17 +18,26 @@ from diloco.common.layout import layout_bytes
 from diloco.common.tape import RunContext, load_specification
 from diloco.model.load import Arrays, arrays_of, read_held
 
-FORMATS = ("safetensors", "orbax")
+if TYPE_CHECKING:
+    from diloco.learner.task import Files
+
+FORMATS = ("safetensors", "orbax", "hf")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_target(folder: Path, form: str = "safetensors") -> None:
+def check_target(folder: Path, form: str = "safetensors", dtype: str | None = None) -> None:
     """Refuse what cannot be written, before anything is computed.
 
     Raises:
         ConfigError: no such format, or the folder is there and holds something.
     """
     if form not in FORMATS:
-        raise ConfigError(f"--format {form!r}: expected {' or '.join(FORMATS)}")
+        raise ConfigError(f"--format {form!r}: expected {', '.join(FORMATS)}")
+    if dtype is not None and (form != "hf" or dtype not in DTYPES):
+        raise ConfigError(
+            f"--dtype {dtype!r} with --format {form}: expected {', '.join(DTYPES)}, of format hf",
+            hint="the other formats keep the dtypes of the run",
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{str(folder)!r} already exists", hint="give a new folder")
 
@@ -41,12 +50,14 @@ async def write_model(
     records: Mapping[int, wire.Record],
     *,
     settings: RunSettings | None = None,
+    dtype: str | None = None,
 ) -> None:
     """Write the model that the views of all fragments make.
 
     `model.safetensors` or the folder `model` (orbax) has the parameters by the task's names, and
     leaves that are not synchronized as the run began with them. `layout.json` has the layout,
-    `settings.toml` the settings, `about.json` the run, versions, digests and global step.
+    `settings.toml` the settings, `about.json` the run, versions, digests and global step. In the
+    format `hf` the run's task writes what others load, and `about.json` is beside it.
 
     Args:
         folder: is made.
@@ -55,17 +66,23 @@ async def write_model(
         views: of every fragment, float32 [N].
         records: that made them.
         settings: what they were made under, if not the specification's.
+        dtype: of `DTYPES`, that floats are written in; for the format `hf`.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or the task has no such format.
     """
-    check_target(folder, form)
+    check_target(folder, form, dtype)
     settings = settings or context.settings
     # By the layout alone: what is exported needs neither the task nor its data.
     arrays = arrays_of(context.layout, [views[fragment] for fragment in sorted(views)])
     specification = await load_specification(context.bus, context.run)
     if specification.constants is not None:
         arrays |= await context.runtime.call(read_held, context, specification.constants)
+    if form == "hf":
+        files = _files_of(settings)
+        await context.runtime.call(files.write, folder, arrays, dtype or DTYPES[0])
+        _write_json(folder / "about.json", _about(context, records))
+        return
     try:
         make_folder(folder)
         layout = {"digest": context.layout.digest, **msgpack.unpackb(layout_bytes(context.layout))}
@@ -75,6 +92,18 @@ async def write_model(
         await context.runtime.call(_write_params, folder, form, arrays)
     except OSError as error:
         raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
+
+
+def _files_of(settings: RunSettings) -> "Files":
+    from diloco.learner.contract import model_of
+
+    files = model_of(settings).files
+    if files is None:
+        raise ConfigError(
+            f"--format hf: the run's task, {settings.task.build!r}, writes no format of others",
+            hint="diloco.learner.causal_lm:build does; safetensors and orbax are for every task",
+        )
+    return files
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """`diloco run create`: streams, specification, layout and version 0 of a new run."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from diloco.common.store import ObjectStore, open_store
 from diloco.common.tape import load_specification
 from diloco.learner import tree
 from diloco.learner.contract import run_task
-from diloco.learner.delta import vector_of
 from diloco.learner.frozen import loaded_frozen
-from diloco.learner.task import Params
+from diloco.learner.task import Params, Task, params_shapes
 from diloco.operate.streams import make_streams
 
 
@@ -39,7 +38,8 @@ def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layou
 
     Args:
         config: the whole configuration.
-        source: a safetensors file with the first parameters; None for the task's init.
+        source: a safetensors file with the first parameters, or a folder in a format that the task
+            reads; None for what the task says.
         tasked: whether the file says what the task is; without, the parameters are the model.
 
     Raises:
@@ -51,6 +51,10 @@ def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layou
     settings = config.settings()
     task = run_task(settings)
     layout = tree.task_layout(task, settings.sync)
+    if (folder := _folder(task, source)) is not None:
+        assert task.files is not None
+        run_to_end(_create(config, layout, _lying(task, task.files.read(folder))))
+        return layout
     params = jax.jit(task.init)(jax.random.key(settings.run.seed))
     if source is not None:
         params = load_safetensors(source, params)
@@ -58,6 +62,30 @@ def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layou
     params = tree.from_names(params, tree.by_name(params) | loaded)
     run_to_end(_create(config, layout, params, loaded))
     return layout
+
+
+def _folder(task: Task, source: Path | None) -> Path | None:
+    """The folder that the run begins with, if it begins with one.
+
+    Raises:
+        ConfigError: the task reads none.
+    """
+    if source is None:
+        return None if task.files is None else task.files.first
+    if not source.is_dir():
+        return None
+    if task.files is None:
+        raise ConfigError(
+            f"{str(source)!r} is a folder, but the run's task reads none",
+            hint="give a safetensors file of its tensors; diloco.learner.causal_lm:build reads"
+            " Hugging Face folders",
+        )
+    return source
+
+
+def _lying(task: Task, leaves: Mapping[str, Any]) -> Params:
+    """The task's tree of leaves that have not been read."""
+    return tree.from_names(params_shapes(task), dict(leaves))
 
 
 def create_with(config: Config, params: Params, hint: Hint = default_hint) -> Layout:
@@ -126,8 +154,7 @@ async def create_run(
     run = settings.run.name
     trained, held = tree.split(params, tree.synced_marks(params, layout))
     leaves = tree.by_name(trained)
-    vectors = [_flatten(layout, index, leaves) for index in range(settings.sync.fragments)]
-    _check_finite(vectors, leaves)
+    await runtime.call(_check_finite, layout, leaves)
     await make_streams(bus, run, streams)
     await _check_unused(bus, store, runtime, run)
     await runtime.call(store.put, names.layout_object(run, layout.digest), layout_bytes(layout))
@@ -156,30 +183,41 @@ async def create_run(
         logger=log.get(run=run),
         name="create",
     )
-    await commit_version_zero(context, vectors)
+    await commit_version_zero(context, lambda index: _flatten(layout, index, leaves))
 
 
-def _flatten(layout: Layout, fragment: int, leaves: dict[str, Any]) -> np.ndarray:
-    """A fragment's vector of the first parameters, fit to be a view."""
-    return canonical(vector_of(layout, fragment, leaves))
+def _flatten(layout: Layout, fragment: int, leaves: Mapping[str, Any]) -> np.ndarray:
+    """A fragment's vector of the first parameters, fit to be a view: float32 [size].
+
+    Of each leaf only the rows that the fragment has are asked for.
+    """
+    described = layout.fragments[fragment]
+    vector = np.zeros(described.size, np.float32)
+    for piece in described.pieces:
+        leaf = leaves[piece.tensor]
+        rows = np.asarray(leaf[piece.start : piece.stop] if leaf.shape else leaf)
+        segments = vector[piece.offset : piece.offset + piece.stride].reshape(piece.groups, -1)
+        segments[:, : piece.group_size] = rows.reshape(piece.groups, piece.group_size)
+    return canonical(vector)
 
 
-def _check_finite(vectors: list[np.ndarray], leaves: dict[str, Any]) -> None:
-    """Refuse a beginning from which no learner could send anything.
+def _check_finite(layout: Layout, leaves: Mapping[str, Any]) -> None:
+    """Refuse a beginning from which no learner could send anything, fragment by fragment.
 
     Raises:
         TaskError: a value is infinite or not a number, in float32.
     """
-    if all(np.isfinite(vector).all() for vector in vectors):
+    bad: dict[str, None] = {}
+    for fragment in layout.fragments:
+        with np.errstate(over="ignore"):
+            vector = _flatten(layout, fragment.index, leaves)
+        for piece in fragment.pieces:
+            if not np.isfinite(vector[piece.offset : piece.offset + piece.stride]).all():
+                bad[piece.tensor] = None
+    if not bad:
         return
-    with np.errstate(over="ignore"):
-        bad = [
-            name
-            for name, leaf in leaves.items()
-            if not np.isfinite(np.asarray(leaf).astype(np.float32)).all()
-        ]
     raise TaskError(
-        f"the first parameters are infinite or not a number: {', '.join(bad[:8])}",
+        f"the first parameters are infinite or not a number: {', '.join([*bad][:8])}",
         hint="nothing was created. Look at how they are made, or at the file that they are from",
     )
 

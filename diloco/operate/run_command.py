@@ -25,9 +25,9 @@ def run_create(
         Path | None,
         typer.Option(
             "--from",
-            help="safetensors file with the initial parameters; needs no [task] in the file "
-            "[default: the task's init]",
-            metavar="FILE",
+            help="safetensors file with the initial parameters, which needs no [task] in the "
+            "run's file; or a folder that the task reads [default: what the task says]",
+            metavar="PATH",
         ),
     ] = None,
     log_level: shared.LogLevel = "info",

@@ -41,8 +41,17 @@ def export(
     run: shared.RunOrTape,
     to: Annotated[Path, typer.Argument(metavar="DIR", help="new folder to write")],
     form: Annotated[
-        str, typer.Option("--format", help="safetensors or orbax", metavar="FORMAT")
+        str,
+        typer.Option(
+            "--format",
+            help="safetensors or orbax; hf: what transformers loads, of tasks that write it",
+            metavar="FORMAT",
+        ),
     ] = "safetensors",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="of the floats of hf: float32, bfloat16, float16 [default: float32]"),
+    ] = None,
     version: Annotated[
         str | None,
         typer.Option(
@@ -54,13 +63,14 @@ def export(
 ) -> None:
     """Write the global model with its layout and settings to a folder.
 
-    Its safetensors file can start another run: diloco run create --from FILE.
+    Its safetensors file can start another run: diloco run create --from FILE. A folder of the
+    format hf can too: --from DIR.
     """
     log.configure("error")
     from diloco.replay.export import run_export
 
     with working("loading and writing the model"):
-        run_export(run, to, form, version)
+        run_export(run, to, form, version, dtype)
 
 
 @command(app)

@@ -15,22 +15,24 @@ from diloco.common.views import load_version, load_view
 from diloco.model import files as model_file
 
 
-def run_export(target: str, folder: Path, form: str, version: str | None) -> None:
+def run_export(
+    target: str, folder: Path, form: str, version: str | None, dtype: str | None = None
+) -> None:
     """Write a run's global model, as it is or as it was.
 
     Raises:
         DilocoError: it cannot be written, or is no longer stored.
     """
-    model_file.check_target(folder, form)
+    model_file.check_target(folder, form, dtype)
     console = Console()
     with console.status("reading the model ..."):
-        records = asyncio.run(_export(target, folder, form, version))
+        records = asyncio.run(_export(target, folder, form, version, dtype))
     versions = ",".join(str(records[fragment].version) for fragment in sorted(records))
     console.print(f"versions {versions} are in {folder}", soft_wrap=True, highlight=False)
 
 
 async def _export(
-    target: str, folder: Path, form: str, version: str | None
+    target: str, folder: Path, form: str, version: str | None, dtype: str | None
 ) -> dict[int, wire.Record]:
     async with open_run(target, name="export", reads=True) as opened:
         context = opened.context
@@ -46,7 +48,7 @@ async def _export(
             else:
                 loaded = await load_view(context, fragment)
                 records[fragment], views[fragment] = loaded.record, loaded.view
-        await model_file.write_model(folder, form, context, views, records)
+        await model_file.write_model(folder, form, context, views, records, dtype=dtype)
         return records
 
 

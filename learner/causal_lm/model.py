@@ -1,0 +1,284 @@
+"""A decoder-only transformer of the families of `config`: pure functions over a tree of arrays.
+
+Pre-norm blocks with rotary positions, grouped-query attention and a gated MLP. Qwen 3 and Gemma 3
+norm queries and keys; Gemma 3 also norms what each half of a block gives, multiplies by 1 + w in
+norms, scales embeddings, and has layers that see a window alone. The blocks are one `lax.scan`.
+
+Documents that are packed into one row are told apart by their segments: none sees another, and
+positions begin anew in each. Segment 0 is padding, which nothing is trained on.
+
+Shapes: B batch, L positions (M: positions looked at), D model width, H heads, G heads of keys and
+values, K width of a head, F width of the MLP, V vocabulary, N layers.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco.learner.causal_lm.config import DecoderConfig
+from diloco.learner.causal_lm.names import table
+from diloco.learner.causal_lm.rope import Rope
+from diloco.learner.mesh import constrain
+from diloco.learner.task import Params
+
+ROWS = ("data", "fsdp")
+EMBED_STD = 0.02
+# (name of a matrix of layers, input, the layer's tensors) -> product.
+Product = Callable[[str, jax.Array, Mapping[str, jax.Array]], jax.Array]
+
+
+class Compute(NamedTuple):
+    """How the function is computed, which changes nothing but rounding and memory.
+
+    Attributes:
+        dtype: of activations and matrix products; norms, softmax, logits and loss are float32.
+        remat: recompute each block in the backward pass.
+    """
+
+    dtype: str = "float32"
+    remat: bool = True
+
+
+DEFAULT = Compute()
+
+
+class _Seen(NamedTuple):
+    """What a kind of layer needs of the positions: turns [B, L, K/2], mask [B, 1, L, M]."""
+
+    cos: jax.Array
+    sin: jax.Array
+    mask: jax.Array
+
+
+def init_params(config: DecoderConfig, key: jax.Array) -> Params:
+    """Fresh float32 parameters: embeddings of a small deviation, matrices that keep variance."""
+    params: dict[str, Any] = {"layers": {}}
+    for number, (name, entry) in enumerate(sorted(table(config).items())):
+        leaf = _initial(config, name, entry.shape, jax.random.fold_in(key, number))
+        place, _, last = name.rpartition("/")
+        (params[place] if place else params)[last] = leaf
+    return params
+
+
+def _initial(config: DecoderConfig, name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    last = name.rpartition("/")[2]
+    if last.endswith("norm"):
+        return jnp.zeros(shape) if config.gemma else jnp.ones(shape)
+    if name in ("embed", "head"):
+        return jax.random.normal(key, shape) * EMBED_STD
+    # The two matrices of each layer that write to the residual stream add up to 2N writers.
+    writers = 2 * config.layers if last in ("o", "down") else 1
+    return jax.random.normal(key, shape) / math.sqrt(shape[1] * writers)
+
+
+def plain_product(name: str, x_BxLxI: jax.Array, layer: Mapping[str, jax.Array]) -> jax.Array:
+    """The layer's matrix alone."""
+    return x_BxLxI @ layer[name].astype(x_BxLxI.dtype)
+
+
+def logits_of(
+    config: DecoderConfig,
+    params: Params,
+    tokens_BxL: jax.Array,
+    segments_BxL: jax.Array | None = None,
+    *,
+    compute: Compute = DEFAULT,
+    product: Product = plain_product,
+    beside: Params = None,
+) -> jax.Array:
+    """Logits float32 [B, L, V] of what follows each token; those at a position see none after it.
+
+    Args:
+        config: the decoder.
+        params: of `init_params`' tree.
+        tokens_BxL: int [B, L].
+        segments_BxL: the document that each token is of, int [B, L], from 1 on; None: one a row.
+        compute: how.
+        product: multiplies by a matrix of a layer; of adapters, it adds theirs.
+        beside: what else `product` needs of each layer, stacked as layers are; by name.
+    """
+    hidden_BxLxD = _hidden(
+        config, params, tokens_BxL, segments_BxL, compute=compute, product=product, beside=beside
+    )
+    head_VxD = params["embed"] if config.tied else params["head"]
+    logits_BxLxV = jnp.einsum(
+        "bld,vd->blv",
+        hidden_BxLxD,
+        head_VxD.astype(compute.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if config.logit_cap is None:
+        return logits_BxLxV
+    return jnp.tanh(logits_BxLxV / config.logit_cap) * config.logit_cap
+
+
+def _hidden(
+    config: DecoderConfig,
+    params: Params,
+    tokens_BxL: jax.Array,
+    segments_BxL: jax.Array | None,
+    *,
+    compute: Compute,
+    product: Product,
+    beside: Params,
+) -> jax.Array:
+    """What the last block gives, normed, [B, L, D]."""
+    x_BxLxD = params["embed"][tokens_BxL].astype(compute.dtype)
+    if config.gemma:
+        x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)
+    x_BxLxD = constrain(x_BxLxD, ROWS)
+    if segments_BxL is None:
+        segments_BxL = jnp.ones_like(tokens_BxL)
+    seen = _seen(config, segments_BxL)
+
+    def block(x_BxLxD: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
+        layer, slides = scanned
+        here = seen[0] if len(seen) == 1 else _choose(slides, *seen)
+        return _block(config, x_BxLxD, layer, here, product), None
+
+    step = jax.checkpoint(block, prevent_cse=False) if compute.remat else block
+    layers = {**params["layers"], **(beside or {})}
+    x_BxLxD, _ = jax.lax.scan(step, x_BxLxD, (layers, jnp.asarray(config.sliding)))
+    return _norm(config, x_BxLxD, params["norm"])
+
+
+def _choose(slides: jax.Array, full: _Seen, sliding: _Seen) -> _Seen:
+    chosen = [jnp.where(slides, one, other) for one, other in zip(sliding, full, strict=True)]
+    return _Seen(*chosen)
+
+
+def _seen(config: DecoderConfig, segments_BxL: jax.Array) -> tuple[_Seen, ...]:
+    """Of each kind of layer there is: full ones first."""
+    place_L = jnp.arange(segments_BxL.shape[1])
+    distance_LxM = place_L[:, None] - place_L[None, :]
+    same_BxLxM = segments_BxL[:, :, None] == segments_BxL[:, None, :]
+    mask_BxLxM = same_BxLxM & (distance_LxM >= 0)
+    positions_BxL = _positions(segments_BxL)
+    kinds = []
+    if not all(config.sliding):
+        kinds.append(_Seen(*_turns(config.rope, config, positions_BxL), mask_BxLxM[:, None]))
+    if config.window is not None:
+        near_BxLxM = mask_BxLxM & (distance_LxM < config.window)
+        turns = _turns(config.local_rope, config, positions_BxL)
+        kinds.append(_Seen(*turns, near_BxLxM[:, None]))
+    return tuple(kinds)
+
+
+def _positions(segments_BxL: jax.Array) -> jax.Array:
+    """Of each token in its document, int [B, L]."""
+    place_BxL = jnp.broadcast_to(jnp.arange(segments_BxL.shape[1]), segments_BxL.shape)
+    begins_BxL = jnp.diff(segments_BxL, axis=1, prepend=segments_BxL[:, :1] - 1) != 0
+    first_BxL = jax.lax.cummax(jnp.where(begins_BxL, place_BxL, 0), axis=1)
+    return place_BxL - first_BxL
+
+
+def _turns(
+    rope: Rope, config: DecoderConfig, positions_BxL: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    frequencies_K2 = rope.frequencies(config.head_width)
+    angles_BxLxK2 = positions_BxL[..., None].astype(jnp.float32) * frequencies_K2
+    return jnp.cos(angles_BxLxK2), jnp.sin(angles_BxLxK2)
+
+
+def _block(
+    config: DecoderConfig,
+    x_BxLxD: jax.Array,
+    layer: Mapping[str, jax.Array],
+    seen: _Seen,
+    product: Product,
+) -> jax.Array:
+    """One layer."""
+    given_BxLxD = _norm(config, x_BxLxD, layer["attn_norm"])
+    told_BxLxD = _attention(config, given_BxLxD, layer, seen, product)
+    if config.gemma:
+        told_BxLxD = _norm(config, told_BxLxD, layer["attn_post_norm"])
+    x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
+    told_BxLxD = _mlp(config, _norm(config, x_BxLxD, layer["mlp_norm"]), layer, product)
+    if config.gemma:
+        told_BxLxD = _norm(config, told_BxLxD, layer["mlp_post_norm"])
+    return constrain(x_BxLxD + told_BxLxD, ROWS)
+
+
+def _attention(
+    config: DecoderConfig,
+    x_BxLxD: jax.Array,
+    layer: Mapping[str, jax.Array],
+    seen: _Seen,
+    product: Product,
+) -> jax.Array:
+    def heads(name: str) -> jax.Array:
+        rows_BxLxHK = constrain(product(name, x_BxLxD, layer), ROWS, None, "tensor")
+        return rows_BxLxHK.reshape(*x_BxLxD.shape[:2], -1, config.head_width)
+
+    q_BxLxHxK, k_BxLxGxK, v_BxLxGxK = heads("q"), heads("k"), heads("v")
+    if config.head_norms:
+        q_BxLxHxK = _norm(config, q_BxLxHxK, layer["q_norm"])
+        k_BxLxGxK = _norm(config, k_BxLxGxK, layer["k_norm"])
+    y_BxLxHxK = jax.nn.dot_product_attention(
+        _rotate(q_BxLxHxK, seen),
+        _rotate(k_BxLxGxK, seen),
+        v_BxLxGxK,
+        mask=seen.mask,
+        scale=config.query_scale,
+        implementation="xla",
+    )
+    return product("o", y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), layer)
+
+
+def _rotate(x_BxLxHxK: jax.Array, seen: _Seen) -> jax.Array:
+    """Turn each pair (x[i], x[i + K/2]) of every head by its position's angle."""
+    cos_BxLx1xK2 = seen.cos[:, :, None].astype(x_BxLxHxK.dtype)
+    sin_BxLx1xK2 = seen.sin[:, :, None].astype(x_BxLxHxK.dtype)
+    a, b = jnp.split(x_BxLxHxK, 2, axis=-1)
+    turned = [a * cos_BxLx1xK2 - b * sin_BxLx1xK2, b * cos_BxLx1xK2 + a * sin_BxLx1xK2]
+    return jnp.concatenate(turned, axis=-1)
+
+
+def _mlp(
+    config: DecoderConfig, x_BxLxD: jax.Array, layer: Mapping[str, jax.Array], product: Product
+) -> jax.Array:
+    gate = jax.nn.silu if config.activation == "silu" else jax.nn.gelu
+    h_BxLxF = gate(product("gate", x_BxLxD, layer)) * product("up", x_BxLxD, layer)
+    return product("down", constrain(h_BxLxF, ROWS, None, "tensor"), layer)
+
+
+def _norm(config: DecoderConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`x` over its root mean square along the last axis, scaled: in float32, in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    scale = 1 + weight.astype(jnp.float32) if config.gemma else weight.astype(jnp.float32)
+    root = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.norm_eps)
+    return (x32 * root * scale).astype(x.dtype)
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """Of all tensors."""
+    return sum(math.prod(entry.shape) for entry in table(config).values())
+
+
+def training_flops(config: DecoderConfig, length: int) -> float:
+    """Floating-point operations that training on one token takes, for model FLOPs utilization.
+
+    Six for each element of a matrix that multiplies it, and for attention 12 N H K times the
+    positions that a token sees, of rows of `length` (arXiv 2204.02311, appendix B, but for the
+    half that the causal mask spares). What is computed anew is not counted.
+    """
+    matrices = sum(
+        math.prod(entry.shape) for name, entry in table(config).items() if _multiplies(name, config)
+    )
+    mean_seen = [_mean_seen(length, config.window if slides else None) for slides in config.sliding]
+    return 6.0 * matrices + 12.0 * config.heads * config.head_width * float(np.sum(mean_seen))
+
+
+def _multiplies(name: str, config: DecoderConfig) -> bool:
+    return not name.endswith("norm") and (name != "embed" or config.tied)
+
+
+def _mean_seen(length: int, window: int | None) -> float:
+    """Positions that one of a row sees, itself included, in the mean."""
+    if window is None or window >= length:
+        return (length + 1) / 2
+    return (window * (window + 1) / 2 + (length - window) * window) / length

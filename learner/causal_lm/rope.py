@@ -1,0 +1,97 @@
+"""Rotary positions (arXiv 2104.09864) with the scalings that the families use.
+
+Shapes: K width of a head.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+
+_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """How positions turn heads.
+
+    Attributes:
+        theta: base of the frequencies.
+        kind: "default"; "linear": all frequencies divided by `factor`; "llama3": low ones are, high
+            ones are not, with a ramp between (Llama 3.1).
+        scaling: what the kind asks for, by the names of config.json.
+    """
+
+    theta: float
+    kind: str = "default"
+    scaling: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def parse(cls, kind: Any, given: Mapping[str, Any]) -> Self:
+        """Of the keys that a config.json gives.
+
+        Raises:
+            ValueError: no such kind, or a key is missing, unknown or no positive number.
+        """
+        if kind not in _KEYS:
+            raise ValueError(f"rope_type {kind!r} is not known")
+        wanted = {"rope_theta", *_KEYS[kind]}
+        if wrong := sorted(set(given) ^ wanted):
+            raise ValueError(f"{', '.join(wrong)} missing or unknown for rope_type {kind!r}")
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a number above 0, but it is {value!r}")
+        if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+            raise ValueError("high_freq_factor must be above low_freq_factor")
+        scaling = tuple((name, given[name]) for name in _KEYS[kind])
+        return cls(float(given["rope_theta"]), kind, scaling)
+
+    def parameters(self) -> dict[str, Any]:
+        """As `rope_parameters` has it."""
+        return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.scaling)}
+
+    def document(self) -> dict[str, Any]:
+        """What a config.json of one kind of layer says, in both spellings."""
+        scaling = {"rope_type": self.kind, **dict(self.scaling)}
+        return {
+            "rope_theta": self.theta,
+            "rope_scaling": None if self.kind == "default" else scaling,
+            "rope_parameters": self.parameters(),
+        }
+
+    def frequencies(self, head_width: int) -> np.ndarray:
+        """Radians that a position turns each pair by, float32 [K/2]."""
+        exponent_K2 = np.arange(0, head_width, 2, dtype=np.float32) / np.float32(head_width)
+        power_K2 = (self.theta ** exponent_K2.astype(np.float64)).astype(np.float32)
+        plain_K2 = np.float32(1) / power_K2
+        scaling = dict(self.scaling)
+        if self.kind == "linear":
+            return (plain_K2 / np.float32(scaling["factor"])).astype(np.float32)
+        return _llama3(plain_K2, **scaling) if self.kind == "llama3" else plain_K2
+
+
+def _llama3(
+    plain_K2: np.ndarray,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: float,
+) -> np.ndarray:
+    """Frequencies by how many of their waves the context of the first training held."""
+    waves_K2 = original_max_position_embeddings * plain_K2.astype(np.float64) / (2 * math.pi)
+    ramp_K2 = (waves_K2 - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    kept_K2 = np.clip(ramp_K2, 0, 1)
+    scaled: np.ndarray = (kept_K2 + (1 - kept_K2) / factor) * plain_K2
+    return scaled.astype(np.float32)

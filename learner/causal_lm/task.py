@@ -1,0 +1,281 @@
+"""The task that trains a decoder of people's checkpoints on tokens.
+
+Shapes: as in `model`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from diloco.common.errors import TaskError
+from diloco.common.holdings import Sizes
+from diloco.common.layout import TensorHint
+from diloco.learner.causal_lm import checkpoint
+from diloco.learner.causal_lm.config import DecoderConfig, read_config
+from diloco.learner.causal_lm.model import Compute, init_params, logits_of
+from diloco.learner.causal_lm.names import LAYERS, table
+from diloco.learner.causal_lm.sizes import SIZES, size_named
+from diloco.learner.causal_lm.windows import TokenWindows, files_of
+from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
+from diloco.learner.reading import GrainData, require_grain
+from diloco.learner.task import Batch, Holder, Params, Task
+
+Optimizer = Literal["adamw", "muon"]
+DTYPES = ("float32", "bfloat16")
+MESH_AXES = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+
+
+@dataclasses.dataclass(frozen=True)
+class HuggingFace:
+    """How this task's parameters are read and written in the format that others have.
+
+    Attributes:
+        config: of the decoder.
+        source: the folder that the task names, if it does.
+        fresh: whether its parameters begin at random all the same.
+    """
+
+    config: DecoderConfig
+    source: Path | None
+    fresh: bool
+
+    @property
+    def first(self) -> Path | None:
+        """As `task.Files.first`.
+
+        Raises:
+            TaskError: the folder has no tensors.
+        """
+        if self.source is None or self.fresh:
+            return None
+        if not checkpoint.has_weights(self.source):
+            raise TaskError(
+                f"model={str(self.source)!r} has a configuration, but no safetensors files",
+                hint="copy them there, name another folder by --from, or set fresh=true for random"
+                " parameters",
+            )
+        return self.source
+
+    def read(self, folder: Path) -> Mapping[str, Any]:
+        """As `task.Files.read`."""
+        return checkpoint.read_checkpoint(folder, self.config)
+
+    def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
+        """As `task.Files.write`."""
+        checkpoint.write_checkpoint(folder, self.config, leaves, dtype=dtype, beside=self.source)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """Shares of data that is not looked at before somebody reads."""
+
+    data: Callable[[], GrainData]
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.data().sizes
+
+    def claimed(
+        self, holder: Holder, position: int, start: int = 0, stop: int | None = None
+    ) -> Iterator[Batch]:
+        return self.data().claimed(holder, position, start, stop)
+
+
+def build(
+    *,
+    steps: int,
+    seed: int,
+    model: str,
+    data: str,
+    end: int | None = None,
+    batch: int = 8,
+    length: int = 1024,
+    optimizer: Optimizer = "adamw",
+    learning_rate: float = 5e-5,
+    warmup_steps: int | None = None,
+    final_fraction: float = 0.1,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    eval_batches: int = 16,
+    dtype: str = "float32",
+    remat: bool = True,
+    accumulate: int = 1,
+    shares: int = 0,
+    workers: int = 0,
+    fresh: bool = False,
+) -> Task:
+    """Train Llama 3, Qwen 3 or Gemma 3 on tokens; losses are nats per token.
+
+    Args:
+        steps: length of the run in global steps.
+        seed: decides the order of the data.
+        model: a Hugging Face folder, or a name of `sizes.SIZES`, whose parameters begin at random.
+        data: a folder of token files (`windows`).
+        end: the token behind each document: none sees another, and none is predicted from the
+            last. None: rows are taken as they are.
+        batch: rows in a batch, B.
+        length: tokens predicted in each, L.
+        optimizer: "adamw", or "muon" for the matrices of layers.
+        learning_rate: the peak.
+        warmup_steps: global steps of warm-up; a tenth of the run, at most 100, if None.
+        final_fraction: last learning rate as a share of the peak.
+        weight_decay: decoupled, on matrices only.
+        clip: largest global norm of a gradient.
+        eval_batches: batches of held-out rows, the same ones each time.
+        dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
+        remat: recompute each block in the backward pass.
+        accumulate: parts of a batch, one after the other.
+        shares: in how many shares each epoch is divided, which learners claim; 0: each reads all.
+        workers: processes that read.
+        fresh: parameters begin at random, though the folder may have some.
+
+    Raises:
+        ConfigError: the folder's configuration is missing, or is not honoured.
+        TaskError: an option has a wrong type or value.
+    """
+    _check_options({name: value for name, value in locals().items() if value is not None})
+    source = None if model in SIZES else Path(model)
+    config = size_named(model) if source is None else read_config(source)
+    compute = Compute(dtype, remat)
+
+    @functools.cache
+    def train() -> GrainData:
+        require_grain()
+        import grain
+
+        windows = TokenWindows(files_of(Path(data), "train"), length=length, vocab=config.vocab)
+        source = grain.MapDataset.source(windows)
+        return GrainData(source, batch=batch, seed=seed, shares=shares, workers=workers)
+
+    @functools.cache
+    def held_out() -> list[np.ndarray]:
+        windows = TokenWindows(files_of(Path(data), "held_out"), length=length, vocab=config.vocab)
+        wanted = min(len(windows), eval_batches * batch)
+        places = np.linspace(0, len(windows) - 1, wanted).astype(int)
+        return [windows[int(place)][None] for place in places]
+
+    loss_of = functools.partial(next_token_loss, config, compute=compute, end=end)
+    eval_loss = jax.jit(loss_of)
+
+    def evaluate(params: Params) -> float:
+        rows = held_out()
+        return sum(float(eval_loss(params, row)) for row in rows) / len(rows)
+
+    return Task(
+        init=functools.partial(init_params, config),
+        loss=lambda params, windows, key: (loss_of(params, windows), {}),  # noqa: ARG005
+        batches=lambda learner, position: train().batches(learner, position),
+        rows=lambda *given: train().rows(*given),
+        evaluate=evaluate,
+        tokens_per_batch=batch * length,
+        optimizer=_direction(optimizer, weight_decay, clip),
+        schedule=warmup_cosine(
+            steps=steps,
+            peak=learning_rate,
+            warmup_steps=min(100, steps // 10) if warmup_steps is None else warmup_steps,
+            final_fraction=final_fraction,
+        ),
+        hint=hint,
+        partition=functools.partial(_partition, config),
+        accumulate=accumulate,
+        shared=_Shared(train) if shares else None,
+        files=HuggingFace(config, source, fresh),
+    )
+
+
+def next_token_loss(
+    config: DecoderConfig, params: Params, windows_BxL1: Any, *, compute: Compute, end: int | None
+) -> jax.Array:
+    """Mean cross entropy in nats per predicted token, float32[]; windows are int[B, L + 1]."""
+    tokens_BxL, targets_BxL = windows_BxL1[:, :-1], windows_BxL1[:, 1:]
+    if end is None:
+        logits_BxLxV = logits_of(config, params, tokens_BxL, compute=compute)
+        return jnp.mean(_losses(logits_BxLxV, targets_BxL))
+    ended_BxL = tokens_BxL == end
+    # A document's end is of the document; what follows it is of the next.
+    segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
+    logits_BxLxV = logits_of(config, params, tokens_BxL, segments_BxL, compute=compute)
+    losses_BxL = jnp.where(ended_BxL, 0, _losses(logits_BxLxV, targets_BxL))
+    return jnp.sum(losses_BxL) / jnp.maximum(1, jnp.sum(~ended_BxL))
+
+
+def _losses(logits_BxLxV: jax.Array, targets_BxL: jax.Array) -> jax.Array:
+    return jnp.asarray(optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL))
+
+
+def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - the Task's contract
+    """The embedding is averaged and a fragment of its own; layers are normed one by one."""
+    if name == "embed":
+        return TensorHint(merge="average", alone=True)
+    return TensorHint(norm_axes=1 if name.startswith(LAYERS) else 0)
+
+
+def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
+    """What Muon orthogonalizes: each layer's matrices."""
+    if not name.startswith(LAYERS) or len(shape) != 3:
+        return None
+    return Matrices(shape, inputs=(1,), outputs=(2,))
+
+
+def _partition(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+    """How a tensor is cut over a learner's mesh: by what its axes are; vectors are whole."""
+    entry = table(config)[name]
+    if len(shape) - entry.stacked < 2:
+        return PartitionSpec()
+    return PartitionSpec(*(MESH_AXES.get(axis) for axis in entry.axes))
+
+
+def _direction(
+    optimizer: Optimizer, weight_decay: float, clip: float
+) -> optax.GradientTransformation:
+    if optimizer == "adamw":
+        return adamw(weight_decay=weight_decay, clip=clip, hint=hint)
+    return muon(weight_decay=weight_decay, clip=clip, hint=hint, matrices=matrices)
+
+
+_LEAST = {
+    "batch": 1,
+    "length": 1,
+    "eval_batches": 1,
+    "accumulate": 1,
+    "steps": 1,
+    "warmup_steps": 0,
+    "shares": 0,
+    "workers": 0,
+    "end": 0,
+    "seed": 0,
+}
+_CHOICES = {"dtype": DTYPES, "optimizer": get_args(Optimizer)}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name in _CHOICES:
+            _require(name, value, value in _CHOICES[name], f"one of {', '.join(_CHOICES[name])}")
+        elif name in _LEAST:
+            ok = type(value) is int and value >= _LEAST[name]
+            _require(name, value, ok, f"an int of at least {_LEAST[name]}")
+        elif name in ("remat", "fresh"):
+            _require(name, value, isinstance(value, bool), "true or false")
+        elif name in ("model", "data"):
+            _require(name, value, isinstance(value, str) and value, "a folder's path")
+        else:
+            ok = type(value) in (int, float) and math.isfinite(value) and value >= 0
+            _require(name, value, ok, "a finite number of at least 0")
+
+
+def _require(name: str, value: Any, ok: Any, expected: str) -> None:
+    if not ok:
+        raise TaskError(
+            f"causal_lm: the option {name} must be {expected}, but it is {value!r}",
+            hint=f"docs/models.md has all options; sizes are {', '.join(SIZES)}",
+        )

@@ -1,0 +1,100 @@
+"""The tiny decoders that are held against transformers: config.json documents by name.
+
+Each family has plain files of both spellings, and every key that is honoured once off its default.
+"""
+
+from typing import Any
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+QWEN3 = {
+    **LLAMA,
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "head_dim": 16,
+}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 32,
+    "sliding_window_pattern": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "max_position_embeddings": 512,
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama-3": LLAMA,
+    "llama-3.1": LLAMA | {"rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    "llama-parameters": {
+        **{key: value for key, value in LLAMA.items() if key != "rope_theta"},
+        "rope_parameters": LLAMA3 | {"rope_theta": 10000.0, "factor": 32.0},
+        "head_dim": 24,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-2,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "llama-linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "qwen3": QWEN3,
+    "qwen3-tied": QWEN3
+    | {"tie_word_embeddings": True, "head_dim": 24, "num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+    "qwen3-window": QWEN3
+    | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    "qwen3-layers": {
+        **{key: value for key, value in QWEN3.items() if key != "rope_theta"},
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "gemma3": GEMMA3,
+    "gemma3-4b": GEMMA3
+    | {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "query_pre_attn_scalar": 24,
+        "num_key_value_heads": 2,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma3-parameters": {
+        **{key: value for key, value in GEMMA3.items() if "rope" not in key},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 200000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+        },
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"] * 1
+        + ["full_attention"],
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-2,
+        "hidden_activation": "silu",
+        "head_dim": 24,
+    },
+}

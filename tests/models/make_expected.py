@@ -1,0 +1,77 @@
+"""What transformers computes of tiny checkpoints: `make expected` writes it for the default suite.
+
+    python tests/models/make_expected.py expected OUT.npz     # samples of every case
+    python tests/models/make_expected.py checkpoints FOLDER   # a checkpoint of every case, and all
+    python tests/models/make_expected.py logits FOLDER OUT.npz [ADAPTER]  # of a folder of ours
+
+It runs in an environment that has torch and transformers, and nothing of the project.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from cases import CASES
+from transformers import AutoConfig, AutoModelForCausalLM
+from weights import ROWS, STRIDE, tokens, weight
+
+
+def expected(out: str) -> None:
+    found = {}
+    for case, document in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            logits, loss, gradient = measured(case, made(case, document, Path(folder)))
+        found[f"{case}/logits"] = logits[0, ::ROWS]
+        found[f"{case}/loss"] = loss
+        ordered = [values for _, values in sorted(gradient.items())]
+        found[f"{case}/gradient"] = np.concatenate([each.reshape(-1)[::STRIDE] for each in ordered])
+        found[f"{case}/largest"] = np.stack([np.abs(each).max() for each in ordered])
+    np.savez_compressed(out, **found)
+
+
+def checkpoints(folder: str) -> None:
+    for case, document in CASES.items():
+        place = Path(folder) / case
+        model = made(case, document, place)
+        model.save_pretrained(place, max_shard_size="40KB")
+        logits, loss, gradient = measured(case, model)
+        named = {f"gradient/{name}": values for name, values in gradient.items()}
+        np.savez(place / "expected.npz", logits=logits, loss=loss, **named)
+
+
+def logits(folder: str, out: str, adapter: str | None = None) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter)
+    seen = torch.from_numpy(tokens("any", model.config.vocab_size)).long()
+    with torch.no_grad():
+        np.savez(out, logits=model(seen).logits.numpy())
+
+
+def made(case: str, document: dict, folder: Path):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(document))
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            values.copy_(torch.from_numpy(weight(case, name, tuple(values.shape))))
+    return model
+
+
+def measured(case: str, model) -> tuple:
+    seen = torch.from_numpy(tokens(case, model.config.vocab_size)).long()
+    logits = model(seen).logits
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], seen[0, 1:])
+    loss.backward()
+    gradient = {name: leaf.grad.numpy() for name, leaf in model.named_parameters()}
+    return logits.detach().numpy(), loss.detach().numpy(), gradient
+
+
+if __name__ == "__main__":
+    {"expected": expected, "checkpoints": checkpoints, "logits": logits}[sys.argv[1]](*sys.argv[2:])

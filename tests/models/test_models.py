@@ -1,0 +1,100 @@
+"""Models beside transformers itself: `make test-models`, which names the oracle's Python."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco.learner import tree
+from diloco.learner.causal_lm import checkpoint, model
+from diloco.learner.causal_lm.config import parse_config
+from diloco.learner.causal_lm.names import table
+from tests.models.cases import CASES
+from tests.models.weights import tokens
+
+ORACLE = os.environ.get("DILOCO_TEST_ORACLE")
+HERE = Path(__file__).parent
+TOLERANCE = 1e-5
+pytestmark = pytest.mark.skipif(not ORACLE, reason="needs transformers: make test-models")
+
+
+def asked(*words):
+    subprocess.run([ORACLE, HERE / "make_expected.py", *map(str, words)], cwd=HERE, check=True)
+
+
+def diloco(*words):
+    subprocess.run([sys.executable, "-m", "diloco", *map(str, words)], check=True)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    asked("checkpoints", folder)
+    return folder
+
+
+def loaded(folder):
+    config, rows = checkpoint.open_folder(folder)
+    like = jax.eval_shape(lambda: model.init_params(config, jax.random.key(0)))
+    leaves = {name: jnp.asarray(np.asarray(values)) for name, values in rows.items()}
+    return config, tree.from_names(like, leaves)
+
+
+def apart(found, wanted):
+    return np.abs(np.asarray(found) - wanted).max() / np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradient_are_those_of_transformers(made, case):
+    config, params = loaded(made / case)
+    given = parse_config(CASES[case], source=case)
+    assert vars(config) | {"tokens": given.tokens} == vars(given)
+    seen = tokens(case, config.vocab)
+
+    @jax.jit
+    def measured(params):
+        logits = model.logits_of(config, params, seen)
+        told = jax.nn.log_softmax(logits[0, :-1])
+        return -jnp.take_along_axis(told, seen[0, 1:, None], 1).mean(), logits
+
+    (loss, logits), gradient = jax.value_and_grad(measured, has_aux=True)(params)
+    wanted = dict(np.load(made / case / "expected.npz"))
+    assert apart(logits, wanted["logits"]) <= TOLERANCE
+    assert apart(loss, wanted["loss"]) <= TOLERANCE
+    leaves = tree.by_name(gradient)
+    for name, entry in table(config).items():
+        for layer, foreign in enumerate(entry.foreign_names()):
+            found = leaves[name][layer] if entry.stacked else leaves[name]
+            found = found.T if entry.transposed else found
+            assert apart(found, wanted[f"gradient/{foreign}"]) <= TOLERANCE, foreign
+
+
+@pytest.mark.parametrize("case", ["llama-3.1", "qwen3-layers", "gemma3-4b"])
+def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
+    """From a folder over two learners, and back: the same logits as the run's global view."""
+    data = tmp_path / "data"
+    data.mkdir()
+    rng = np.random.default_rng(0)
+    for side in ("train", "held_out"):
+        np.save(data / f"{side}.npy", rng.integers(96, size=4_000).astype(np.uint16))
+    options = {"model": made / case, "data": data}
+    given = [f'task.options.{name}="{value}"' for name, value in options.items()]
+    given += ["task.options.length=64", "task.options.batch=2", "task.options.learning_rate=1e-2"]
+    given += ["sync.fragments=2", "sync.interval_steps=10", "sync.overlap_steps=2"]
+    settings = [word for each in given for word in ("--set", each)]
+    task = ["--task", "diloco.learner.causal_lm:build", "--run-dir", tmp_path / "run"]
+    options = ["--cpu", "--learners", 2, "--steps", 40, "--kill", "none", *settings]
+    diloco("local", *task, *options)
+    diloco("export", tmp_path / "run", tmp_path / "out", "--format", "hf")
+    asked("logits", tmp_path / "out", tmp_path / "logits.npz")
+    config, params = loaded(tmp_path / "out")
+    found = model.logits_of(config, params, tokens("any", config.vocab))
+    wanted = np.load(tmp_path / "logits.npz")["logits"]
+    assert apart(found, wanted) <= TOLERANCE
+    _, first = loaded(made / case)
+    assert apart(params["norm"], np.asarray(first["norm"])) > 1e-3  # it was trained

@@ -1,0 +1,242 @@
+"""Decoders of checkpoints that people have: held against what transformers computed of them."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from diloco.common.errors import ConfigError
+from diloco.learner import tree
+from diloco.learner.causal_lm import checkpoint, model
+from diloco.learner.causal_lm.config import parse_config, read_config
+from diloco.learner.causal_lm.names import table
+from tests.models.cases import CASES, GEMMA3, LLAMA, LLAMA3, QWEN3
+from tests.models.weights import ROWS, STRIDE, tokens, weight
+
+EXPECTED = Path(__file__).parents[1] / "models" / "expected.npz"
+# Of the largest magnitude.
+TOLERANCE = 1e-5
+PLAIN = model.Compute(remat=False)  # compiles faster
+
+
+@functools.cache
+def expected():
+    with np.load(EXPECTED) as stored:
+        return dict(stored)
+
+
+def arrays_of(case, config):
+    """A case's tensors by their names here."""
+    found = {}
+    for name, entry in table(config).items():
+        each = [weight(case, foreign, entry.foreign_shape) for foreign in entry.foreign_names()]
+        each = [values.T if entry.transposed else values for values in each]
+        found[name] = np.stack(each) if entry.stacked else each[0]
+    return found
+
+
+def params_of(config, arrays):
+    like = jax.eval_shape(functools.partial(model.init_params, config), jax.random.key(0))
+    return tree.from_names(like, {name: jnp.asarray(values) for name, values in arrays.items()})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def measured(config, params, seen):
+    def loss(params):
+        logits = model.logits_of(config, params, seen, compute=PLAIN)
+        told = jax.nn.log_softmax(logits[0, :-1])
+        return -jnp.take_along_axis(told, seen[0, 1:, None], 1).mean(), logits
+
+    return jax.value_and_grad(loss, has_aux=True)(params)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_decoder_computes_what_transformers_does(case):
+    config = parse_config(CASES[case], source=case)
+    params = params_of(config, arrays_of(case, config))
+    (loss, logits), gradient = measured(config, params, tokens(case, config.vocab))
+    want = expected()
+    wanted = want[f"{case}/logits"]
+    assert np.abs(logits[0, ::ROWS] - wanted).max() <= TOLERANCE * np.abs(wanted).max()
+    assert loss == pytest.approx(want[f"{case}/loss"], rel=TOLERANCE)
+    samples = samples_of(config, gradient)
+    apart = np.abs(np.concatenate(samples) - want[f"{case}/gradient"])
+    largest = np.repeat(want[f"{case}/largest"], [len(each) for each in samples])
+    assert (apart / largest).max() <= TOLERANCE
+
+
+def samples_of(config, gradient):
+    """What the fixture keeps of a gradient, in the order of foreign names."""
+    leaves, found = tree.by_name(gradient), {}
+    for name, entry in table(config).items():
+        for layer, foreign in enumerate(entry.foreign_names()):
+            values = np.asarray(leaves[name][layer] if entry.stacked else leaves[name])
+            found[foreign] = (values.T if entry.transposed else values).reshape(-1)[::STRIDE]
+    return [values for _, values in sorted(found.items())]
+
+
+def packed(config, params, rows, segments):
+    return np.asarray(model.logits_of(config, params, jnp.asarray(rows), jnp.asarray(segments)))
+
+
+@pytest.mark.parametrize("case", ["llama-3.1", "gemma3"])
+def test_a_packed_document_sees_itself_alone(case):
+    config = parse_config(CASES[case], source=case)
+    params = params_of(config, arrays_of(case, config))
+    seen = tokens(case, config.vocab)[:, :120]
+    segments = np.repeat([[1, 2, 0]], [50, 60, 10], axis=1).astype(np.int32)
+    together = packed(config, params, seen, segments)
+    for start, stop in ((0, 50), (50, 110)):
+        alone = packed(config, params, seen[:, start:stop], np.ones((1, stop - start), np.int32))
+        np.testing.assert_allclose(together[:, start:stop], alone, atol=1e-4)
+
+
+# --- Folders
+
+
+def written(tmp_path, case="gemma3", **options):
+    config = parse_config(CASES[case], source=case)
+    folder = tmp_path / "model"
+    checkpoint.write_checkpoint(folder, config, arrays_of(case, config), **options)
+    return folder, config
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_written_is_read_back(tmp_path, case):
+    folder, config = written(tmp_path, case, file_bytes=20_000)
+    again, rows = checkpoint.open_folder(folder)
+    assert again == config
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    for name, values in arrays_of(case, config).items():
+        np.testing.assert_array_equal(np.asarray(rows[name]), values)
+        np.testing.assert_array_equal(rows[name][1:3], values[1:3])
+
+
+def test_a_file_of_mixed_dtypes_is_read(tmp_path):
+    folder, config = written(tmp_path, dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32) + 1 / 1024
+    save_file(tensors, folder / "model.safetensors")
+    rows = checkpoint.read_checkpoint(folder, config)
+    np.testing.assert_array_equal(rows["norm"][:], tensors["model.norm.weight"])
+    embed = arrays_of("gemma3", config)["embed"]
+    np.testing.assert_allclose(rows["embed"][:], embed, rtol=2**-8)
+
+
+def test_the_tokenizer_is_taken_along(tmp_path):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "tokenizer.json").write_text("{}")
+    folder, _ = written(tmp_path, beside=tmp_path / "from")
+    assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+def refused(action):
+    with pytest.raises(ConfigError) as caught:
+        action()
+    assert caught.value.hint
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        (LLAMA | {"attention_bias": True}, "attention_bias"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA | {"attention_dropout": 0.1}, "attention_dropout"),
+        (LLAMA | {"residual_multiplier": 0.5}, "residual_multiplier"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (LLAMA | {"hidden_act": "relu"}, "hidden_act"),
+        (LLAMA | {"rope_scaling": LLAMA3 | {"rope_type": "yarn"}}, "yarn"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        (LLAMA | {"rope_scaling": LLAMA3 | {"attention_factor": 2.0}}, "attention_factor"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads"),
+        (LLAMA | {"vocab_size": "many"}, "vocab_size"),
+        (LLAMA | {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+        (QWEN3 | {"model_type": "qwen3_moe"}, "qwen3_moe"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA3 | {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    ],
+)
+def test_a_key_that_is_not_honoured_is_refused_by_name(document, key):
+    assert key in refused(lambda: parse_config(document, source="model"))
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    assert "config.json" in refused(lambda: read_config(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in refused(lambda: read_config(tmp_path))
+
+
+def test_a_missing_shard_is_refused(tmp_path):
+    folder, config = written(tmp_path, file_bytes=20_000)
+    name = sorted(folder.glob("model-*"))[1]
+    name.unlink()
+    assert name.name in refused(lambda: checkpoint.read_checkpoint(folder, config))
+
+
+def test_a_shard_that_is_cut_short_is_refused(tmp_path):
+    folder, config = written(tmp_path)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    assert "model.safetensors" in refused(lambda: checkpoint.read_checkpoint(folder, config))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"model.norm.weight": np.zeros(31, np.float32)}, "shape"),
+        ({"model.norm.weight": np.zeros(32, np.int8)}, "I8"),
+        ({"model.norm.weight": None}, "lacks"),
+        ({"model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros(3, np.float32)}, "lora_A"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(tmp_path, change, word):
+    folder, config = written(tmp_path)
+    tensors = load_file(folder / "model.safetensors") | change
+    kept = {name: values for name, values in tensors.items() if values is not None}
+    save_file(kept, folder / "model.safetensors")
+    assert word in refused(lambda: checkpoint.read_checkpoint(folder, config))
+
+
+def test_nothing_half_written_is_left(tmp_path):
+    config = parse_config(CASES["llama-3"], source="")
+    arrays = arrays_of("llama-3", config)
+    del arrays["layers/down"]
+    with pytest.raises(KeyError):
+        checkpoint.write_checkpoint(tmp_path / "model", config, arrays)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = parse_config(CASES["llama-3"], source="")
+    message = refused(
+        lambda: checkpoint.write_checkpoint(
+            tmp_path / "file" / "model", config, arrays_of("llama-3", config)
+        )
+    )
+    assert "file" in message
+
+
+def test_what_is_written_is_plain_json(tmp_path):
+    folder, _ = written(tmp_path, file_bytes=20_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert {(folder / file).is_file() for file in index["weight_map"].values()} == {True}
+
+
+def test_flops_count_a_window_as_far_as_it_reaches():
+    # 6 for each matrix's element; 12 N H K for each position seen.
+    config = parse_config(LLAMA, source="")
+    matrices = model.parameter_count(config) - 96 * 32 - 7 * 32
+    assert model.training_flops(config, 1) == 6 * matrices + 12 * 3 * 4 * 8
+    near = parse_config(GEMMA3 | {"sliding_window": 1}, source="")
+    far = parse_config(GEMMA3 | {"sliding_window": 9}, source="")
+    seen = 12 * 4 * 16 * 2 * ((9 + 1) / 2 - 1)
+    assert model.training_flops(far, 9) - model.training_flops(near, 9) == pytest.approx(seen)
