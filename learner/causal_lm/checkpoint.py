@@ -139,7 +139,7 @@ def _places(folder: Path) -> dict[str, Path]:
             named = json.loads(index.read_text())["weight_map"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{str(index)!r} cannot be read: {error}", hint="copy it anew from the checkpoint"
+                f"{str(index)!r} cannot be read: {error}", hint="copy it from the checkpoint again"
             ) from error
         if missing := sorted({f for f in named.values() if not (folder / f).is_file()}):
             raise ConfigError(
@@ -172,7 +172,7 @@ def _opened(path: Path) -> Any:
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{str(path)!r} cannot be read: {error}",
-            hint="it is damaged or cut short: copy it anew from the checkpoint",
+            hint="it is damaged or cut short: copy it from the checkpoint again",
         ) from error
 
 
@@ -181,7 +181,7 @@ def _check(path: Path, name: str, shape: tuple[int, ...]) -> None:
         if name not in opened.keys():  # noqa: SIM118 - it is no mapping
             raise ConfigError(
                 f"{str(path)!r} has no tensor {name!r}, though the index says so",
-                hint="copy the file and the index anew from the checkpoint",
+                hint="copy the file and the index from the checkpoint again",
             )
         there = opened.get_slice(name)
         found, dtype = tuple(there.get_shape()), there.get_dtype()

@@ -231,10 +231,10 @@ def read_document(folder: Path) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(path)!r} cannot be read: {error}", hint="copy it anew from the checkpoint"
+            f"{str(path)!r} cannot be read: {error}", hint="copy it from the checkpoint again"
         ) from error
     if not isinstance(document, dict):
-        raise ConfigError(f"{str(path)!r} must hold a JSON object", hint="copy it anew")
+        raise ConfigError(f"{str(path)!r} must hold a JSON object", hint="copy it again")
     return document
 
 

@@ -5,7 +5,7 @@ norm queries and keys; Gemma 3 also norms what each half of a block gives, multi
 norms, scales embeddings, and has layers that see a window alone. The blocks are one `lax.scan`.
 
 Documents that are packed into one row are told apart by their segments: none sees another, and
-positions begin anew in each. Segment 0 is padding, which nothing is trained on.
+positions begin at 0 in each. Segment 0 is padding, which nothing is trained on.
 
 Shapes: B batch, L positions (M: positions looked at), D model width, H heads, G heads of keys and
 values, K width of a head, F width of the MLP, V vocabulary, N layers.

@@ -76,7 +76,7 @@ def _mapped(path: Path) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise TaskError(
             f"{str(path)!r} cannot be read: {error}",
-            hint="it is no NumPy file, or is cut short: make it anew",
+            hint="it is not a NumPy file, or it is cut short: make it again",
         ) from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise TaskError(

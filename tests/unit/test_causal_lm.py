@@ -21,6 +21,8 @@ from tests.models.weights import ROWS, STRIDE, tokens, weight
 EXPECTED = Path(__file__).parents[1] / "models" / "expected.npz"
 # Of the largest magnitude.
 TOLERANCE = 1e-5
+# One of each family; the others compile for ten seconds each.
+PLAINEST = ("llama-3.1", "qwen3", "gemma3")
 PLAIN = model.Compute(remat=False)  # compiles faster
 
 
@@ -55,7 +57,10 @@ def measured(config, params, seen):
     return jax.value_and_grad(loss, has_aux=True)(params)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in PLAINEST else pytest.param(case, marks=pytest.mark.long) for case in CASES],
+)
 def test_a_decoder_computes_what_transformers_does(case):
     config = parse_config(CASES[case], source=case)
     params = params_of(config, arrays_of(case, config))
