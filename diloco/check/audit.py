@@ -5,12 +5,15 @@ manifests it answers and the records before it. A run may be under way, and its 
 each fragment is judged from its oldest record on. `remake.py` goes on with the objects' contents.
 """
 
+import heapq
 import itertools
+import math
 from array import array
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from diloco.common import wire
@@ -433,34 +436,55 @@ def _goes_on(
     return begins == before.position or (dropped and begins > before.position)
 
 
+class _Reached(NamedTuple):
+    """How far a learner's data had come when a life of it began: at least, and at most."""
+
+    least: int
+    most: int
+
+
 def _earlier_ends(
     history: History, lives: Sequence[tuple[str, int]], earlier: Mapping[str, int]
-) -> dict[tuple[str, int], int]:
-    """How far the data had come, by what earlier lives had said, when each life began."""
+) -> dict[tuple[str, int], _Reached]:
+    """How far the data had come, by what earlier lives had said, when each life began.
+
+    What an earlier life says after the join is rejected, and whoever joins may have seen it: its
+    data may go on behind that, too.
+    """
     own: dict[str, list[int]] = defaultdict(list)
     for learner, incarnation in sorted(lives):
         own[learner].append(incarnation)
-    found = {life: earlier.get(life[0], 0) for life in lives}
+    least = {life: earlier.get(life[0], 0) for life in lives}
+    late: dict[tuple[str, int], int] = {}
+    spoken: set[tuple[str, int]] = set()
     said: Iterator[tuple[int, wire.Manifest | wire.Leave]]
-    said = itertools.chain(history.manifests, history.leaves)
+    said = heapq.merge(history.manifests, history.leaves, key=itemgetter(0))
     for seq, message in said:
-        known = own[message.learner]
+        learner, known = message.learner, own[message.learner]
+        spoken.add((learner, message.incarnation))
         after = bisect_left(known, max(seq, message.incarnation + 1))
         for incarnation in known[after : after + 1]:
-            life = (message.learner, incarnation)
-            found[life] = max(found[life], message.position)
+            life = (learner, incarnation)
+            least[life] = max(least[life], message.position)
+        for incarnation in known[max(0, after - 1) : after]:
+            life = (learner, incarnation)
+            if message.incarnation < incarnation and life not in spoken:
+                late[life] = max(late.get(life, 0), message.position)
     for learner, known in own.items():
-        for before, after in itertools.pairwise(known):
-            found[learner, after] = max(found[learner, after], found[learner, before])
-    return found
+        for one, following in itertools.pairwise(known):
+            least[learner, following] = max(least[learner, following], least[learner, one])
+    return {life: _Reached(at, max(at, late.get(life, 0))) for life, at in least.items()}
 
 
-def _check_beginning(found: Audit, life: tuple[str, int], starts: set[int], behind: int) -> None:
+def _check_beginning(
+    found: Audit, life: tuple[str, int], starts: set[int], behind: _Reached
+) -> None:
     # What earlier lives have sent may be trimmed; then it lies further on.
-    trimmed = found.history.trimmed
-    fits = starts == {behind} or (trimmed and len(starts) == 1 and min(starts) > behind)
+    most = math.inf if found.history.trimmed else behind.most
+    fits = len(starts) == 1 and behind.least <= min(starts) <= most
     where = f"{life[0]}, life {life[1]}"
-    found.hold(fits, "data", where, f"begins at {sorted(starts)}, earlier lives ended at {behind}")
+    ended = f"earlier lives ended at {behind.least}"
+    found.hold(fits, "data", where, f"begins at {sorted(starts)}, {ended}")
 
 
 def _check_end(found: Audit, at: tuple[int, wire.End], hostile: Sequence[str]) -> None:
