@@ -20,7 +20,7 @@ from proxy import Network, Proxy
 from diloco.common.bus import Message, StreamLimits
 from diloco.common.bus.jetstream import CALL_TIMEOUT_S, NatsBus, connect
 from diloco.common.errors import BusError, BusUnavailableError, ConfigError, SwapLostError
-from diloco.common.nats_server import NatsServer
+from diloco.common.nats_server import NatsServer, find_binary, free_port
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -379,6 +379,27 @@ def test_a_stranger_on_the_port_fails_in_bounded_time(run_async: Run) -> None:
             assert time.monotonic() - started < 4.0
 
     run_async(scenario())
+
+
+def test_an_api_that_nobody_serves_is_waited_for(tmp_path: Path, run_async: Run) -> None:
+    """As while a server reads its accounts again: who asks JetStream's API is not heard."""
+
+    async def scenario(url: str) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            bus = await connect(url, name="test")
+            stack.push_async_callback(bus.close)
+            for ask in (lambda: bus.last("s", "s.a"), lambda: bus.last_sequence("s"), bus.streams):
+                with pytest.raises(BusUnavailableError, match="no responders") as caught:
+                    await ask()
+                assert "nats-server -js" in (caught.value.hint or "")
+
+    port = free_port()
+    command = [str(find_binary()), "-a", "127.0.0.1", "-p", str(port)]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as server:
+        try:
+            run_async(scenario(f"nats://127.0.0.1:{port}"))
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize("url", ["http://h:1", "nats://", "h:4222", "nats://a,ftp://b"])

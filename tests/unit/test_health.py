@@ -12,6 +12,7 @@ from diloco.common.config import MetricsSection, ServiceManager, service_manager
 from diloco.common.errors import BusUnavailableError, ConfigError, StoreUnavailableError
 from diloco.common.health import PHASE_S, Health, View, step_limit_s
 from diloco.common.manager import Starting, report, tell, tell_error, tell_stopping
+from diloco.common.nats_server import free_port
 from diloco.common.probes import make_probes, serving
 from diloco.common.service import Retries, Runtime
 
@@ -175,12 +176,6 @@ def test_who_watches_is_read_from_the_environment(monkeypatch, variables, expect
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert service_manager() == expected
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def get(port: int, path: str) -> tuple[int, str]:

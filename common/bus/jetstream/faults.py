@@ -4,7 +4,12 @@ import contextlib
 from collections.abc import Iterator
 
 import nats.errors
-from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
+from nats.js.errors import (
+    APIError,
+    NoStreamResponseError,
+    NotFoundError,
+    ServiceUnavailableError,
+)
 
 from diloco.common.bus.limits import stream_is_full
 from diloco.common.errors import (
@@ -53,8 +58,14 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
         )
     if isinstance(error, APIError) and (error.err_code, error.description) == _STREAM_FULL:
         return stream_is_full(subject)
-    passing = isinstance(error, APIError) and (
-        error.code == 503 or error.err_code == _STILL_IN_PROCESS
+    if isinstance(error, ServiceUnavailableError) and error.code is None:
+        # Nobody heard the request: nats-py makes this of "no responders", without a number.
+        return BusUnavailableError(
+            f"{subject!r}: no responders",
+            hint="the server has no JetStream (nats-server -js), or is reading its configuration",
+        )
+    passing = isinstance(error, ServiceUnavailableError) or (
+        isinstance(error, APIError) and error.err_code == _STILL_IN_PROCESS
     )
     if isinstance(error, APIError) and not passing:
         if error.err_code == _STREAM_NOT_FOUND:
