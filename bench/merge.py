@@ -108,7 +108,7 @@ class _Round:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._sum = Accumulator(grid)
+        self._sum = Accumulator(grid, cores.available())
         self._optimizer = make_outer("nesterov")
         self._theta, self._view = np.zeros((2, grid.size), np.float32)
         self._state = self._optimizer.init(grid.size)
@@ -130,7 +130,7 @@ class _Round:
         return taken_s
 
     def _norms(self, update: Encoded, contributions: list[Contribution]) -> None:
-        contributions.append(Contribution(segment_norms(self._grid, "int4", [update]), 1e6, 0.7))
+        contributions.append(Contribution(segment_norms(self._grid, "int4", [update], cores.available()), 1e6, 0.7))
 
     def _add(self, update: Encoded, contributions: list[Contribution]) -> None:
         self._sum.add("int4", [update], coefficients(self._grid, contributions[-1]))
