@@ -32,7 +32,7 @@ from diloco.aggregator.arrays.merge import (
     factors,
     segment_norms,
 )
-from diloco.aggregator.arrays.outer import Gradient, advance_view, make_outer
+from diloco.aggregator.arrays.outer import close_round, make_outer
 from diloco.common import cores, shards
 from diloco.common.codec import Encoded
 from diloco.common.layout import Tensor, TensorHint, make_layout
@@ -42,8 +42,8 @@ BLOCK = 64
 SEGMENTS = 16
 REPEATS = 7
 FLOOR = 0.6
-STAGES = ("norms", "accumulate", "merged norms", "outer step")
-AFTER = ("version delta", "digests")
+STAGES = ("norms", "accumulate", "merged norms", "outer step, delta")
+AFTER = ("digests",)
 
 
 def main() -> None:
@@ -92,8 +92,7 @@ def _stage_bytes(size: int, learners: int) -> dict[str, float]:
         "norms": learners * codes,
         "accumulate": learners * (codes + 8 * size),
         "merged norms": 4 * size,
-        "outer step": 20 * size,
-        "version delta": 12 * size + codes,
+        "outer step, delta": 28 * size + codes,
         "digests": 12 * size,
     }
 
@@ -122,10 +121,7 @@ class _Round:
             taken_s["norms"] += seconds(partial(self._norms, update, contributions))
             taken_s["accumulate"] += seconds(partial(self._add, update, contributions))
         taken_s["merged norms"] = seconds(lambda: self._factors(contributions))
-        taken_s["outer step"] = seconds(self._outer)
-        taken_s["version delta"] = seconds(
-            lambda: advance_view(self._theta, self._view, "int4", BLOCK, cores.available())
-        )
+        taken_s["outer step, delta"] = seconds(self._close)
         taken_s["digests"] = seconds(self._digests)
         return taken_s
 
@@ -138,15 +134,18 @@ class _Round:
     def _factors(self, contributions: list[Contribution]) -> None:
         self._factors_S = factors(self._grid, self._sum, contributions)
 
-    def _outer(self) -> None:
-        factors_B = self._grid.per_block(self._factors_S)
-        gradient = Gradient(tuple(self._sum.spans()), factors_B, BLOCK)
-        self._optimizer.update(
-            self._theta,
-            gradient,
-            self._state,
+    def _close(self) -> None:
+        close_round(
+            self._grid,
+            self._sum,
+            self._factors_S,
+            theta_N=self._theta,
+            view_N=self._view,
+            state=self._state,
+            optimizer=self._optimizer,
             learning_rate=0.7,
             momentum=0.9,
+            delta_codec="int4",
             threads=cores.available(),
         )
 
@@ -171,9 +170,9 @@ def _print_speed(size: int, learners: int) -> float:
     rows += [
         _row(stage, must_move[stage], [one[stage] for one in taken], bandwidths) for stage in STAGES
     ]
-    core_bytes = must_move["accumulate"] + must_move["outer step"]
-    cores = [one["accumulate"] + one["outer step"] for one in taken]
-    rows.append(_row("accumulate + outer step", core_bytes, cores, bandwidths))
+    core_bytes = must_move["accumulate"] + must_move["outer step, delta"]
+    cores = [one["accumulate"] + one["outer step, delta"] for one in taken]
+    rows.append(_row("accumulate, outer step, delta", core_bytes, cores, bandwidths))
     moved = sum(must_move[stage] for stage in STAGES)
     rows.append(_row("all of these", moved, totals, bandwidths))
     rows += [

@@ -21,8 +21,7 @@ Source: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional averag
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -31,7 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays import kernels
-from diloco.aggregator.arrays.grid import Grid, Pieces
+from diloco.aggregator.arrays.grid import Grid
+from diloco.aggregator.arrays.sharing import Run, as_bits, share_out, shared
 from diloco.common.codec import Codec, Encoded, aligned_zeros, code_count, scale_count
 
 Vector = npt.NDArray[np.float32]
@@ -98,7 +98,7 @@ def segment_norms(
         for (start, stop), shard in zip(grid.ranges, shards, strict=True)
     ]
 
-    def measure(run: _Run) -> None:
+    def measure(run: Run) -> None:
         kernels.measure(
             pieces.edges_P1,
             run.first,
@@ -109,7 +109,7 @@ def segment_norms(
             squares_P,
         )
 
-    share_out(measure, _shared(pieces, threads), threads)
+    share_out(measure, shared(pieces, threads), threads)
     return np.sqrt(grid.per_segment(squares_P))
 
 
@@ -254,11 +254,11 @@ class Accumulator:
         for row_S, one in zip(coefficients_UxS, waiting, strict=False):
             row_S[:] = one.coefficients_S
         work = partial(self._add_pieces, waiting, coefficients_UxS)
-        share_out(work, _shared(self._pieces, self._threads), self._threads)
+        share_out(work, shared(self._pieces, self._threads), self._threads)
         self._added += len(waiting)
 
     def _add_pieces(
-        self, waiting: Sequence[_Waiting], coefficients_UxS: Vector, run: "_Run"
+        self, waiting: Sequence[_Waiting], coefficients_UxS: Vector, run: Run
     ) -> None:
         block = self._grid.block
         # What there is no update for repeats the first, times zero.
@@ -282,41 +282,13 @@ class Accumulator:
         )
 
 
-class _Run(NamedTuple):
-    """Pieces of one shard that one thread works on."""
-
-    shard: int
-    first: int
-    last: int
-
-
-def _shared(pieces: Pieces, threads: int) -> list[_Run]:
-    """All pieces; several runs for each thread, so that one that is held up does not hold up all."""
-    longest = -(-len(pieces.segment_P) // (4 * threads))
-    return [
-        _Run(shard, first, min(first + longest, last))
-        for shard, (start, last) in enumerate(pieces.of_ranges)
-        for first in range(start, last, longest)
-    ]
-
-
-def share_out(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
-    """Have `work` done on each item by some threads."""
-    if threads == 1 or len(items) == 1:
-        for item in items:
-            work(item)
-        return
-    with ThreadPoolExecutor(min(threads, len(items))) as pool:
-        list(pool.map(work, items))
-
-
 def _as_blocks(codec: Codec, shard: Encoded, size: int, block: int) -> Encoded:
     """Scales and codes as kernels take them: read-only, in blocks, bfloat16s as bits."""
     codes = np.asarray(shard.codes).reshape(-1, code_count(codec, block))
-    scales = np.asarray(shard.scales).view(np.uint16)
+    scales = as_bits(np.asarray(shard.scales)).view()
     if len(codes) != size // block or scales.size != scale_count(codec, size, block):
         raise ValueError(f"{len(codes)} blocks and {scales.size} scales for {size // block} blocks")
-    codes = codes.view(np.uint16) if codec == "bfloat16" else codes.view()
+    codes = as_bits(codes).view()
     codes.flags.writeable = scales.flags.writeable = False
     return Encoded(scales, codes)
 

@@ -10,7 +10,9 @@ import pytest
 import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import advance_view, grid_of, take_step
 
+from diloco.aggregator.arrays import grid as grids
 from diloco.aggregator.arrays import outer
 from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.arrays.merge import (
@@ -21,7 +23,6 @@ from diloco.aggregator.arrays.merge import (
     segment_norms,
 )
 from diloco.aggregator.arrays.outer import (
-    Gradient,
     apply_delta,
     close_round,
     make_outer,
@@ -295,9 +296,8 @@ def reference_step(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("chunk", [48, 1 << 17])
-def test_outer_steps_are_their_formulas_to_the_bit(name, chunk, monkeypatch):
-    monkeypatch.setattr(outer, "CHUNK", chunk)
+@pytest.mark.parametrize("shard_elements", [48, 1 << 17])
+def test_outer_steps_are_their_formulas_to_the_bit(name, shard_elements):
     rng = np.random.default_rng(1)
     size, block = 32 * 24, 16
     theta = rng.standard_normal(size).astype(np.float32)
@@ -306,11 +306,11 @@ def test_outer_steps_are_their_formulas_to_the_bit(name, chunk, monkeypatch):
     for step in range(7):
         raw = rng.standard_normal(size).astype(np.float32)
         factor_B = rng.choice([0.5, 0.75, 1.25], size // block).astype(np.float32)
-        halves = ((0, raw[: size // 2]), (size // 2, raw[size // 2 :]))
         rate, mu = 0.7 - 0.1 * step, 0.9 - 0.05 * step
-        optimizer.update(
-            theta, Gradient(halves, factor_B, block), state, learning_rate=rate, momentum=mu
-        )
+        take_step(
+            optimizer, theta, raw, state, learning_rate=rate, momentum=mu, factors_S=factor_B,
+            grid=grid_of(size, block, shard_elements),
+        )  # fmt: skip
         g = raw * factor_B.repeat(block)
         expected = reference_step(name, expected, g, expected_state, rate, mu, 3, 0.2)
         assert theta.tobytes() == expected.tobytes()
@@ -320,33 +320,11 @@ def test_outer_steps_are_their_formulas_to_the_bit(name, chunk, monkeypatch):
     )
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from(OPTIMIZERS), st.integers(0, 2**32 - 1), st.sampled_from([32, 80, 4096]))
-def test_chunks_change_nothing(name, seed, chunk):
-    results = []
-    default = outer.CHUNK
-    for size_of_chunk in (chunk, default):
-        rng = np.random.default_rng(seed)
-        theta = rng.standard_normal(480).astype(np.float32)
-        optimizer = make_outer(name, delay=2)
-        state = optimizer.init(theta.size)
-        outer.CHUNK = size_of_chunk
-        try:
-            for _ in range(3):
-                spans = ((0, rng.standard_normal(480).astype(np.float32)),)
-                optimizer.update(theta, Gradient(spans), state, learning_rate=0.7, momentum=0.9)
-        finally:
-            outer.CHUNK = default
-        results.append([theta.tobytes(), *(array.tobytes() for array in state.values())])
-    assert results[0] == results[1]
-
-
 def test_the_merged_sum_is_not_changed_by_a_step():
     accumulator = accumulated("int4", random_updates("int4", 2, seed=1))
     before = sum_of(accumulator).tobytes()
-    theta = np.zeros(GRID.size, np.float32)
-    gradient = Gradient(tuple(accumulator.spans()))
-    make_outer("sgd").update(theta, gradient, {}, learning_rate=0.5, momentum=0.0)
+    fragment = _Fragment(np.zeros(GRID.size, np.float32), make_outer("sgd"))
+    fragment.close(accumulator, np.ones(6, np.float32), "int4")
     assert sum_of(accumulator).tobytes() == before
 
 
@@ -375,17 +353,15 @@ def test_merging_again_from_the_record_gives_the_same_bits(codec, delta_codec, n
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("slab", [16, 48, 1 << 19])
-def test_the_view_follows_theta_and_readers_follow_the_view(codec, slab, monkeypatch):
+def test_the_view_follows_theta_and_readers_follow_the_view(codec):
     """What quantization loses is carried: view + what is left = theta, and the rest goes out."""
-    monkeypatch.setattr(outer, "SLAB", slab)
     rng = np.random.default_rng(2)
     theta = rng.standard_normal(GRID.size).astype(np.float32)
     view = np.zeros(GRID.size, np.float32)
     reader = view.copy()
     for _ in range(12):
         whole = encode(codec, theta - view, BLOCK)
-        delta = outer.advance_view(theta, view, codec, BLOCK)
+        delta = advance_view(theta, view, codec, BLOCK)
         assert delta.codes.tobytes() == np.asarray(whole.codes).tobytes()
         assert delta.scales.tobytes() == np.asarray(whole.scales).tobytes()
         apply_delta(codec, reader, delta, BLOCK)
@@ -395,8 +371,8 @@ def test_the_view_follows_theta_and_readers_follow_the_view(codec, slab, monkeyp
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_number_of_threads_changes_no_bit(codec, monkeypatch):
-    monkeypatch.setattr(outer, "SLAB", 32)
     monkeypatch.setattr(outer, "CHUNK", 16)
+    monkeypatch.setattr(grids, "PIECE_BLOCKS", 1)
     accumulator = accumulated(codec, random_updates(codec, 3, seed=4))
     factor_S = np.random.default_rng(4).uniform(0.1, 1, 6).astype(np.float32)
     start = np.random.default_rng(5).standard_normal(GRID.size).astype(np.float32)
