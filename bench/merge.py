@@ -126,7 +126,9 @@ class _Round:
         return taken_s
 
     def _norms(self, update: Encoded, contributions: list[Contribution]) -> None:
-        contributions.append(Contribution(segment_norms(self._grid, "int4", [update], cores.available()), 1e6, 0.7))
+        contributions.append(
+            Contribution(segment_norms(self._grid, "int4", [update], cores.available()), 1e6, 0.7)
+        )
 
     def _add(self, update: Encoded, contributions: list[Contribution]) -> None:
         self._sum.add("int4", [update], coefficients(self._grid, contributions[-1]))

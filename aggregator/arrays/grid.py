@@ -25,8 +25,8 @@ class Pieces(NamedTuple):
         of_ranges: first piece of each shard's range, and the one after its last.
     """
 
-    edges_P1: npt.NDArray[np.int64]
-    segment_P: npt.NDArray[np.int64]
+    edges_P1: npt.NDArray[np.int64]  # noqa: N815 - shapes live in names of arrays
+    segment_P: npt.NDArray[np.int64]  # noqa: N815 - as above
     of_ranges: tuple[tuple[int, int], ...]
 
 
@@ -67,7 +67,8 @@ class Grid:
 
     def per_segment(self, values_P: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Sums over the pieces of each segment, in their order; float64 [S]."""
-        return np.bincount(self.pieces().segment_P, values_P, minlength=len(self.lengths))
+        sums_S = np.bincount(self.pieces().segment_P, values_P, minlength=len(self.lengths))
+        return sums_S.astype(np.float64)
 
     def per_block(self, values_S: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Each segment's value for each of its blocks, float32 [B]."""

@@ -21,7 +21,7 @@ Source: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional averag
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -29,7 +29,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.arrays import kernels
+from diloco.aggregator.arrays import sums
+from diloco.aggregator.arrays.compiled import lanes
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.sharing import Run, as_bits, share_out, shared
 from diloco.common.codec import Codec, Encoded, aligned_zeros, code_count, scale_count
@@ -87,9 +88,7 @@ def unit_after(unit: int | None, weight: float) -> int:
     return own if unit is None or own - unit >= HEADROOM else unit
 
 
-def segment_norms(
-    grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: int = 1
-) -> Norms:
+def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: int = 1) -> Norms:
     """L2 norm of each segment of an update, float64 [S], the same for any number of threads."""
     pieces = grid.pieces()
     squares_P = np.zeros(len(pieces.segment_P))
@@ -99,12 +98,12 @@ def segment_norms(
     ]
 
     def measure(run: Run) -> None:
-        kernels.measure(
+        sums.measure(
             pieces.edges_P1,
             run.first,
             run.last,
             grid.ranges[run.shard][0] // grid.block,
-            kernels.lanes(parts[run.shard].codes.shape[1]),
+            lanes(parts[run.shard].codes.shape[1]),
             *parts[run.shard],
             squares_P,
         )
@@ -162,7 +161,7 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
 class _Waiting(NamedTuple):
     codec: Codec
     shards: tuple[Encoded, ...]
-    coefficients_S: Vector
+    coefficients_S: Vector  # noqa: N815 - shapes live in names of arrays
     unit: int
 
 
@@ -226,10 +225,6 @@ class Accumulator:
         """Empty the sum for another round; its memory is kept."""
         self._waiting, self._added = [], 0
 
-    def spans(self) -> Iterator[tuple[int, Vector]]:
-        """The sum in contiguous parts: first element and float32 values of each."""
-        yield 0, self.total()
-
     def total(self) -> Vector:
         """The sum, float32 [N]; not to be changed."""
         if self._waiting:
@@ -250,28 +245,26 @@ class Accumulator:
         if self._added and unit > self._unit:
             _scale_down(self._sum_N, unit - self._unit)
         self._unit = unit
-        coefficients_UxS = np.zeros((kernels.MOST_UPDATES, len(self._grid.lengths)), np.float32)
+        coefficients_UxS = np.zeros((sums.MOST_UPDATES, len(self._grid.lengths)), np.float32)
         for row_S, one in zip(coefficients_UxS, waiting, strict=False):
             row_S[:] = one.coefficients_S
         work = partial(self._add_pieces, waiting, coefficients_UxS)
         share_out(work, shared(self._pieces, self._threads), self._threads)
         self._added += len(waiting)
 
-    def _add_pieces(
-        self, waiting: Sequence[_Waiting], coefficients_UxS: Vector, run: Run
-    ) -> None:
+    def _add_pieces(self, waiting: Sequence[_Waiting], coefficients_UxS: Vector, run: Run) -> None:
         block = self._grid.block
         # What there is no update for repeats the first, times zero.
-        spare = [waiting[0]] * (kernels.MOST_UPDATES - len(waiting))
+        spare = [waiting[0]] * (sums.MOST_UPDATES - len(waiting))
         shards = [one.shards[run.shard] for one in (*waiting, *spare)]
-        kernels.add(
+        sums.add(
             self._pieces.edges_P1,
             self._pieces.segment_P,
             run.first,
             run.last,
             self._grid.ranges[run.shard][0] // block,
-            kernels.lanes(shards[0].codes.shape[1]),
-            kernels.lanes(block),
+            lanes(shards[0].codes.shape[1]),
+            lanes(block),
             len(waiting),
             tuple(shard.scales for shard in shards),
             tuple(shard.codes for shard in shards),
@@ -299,4 +292,4 @@ def _scale_down(sum_N: Vector, rise: int) -> None:
         part = sum_N[start : start + CHUNK]
         for step in (rise // 2, rise - rise // 2):
             part *= np.ldexp(np.float32(1), -step)
-        part[np.abs(part) < kernels.LEAST_PRODUCT] = 0
+        part[np.abs(part) < sums.LEAST_PRODUCT] = 0

@@ -4,7 +4,7 @@ Shapes: N elements of a fragment's vector, S segments.
 
 `close_round` takes what a round has summed (`merge.py`), forms the outer gradient as it goes,
 moves the master parameters by an outer optimizer, and the view after them by a quantized delta.
-All of it is done with a block while that is in cache (`kernels.py`), with float32 constants and one
+All of it is done with a block while that is in cache (`steps.py`), with float32 constants and one
 rounding per operation, so that cutting it in pieces for threads changes no bit.
 
 Sources: DiLoCo (arXiv 2311.08105) for the outer Nesterov; Async Local-SGD (2401.09135) for
@@ -19,7 +19,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from diloco.aggregator.arrays import kernels
+from diloco.aggregator.arrays import steps
+from diloco.aggregator.arrays.compiled import lanes
 from diloco.aggregator.arrays.grid import Grid, Pieces
 from diloco.aggregator.arrays.merge import CHUNK, Accumulator, Vector
 from diloco.aggregator.arrays.sharing import Run, as_bits, share_out, shared
@@ -37,10 +38,10 @@ OuterName = Literal["sgd", "momentum", "nesterov", "delayed_nesterov"]
 
 
 class Step(NamedTuple):
-    """One step of an outer optimizer, as `kernels.advance` takes it.
+    """One step of an outer optimizer, as `steps.advance` takes it.
 
     Attributes:
-        rule: of `kernels`.
+        rule: one of those of `steps`.
         constants: rounded to float32 once, so that every machine has the same.
     """
 
@@ -88,7 +89,7 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
         state["arrivals"] += 1
         nth = int(state["arrivals"][0]) % delay == 0
         applied = 1 - delay_fraction * delay + delay_fraction if nth else delay_fraction
-        rule = kernels.DELAYED_NESTEROV_NTH if nth else kernels.DELAYED_NESTEROV
+        rule = steps.DELAYED_NESTEROV_NTH if nth else steps.DELAYED_NESTEROV
         return Step(rule, (rate, carried, np.float32(1 / delay), np.float32(applied * momentum)))
 
     return OuterOptimizer(init, begin)
@@ -101,10 +102,10 @@ _SLOTS: Final[dict[OuterName, tuple[str, ...]]] = {
     "delayed_nesterov": ("momentum", "delayed"),
 }
 _RULES: Final[dict[OuterName, int]] = {
-    "sgd": kernels.SGD,
-    "momentum": kernels.MOMENTUM,
-    "nesterov": kernels.NESTEROV,
-    "delayed_nesterov": kernels.DELAYED_NESTEROV,
+    "sgd": steps.SGD,
+    "momentum": steps.MOMENTUM,
+    "nesterov": steps.NESTEROV,
+    "delayed_nesterov": steps.DELAYED_NESTEROV,
 }
 
 
@@ -166,7 +167,7 @@ def close_round(
         _advance,
         pieces,
         step,
-        (kernels.lanes(grid.block), kernels.lanes(codes.shape[1])),
+        (lanes(grid.block), lanes(codes.shape[1])),
         (factors_S.astype(np.float32), rows(accumulator.total())),
         (nothing_N if kept_S is None else np.array(kept_S), rows(state.get("center", nothing_N))),
         (
@@ -195,7 +196,7 @@ def _advance(
     delta: tuple[npt.NDArray[Any], npt.NDArray[Any]],
     run: Run,
 ) -> None:
-    kernels.advance(
+    steps.advance(
         pieces.edges_P1, pieces.segment_P, run.first, run.last, *step, *widths, *gradient, *center,
         *vectors, *delta,
     )  # fmt: skip

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from diloco.aggregator.arrays.grid import Pieces
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Run(NamedTuple):
@@ -26,7 +29,7 @@ class Run(NamedTuple):
 
 
 def shared(pieces: Pieces, threads: int) -> list[Run]:
-    """All pieces; several runs for each thread, so that one that is held up does not hold up all."""
+    """All pieces; several runs a thread, so that one that is held up does not hold up all."""
     longest = -(-len(pieces.segment_P) // (4 * threads))
     return [
         Run(first, min(first + longest, last), shard)
@@ -35,14 +38,12 @@ def shared(pieces: Pieces, threads: int) -> list[Run]:
     ]
 
 
-def share_out(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
-    """Have `work` done on each item by some threads."""
+def share_out(work: Callable[[Item], Result], items: Sequence[Item], threads: int) -> list[Result]:
+    """Have `work` done on each item by some threads; what it gives, in order."""
     if threads == 1 or len(items) == 1:
-        for item in items:
-            work(item)
-        return
+        return [work(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items))) as pool:
-        list(pool.map(work, items))
+        return list(pool.map(work, items))
 
 
 def as_bits(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

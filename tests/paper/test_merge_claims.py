@@ -44,7 +44,7 @@ def merged(
         contribution = Contribution(segment_norms(grid, codec, shards), **{"weight": 1.0, **terms})
         accumulator.add(codec, shards, coefficients(grid, contribution))
         contributions.append(contribution)
-    total = np.concatenate([values for _, values in accumulator.spans()])
+    total = accumulator.total().copy()
     return total * grid.per_block(factors(grid, accumulator, contributions)).repeat(BLOCK)
 
 
