@@ -16,6 +16,7 @@ from diloco.aggregator.arrays import grid as grids
 from diloco.aggregator.arrays import outer
 from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.arrays.merge import (
+    MOST_WAITING,
     Accumulator,
     Contribution,
     coefficients,
@@ -28,7 +29,7 @@ from diloco.aggregator.arrays.outer import (
     make_outer,
     participation,
 )
-from diloco.common.codec import CODECS, Encoded, decode_numpy
+from diloco.common.codec import CODECS, Encoded, decode_numpy, encoded_bytes
 from diloco.common.layout import Tensor, TensorHint, make_layout
 from diloco.common.quantize import encode
 from diloco.common.shards import shard_ranges
@@ -244,6 +245,46 @@ def test_shards_change_nothing_for_the_sum(codec):
     assert len(set(sums)) == 1
 
 
+@settings(max_examples=40, deadline=None)
+@given(codecs, st.integers(1, 19), st.integers(0, 2**32 - 1), st.sampled_from([16, 80, 1 << 20]))
+def test_updates_added_in_one_pass_give_the_bits_of_one_by_one(codec, count, seed, shard_elements):
+    grid, rng = small_grid(shard_elements), np.random.default_rng(seed)
+    together, single = Accumulator(grid, 3), Accumulator(grid)
+    unit = 0
+    for _ in range(count):
+        values = rng.standard_normal(grid.size) * 2.0 ** rng.integers(-70, 40)
+        shards = update_of(codec, values.astype(np.float32), grid)
+        coefficient_S = rng.uniform(0, 4, 6).astype(ml_dtypes.bfloat16)
+        unit += int(rng.choice([0, 0, 0, 0, 40]))
+        for accumulator in (together, single):
+            accumulator.add(codec, shards, coefficient_S, unit)
+        single.total()
+    assert together.inputs == single.inputs == count
+    assert together.total().tobytes() == single.total().tobytes()
+    assert together.norms().tobytes() == single.norms().tobytes()
+    exact = [np.linalg.norm(part.astype(np.float64)) for part in by_segment(together.total(), grid)]
+    np.testing.assert_allclose(together.norms(), exact, rtol=1e-12)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_norms_are_the_same_for_any_number_of_threads(codec, monkeypatch):
+    monkeypatch.setattr(grids, "PIECE_BLOCKS", 1)
+    updates = random_updates(codec, 3, seed=6)
+    found = []
+    for threads in (1, 2, 16):
+        accumulator = Accumulator(GRID, threads)
+        for shards, contribution in updates:
+            accumulator.add(codec, shards, coefficients(GRID, contribution))
+        each = [segment_norms(GRID, codec, shards, threads).tobytes() for shards, _ in updates]
+        found.append([*each, accumulator.norms().tobytes(), accumulator.total().tobytes()])
+    assert found[0] == found[1] == found[2]
+
+
+def test_an_update_that_waits_with_others_takes_no_more_than_four_bytes_a_parameter():
+    for codec, most in MOST_WAITING.items():
+        assert most * encoded_bytes(codec, 1 << 20, 64) / 2**20 < 4.3
+
+
 def test_a_reset_sum_starts_from_zero_in_the_same_memory():
     updates = random_updates("int4", 2, seed=5)
     accumulator = accumulated("int4", updates)
@@ -368,6 +409,40 @@ def test_the_view_follows_theta_and_readers_follow_the_view(codec):
     np.testing.assert_allclose(view, theta, rtol=1e-6, atol=1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(codecs, st.integers(0, 2**32 - 1), st.sampled_from([16, 64]))
+def test_the_delta_is_encoded_as_learners_would(codec, seed, block):
+    """Of any magnitude, half way between two codes, zeros, denormal numbers and what is no number."""
+    rng = np.random.default_rng(seed)
+    theta = rng.integers(-14, 15, 8 * block) * np.float32(0.5)
+    theta *= 2.0 ** rng.integers(-150, 100, theta.size // block).repeat(block)
+    theta = (theta * rng.choice([1.0, 1.0, 1 + 2**-20], theta.size)).astype(np.float32)
+    theta[:block] *= np.float32(rng.integers(0, 2))
+    if seed % 3 == 0:
+        theta[-1] = rng.choice([np.inf, -np.inf, np.nan])
+    view = np.zeros_like(theta)
+    expected = encode(codec, theta, block)
+    delta = advance_view(theta, view, codec, block)
+    assert delta.scales.tobytes() == np.asarray(expected.scales).tobytes()
+    assert delta.codes.tobytes() == np.asarray(expected.codes).tobytes()
+    with np.errstate(invalid="ignore"):
+        moved = decode_numpy(codec, delta, block) + np.float32(0)
+    np.testing.assert_array_equal(view, moved)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_momentum_that_fades_away_stays_numpys_to_the_last_denormal_number(name):
+    theta, optimizer = np.ones(32, np.float32), make_outer(name, delay=2)
+    state, expected, expected_state = optimizer.init(32), theta.copy(), {}
+    for step in range(400):
+        gradient = np.full(32, 2.0**-99 if step == 0 else 0, np.float32)
+        take_step(optimizer, theta, gradient, state, learning_rate=0.7, momentum=0.9)
+        expected = reference_step(name, expected, gradient, expected_state, 0.7, 0.9, 2, 0.0)
+        if "m" in expected_state:
+            assert state["momentum"].tobytes() == expected_state["m"].tobytes()
+    assert theta.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_number_of_threads_changes_no_bit(codec, monkeypatch):
     monkeypatch.setattr(outer, "CHUNK", 16)
@@ -421,11 +496,16 @@ def test_every_instruction_set_gives_the_same_bits():
     others = [
         subprocess.Popen(
             [sys.executable, same_bits.__file__],
-            env={**os.environ, "XLA_FLAGS": f"--xla_cpu_max_isa={isa}"},
+            env={
+                **os.environ,
+                "XLA_FLAGS": f"--xla_cpu_max_isa={isa}",
+                "NUMBA_CPU_NAME": cpu,
+                "NUMBA_CPU_FEATURES": "",
+            },
             stdout=subprocess.PIPE,
             text=True,
         )
-        for isa in ("SSE4_2", "AVX2")
+        for isa, cpu in (("SSE4_2", "nehalem"), ("AVX2", "haswell"))
     ]
     expected = same_bits.digests()
     assert len(set(expected)) == len(CODECS)
