@@ -18,7 +18,7 @@ from diloco.aggregator.arrays.sharing import share_out
 from diloco.aggregator.core.updates import Admitted
 from diloco.common import shards, wire
 from diloco.common.averaged import averaged, settings_of
-from diloco.common.codec import Codec, Encoded
+from diloco.common.codec import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Layout
@@ -102,7 +102,7 @@ class FragmentArrays:
         """The arrays of version 0, with a fresh outer-optimizer state."""
         grid = make_grid(settings, layout, fragment)
         state = _fresh_state(settings_of(settings, layout, fragment), grid)
-        return cls(settings, grid, view.copy(), view.copy(), state, threads=threads)
+        return cls(settings, grid, _aligned(view), _aligned(view), state, threads=threads)
 
     @classmethod
     def from_objects(
@@ -127,10 +127,10 @@ class FragmentArrays:
         try:
             stored = msgpack.unpackb(outer_state, max_bin_len=len(outer_state))
             arrays = {
-                name: np.frombuffer(stored[name], like.dtype).copy()
+                name: _aligned(np.frombuffer(stored[name], like.dtype))
                 for name, like in wanted.items()
             }
-            view_N = np.frombuffer(view, np.float32).copy()
+            view_N = _aligned(np.frombuffer(view, np.float32))
         except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
             raise IntegrityError(f"fragment {fragment}: unreadable outer state: {error}") from error
         theta = arrays.pop("theta")
@@ -344,6 +344,13 @@ def payload_of(
     return Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
 
 
+def _aligned(values: np.ndarray) -> np.ndarray:
+    """A copy at the boundary of a cache line: else a processor's widest loads touch two."""
+    copy = aligned_empty(values.size, values.dtype)
+    copy[:] = values
+    return copy
+
+
 def _optimizer(settings: RunSettings) -> OuterOptimizer:
     section = settings.outer
     return outer.make_outer(
@@ -355,7 +362,7 @@ def _fresh_state(settings: RunSettings, grid: Grid) -> State:
     """Of the outer optimizer, and what centered clipping keeps beside it."""
     state = _optimizer(settings).init(grid.size)
     if grid.centered:
-        state["center"] = np.zeros(grid.size, np.float32)
+        state["center"] = aligned_zeros(grid.size)
         state["radius"] = np.zeros(len(grid.lengths), np.float32)
     return state
 

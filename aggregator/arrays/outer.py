@@ -27,6 +27,8 @@ from diloco.aggregator.arrays.sharing import Run, as_bits, share_out, shared
 from diloco.common.codec import (
     Codec,
     Encoded,
+    aligned_empty,
+    aligned_zeros,
     code_count,
     code_dtype,
     decode_numpy,
@@ -77,7 +79,7 @@ def make_outer(name: OuterName, *, delay: int = 1, delay_fraction: float = 0.0) 
     """
 
     def init(size: int) -> State:
-        state: State = {slot: np.zeros(size, np.float32) for slot in _SLOTS[name]}
+        state: State = {slot: aligned_zeros(size) for slot in _SLOTS[name]}
         if name == "delayed_nesterov":
             state["arrivals"] = np.zeros(1, np.int64)
         return state
@@ -158,7 +160,7 @@ def close_round(
     step = optimizer.begin(state, learning_rate, momentum)
     delta = Encoded(
         np.empty(scale_count(delta_codec, grid.size, grid.block), ml_dtypes.bfloat16),
-        np.empty(code_count(delta_codec, grid.size), code_dtype(delta_codec)),
+        aligned_empty(code_count(delta_codec, grid.size), code_dtype(delta_codec)),
     )
     codes = as_bits(delta.codes).reshape(-1, code_count(delta_codec, grid.block))
     pieces, nothing_N = grid.pieces(), np.empty(0, np.float32)
