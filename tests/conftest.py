@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import pytest
 import structlog
+from hypothesis import settings
 from jax._src.lru_cache import LRUCache
 
 from diloco.common.nats_server import NatsServer
@@ -24,6 +25,9 @@ _numbers = itertools.count()
 jax.config.update("jax_num_cpu_devices", 8)
 # As every process but a learner.
 jax.config.update("jax_platforms", "cpu")
+# What an example takes tells how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def _share_compiled_programs() -> None:
