@@ -118,7 +118,7 @@ def test_a_grid_divides_the_whole_vector():
 # --- Norms, coefficients, factors
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(codecs, st.integers(0, 2**32 - 1), st.integers(-55, 35))
 def test_segment_norms_are_those_of_the_decoded_update(codec, seed, exponent):
     values = np.random.default_rng(seed).standard_normal(GRID.size) * 2.0**exponent
@@ -163,7 +163,7 @@ def test_coefficients_hold_the_extremes_of_weights_and_norms(norm, weight, unit,
     assert set(got[RADIAL].astype(float)) == {expected}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(codecs, st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_merge_is_the_formula_of_the_paper(codec, count, seed):
     """docs/design/paper.md §1, with w S in the numerators and w in the denominators."""
@@ -220,7 +220,7 @@ def test_participation_scales_rate_and_momentum():
 # --- The sum
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(codecs, st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_the_sum_is_that_of_rounded_products_in_order(codec, count, seed):
     updates = random_updates(codec, count, seed)
@@ -245,7 +245,7 @@ def test_shards_change_nothing_for_the_sum(codec):
     assert len(set(sums)) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(codecs, st.integers(1, 19), st.integers(0, 2**32 - 1), st.sampled_from([16, 80, 1 << 20]))
 def test_updates_added_in_one_pass_give_the_bits_of_one_by_one(codec, count, seed, shard_elements):
     grid, rng = small_grid(shard_elements), np.random.default_rng(seed)
@@ -371,7 +371,7 @@ def test_the_merged_sum_is_not_changed_by_a_step():
 # --- Closing and merging again
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(codecs, codecs, st.sampled_from(OPTIMIZERS), st.integers(0, 2**32 - 1))
 def test_merging_again_from_the_record_gives_the_same_bits(codec, delta_codec, name, seed):
     optimizer = make_outer(name, delay=2)
@@ -409,7 +409,7 @@ def test_the_view_follows_theta_and_readers_follow_the_view(codec):
     np.testing.assert_allclose(view, theta, rtol=1e-6, atol=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(codecs, st.integers(0, 2**32 - 1), st.sampled_from([16, 64]))
 def test_the_delta_is_encoded_as_learners_would(codec, seed, block):
     """Of any magnitude, half way between two codes, zeros, denormal numbers and what is no number."""
