@@ -72,7 +72,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _grid(size: int) -> Grid:
+def grid_of(size: int) -> Grid:
     tensor = Tensor(name="x", shape=(SEGMENTS, size // SEGMENTS), dtype="float32")
     layout = make_layout(
         [tensor], fragments=1, block=BLOCK, hint=lambda *_: TensorHint(norm_axes=1)
@@ -80,7 +80,7 @@ def _grid(size: int) -> Grid:
     return make_grid(layout.fragments[0], BLOCK, 1 << 30)
 
 
-def _updates(grid: Grid, count: int) -> Iterator[Encoded]:
+def updates_of(grid: Grid, count: int) -> Iterator[Encoded]:
     """Updates of random codes and scales, each in memory of its own, as read from the store."""
     rng = np.random.default_rng(0)
     codes = rng.integers(1, 16, grid.size // 2, dtype=np.uint8)
@@ -107,18 +107,30 @@ def _least_bytes(size: int, learners: int) -> float:
     return 32 * size + (learners + 1) * (size / 2 + 2 * size / BLOCK)
 
 
-class _Taken(NamedTuple):
+class Taken(NamedTuple):
+    """Of a stage; processor time of all threads.
+
+    Attributes:
+        processor_s: divided by the cores.
+    """
+
     wall_s: float = 0.0
     processor_s: float = 0.0
 
-    def plus(self, work: Callable[[], Any]) -> "_Taken":
+    def plus(self, work: Callable[[], Any]) -> "Taken":
         began_s = time.process_time()
         wall_s = seconds(work)
         processor_s = (time.process_time() - began_s) / cores.available()
-        return _Taken(self.wall_s + wall_s, self.processor_s + processor_s)
+        return Taken(self.wall_s + wall_s, self.processor_s + processor_s)
 
 
-class _Round:
+def total_of(taken: dict[str, Taken]) -> tuple[float, float]:
+    """Wall seconds of all stages, and processor seconds of all threads."""
+    wall_s = sum(one.wall_s for one in taken.values())
+    return wall_s, sum(one.processor_s for one in taken.values()) * cores.available()
+
+
+class Round:
     """One round on arrays that are kept from repeat to repeat, as in an aggregator."""
 
     def __init__(self, grid: Grid) -> None:
@@ -128,9 +140,9 @@ class _Round:
         self._theta, self._view = aligned_zeros(grid.size), aligned_zeros(grid.size)
         self._state = self._optimizer.init(grid.size)
 
-    def times(self, updates: Iterator[Encoded] | list[Encoded]) -> dict[str, _Taken]:
+    def times(self, updates: Iterator[Encoded] | list[Encoded]) -> dict[str, Taken]:
         """What each stage takes."""
-        taken = dict.fromkeys(STAGES, _Taken())
+        taken = dict.fromkeys(STAGES, Taken())
         contributions: list[Contribution] = []
         self._sum.reset()
         for update in updates:
@@ -139,8 +151,8 @@ class _Round:
                 partial(self._add, update, contributions)
             )
         taken["accumulate"] = taken["accumulate"].plus(lambda: self._factors(contributions))
-        taken["outer step, delta"] = _Taken().plus(self._close)
-        taken["digests"] = _Taken().plus(self._digests)
+        taken["outer step, delta"] = Taken().plus(self._close)
+        taken["digests"] = Taken().plus(self._digests)
         return taken
 
     def _norms(self, update: Encoded, contributions: list[Contribution]) -> None:
@@ -175,24 +187,24 @@ class _Round:
 
 
 def _print_speed(size: int, learners: int) -> float:
-    grid = _grid(size)
-    stream, round_ = Stream(size), _Round(grid)
-    updates = list(_updates(grid, learners))
+    grid = grid_of(size)
+    stream, round_ = Stream(size), Round(grid)
+    updates = list(updates_of(grid, learners))
     round_.times(updates)  # Compiles, and touches the memory.
-    taken: list[dict[str, _Taken]] = []
+    taken: list[dict[str, Taken]] = []
     bandwidths: list[float] = []
     processors: list[float] = []
     for _ in range(REPEATS):
         before = stream.bytes_per_s()
         taken.append(round_.times(updates))
-        streaming = _Taken().plus(lambda: bandwidths.append((before + stream.bytes_per_s()) / 2))  # noqa: B023
+        streaming = Taken().plus(lambda: bandwidths.append((before + stream.bytes_per_s()) / 2))  # noqa: B023
         processors.append(16 * size / streaming.processor_s)
     must_move = _stage_bytes(size, learners)
     rows = [["stage", "ms", "processor ms", "GB to move", "GB/s", "of streaming"]]
     rows += [
         _row(stage, must_move[stage], [one[stage] for one in taken], bandwidths) for stage in STAGES
     ]
-    whole = [_Taken(*map(sum, zip(*one.values(), strict=True))) for one in taken]
+    whole = [Taken(*map(sum, zip(*one.values(), strict=True))) for one in taken]
     rows.append(_row("all of these", sum(must_move.values()), whole, bandwidths))
     rows.append(_row("whole round, once through", _least_bytes(size, learners), whole, bandwidths))
     print(
@@ -201,7 +213,7 @@ def _print_speed(size: int, learners: int) -> float:
     print(f"streaming in place, float32: {median(bandwidths) / 1e9:.1f} GB/s\n")
     print(table(rows))
     ratio = _ratio(_least_bytes(size, learners), whole, bandwidths)
-    alone = [_Taken(one.processor_s) for one in whole]
+    alone = [Taken(one.processor_s) for one in whole]
     by_processor = _ratio(_least_bytes(size, learners), alone, processors)
     print(f"\nthe whole round, by processor time of both: {by_processor:.0%}")
     verdict = "held" if ratio >= FLOOR else "MISSED"
@@ -209,12 +221,12 @@ def _print_speed(size: int, learners: int) -> float:
     return ratio
 
 
-def _ratio(moved: float, taken: list[_Taken], bandwidths: list[float]) -> float:
+def _ratio(moved: float, taken: list[Taken], bandwidths: list[float]) -> float:
     pairs = zip(taken, bandwidths, strict=True)
     return median([moved / one.wall_s / bandwidth for one, bandwidth in pairs])
 
 
-def _row(name: str, moved: float, taken: list[_Taken], bandwidths: list[float]) -> list[str]:
+def _row(name: str, moved: float, taken: list[Taken], bandwidths: list[float]) -> list[str]:
     typical_s = median([one.wall_s for one in taken])
     return [
         name,
@@ -240,11 +252,11 @@ def _print_memory(size: int) -> None:
 
 def _round_growth_bytes(size: int, learners: int) -> int:
     """Growth of the peak resident memory from a small round's to a large one's."""
-    small = _grid(1 << 16)
-    _Round(small).times(_updates(small, 2))
+    small = grid_of(1 << 16)
+    Round(small).times(updates_of(small, 2))
     before = _peak_bytes()
-    grid = _grid(size)
-    _Round(grid).times(_updates(grid, learners))
+    grid = grid_of(size)
+    Round(grid).times(updates_of(grid, learners))
     return _peak_bytes() - before
 
 
