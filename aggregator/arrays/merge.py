@@ -9,8 +9,8 @@ factors: no norm is computed twice.
 
 Why the bits are the same on every machine:
   - a coefficient is a bfloat16, so code x scale x coefficient is exact in float32, and it does
-    not matter whether a compiler fuses the product with the sum (a float32 update, whose product
-    is rounded, forms it in a kernel of its own);
+    not matter whether a compiler fuses the product with the sum (ours does not, since the product
+    of a float32 update is rounded);
   - what is added is zero or at least 2^-100, so that no sum is a denormal number;
   - inputs are added in the order of the record.
 
