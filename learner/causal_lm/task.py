@@ -177,6 +177,7 @@ def build(
         rows=lambda *given: train().rows(*given),
         evaluate=evaluate,
         tokens_per_batch=batch * length,
+        flops_per_token=config.flops_per_token(length),
         optimizer=_direction(optimizer, weight_decay, clip),
         schedule=warmup_cosine(
             steps=steps,
