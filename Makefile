@@ -44,7 +44,7 @@ help: ## show this list
 install: $(STAMP) ## make .venv with the pinned packages and the diloco command
 
 # Once, and again when the pins or the project's own metadata have changed.
-$(STAMP): requirements.lock locks/arrow.lock pyproject.toml
+$(STAMP): requirements.lock locks/arrow.lock locks/tokens.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "error: Python 3.11 or newer is needed; '$(PYTHON)' is" \
 			"$$($(PYTHON) --version 2>&1 || true)"; \
@@ -54,7 +54,7 @@ $(STAMP): requirements.lock locks/arrow.lock pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@echo "installing: pinned packages of requirements.lock (some minutes the first time)"
 	@$(RUN) pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock \
-		-r locks/arrow.lock
+		-r locks/arrow.lock -r locks/tokens.lock
 	@echo "installing: this project, editable"
 	@$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)

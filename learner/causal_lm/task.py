@@ -24,7 +24,7 @@ from diloco.learner.causal_lm.config import DecoderConfig, read_config
 from diloco.learner.causal_lm.model import Compute, init_params, logits_of
 from diloco.learner.causal_lm.names import LAYERS, table
 from diloco.learner.causal_lm.sizes import SIZES, size_named
-from diloco.learner.causal_lm.windows import TokenWindows, files_of
+from diloco.learner.causal_lm.tokens import Data, TokenFolders, check_data
 from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
 from diloco.learner.reading import GrainData, require_grain
 from diloco.learner.task import Batch, Holder, Params, Task
@@ -95,7 +95,7 @@ def build(
     steps: int,
     seed: int,
     model: str,
-    data: str,
+    data: Data,
     end: int | None = None,
     batch: int = 8,
     length: int = 1024,
@@ -119,9 +119,10 @@ def build(
         steps: length of the run in global steps.
         seed: decides the order of the data.
         model: a Hugging Face folder, or a name of `sizes.SIZES`, whose parameters begin at random.
-        data: a folder of token files (`windows`).
+        data: a folder of token files (`windows`), or several with their weights.
         end: the token behind each document: none sees another, and none is predicted from the
-            last. None: rows are taken as they are.
+            last. None: what the data's manifest says; without one rows are taken as they are. -1:
+            they are so.
         batch: rows in a batch, B.
         length: tokens predicted in each, L.
         optimizer: "adamw", or "muon" for the matrices of layers.
@@ -147,23 +148,26 @@ def build(
     config = size_named(model) if source is None else read_config(source)
     compute = Compute(dtype, remat)
 
+    # Who creates a run, or exports from one, has no data.
+    @functools.cache
+    def folders() -> TokenFolders:
+        require_grain()
+        return TokenFolders(data, length=length, vocab=config.vocab, model=source)
+
     @functools.cache
     def train() -> GrainData:
-        require_grain()
-        import grain
-
-        windows = TokenWindows(files_of(Path(data), "train"), length=length, vocab=config.vocab)
-        source = grain.MapDataset.source(windows)
-        return GrainData(source, batch=batch, seed=seed, shares=shares, workers=workers)
+        dataset = folders().train(seed)
+        return GrainData(dataset, batch=batch, seed=seed, shares=shares, workers=workers)
 
     @functools.cache
     def held_out() -> list[np.ndarray]:
-        windows = TokenWindows(files_of(Path(data), "held_out"), length=length, vocab=config.vocab)
-        wanted = min(len(windows), eval_batches * batch)
-        places = np.linspace(0, len(windows) - 1, wanted).astype(int)
-        return [windows[int(place)][None] for place in places]
+        return folders().held_out(eval_batches * batch)
 
-    loss_of = functools.partial(next_token_loss, config, compute=compute, end=end)
+    def loss_of(params: Params, windows_BxL1: Any) -> jax.Array:
+        last = folders().end if end is None else end
+        given = None if last == -1 else last
+        return next_token_loss(config, params, windows_BxL1, compute=compute, end=given)
+
     eval_loss = jax.jit(loss_of)
 
     def evaluate(params: Params) -> float:
@@ -251,7 +255,7 @@ _LEAST = {
     "warmup_steps": 0,
     "shares": 0,
     "workers": 0,
-    "end": 0,
+    "end": -1,
     "seed": 0,
 }
 _CHOICES = {"dtype": DTYPES, "optimizer": get_args(Optimizer)}
@@ -266,8 +270,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
             _require(name, value, ok, f"an int of at least {_LEAST[name]}")
         elif name in ("remat", "fresh"):
             _require(name, value, isinstance(value, bool), "true or false")
-        elif name in ("model", "data"):
+        elif name == "model":
             _require(name, value, isinstance(value, str) and value, "a folder's path")
+        elif name == "data":
+            expected = 'a folder\'s path, or paths with weights above 0: {"/a" = 0.7, "/b" = 0.3}'
+            _require(name, value, check_data(value), expected)
         else:
             ok = type(value) in (int, float) and math.isfinite(value) and value >= 0
             _require(name, value, ok, "a finite number of at least 0")
