@@ -106,7 +106,8 @@ test-models: install ## hold models against transformers, in .venv-models; TORCH
 		-r locks/oracle.lock
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
 		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
-	@DILOCO_TEST_ORACLE=$(CURDIR)/.venv-models/bin/python $(RUN) pytest -rs tests/models $(ARGS)
+	@DILOCO_TEST_ORACLE=$(CURDIR)/.venv-models/bin/python $(RUN) pytest -rs tests/models \
+		tests/integration/test_continue.py $(ARGS)
 
 # libtpu compiles without a chip; apart, since JAX looks for one wherever it is installed.
 tpu: install ## compile a learner's programs for TPUs that are not here, in .venv-tpu; ARGS="--preset 125m"

@@ -43,7 +43,8 @@ def make_tokenizer(folder: Path, *, begin: bool = False, **changed: Any) -> Path
     folder.mkdir(parents=True, exist_ok=True)
     document = json.loads(trained(begin)) | changed
     (folder / "tokenizer.json").write_text(json.dumps(document))
-    config = {"eos_token": {"content": END}, "tokenizer_class": "PreTrainedTokenizerFast"}
+    end = {"__type": "AddedToken", "content": END}
+    config = {"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
