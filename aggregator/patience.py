@@ -57,7 +57,8 @@ class Patience:
     def __init__(self, manifest: wire.Manifest) -> None:
         size_bytes = sum(shard.size_bytes for shard in manifest.shards)
         self._first_s = FIRST_S + size_bytes / LEAST_BYTES_PER_S
-        self._slow = 0
+        self._slow = 0  # attempts that took too long
+        self._alone = 0  # of these, while updates of others were read
 
     @property
     def within_s(self) -> float:
@@ -71,7 +72,9 @@ class Patience:
             WireError: "slow": it is its sender's fault.
         """
         self._slow += 1
-        # Once is nobody's: the store may have been slow when the others were done already.
-        if self._slow > 1 and others_read:
+        self._alone += others_read
+        # Once is nobody's: the attempt may have begun on a store that had recovered when the
+        # others' began.
+        if self._alone > 1:
             what = f"slow {self._slow} times, while others were read: {error.message}"
             raise WireError(Reason.SLOW, what) from error

@@ -1,9 +1,12 @@
 """Fixtures that several test folders share."""
 
 import asyncio
+import atexit
 import gc
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +14,8 @@ from typing import Any, TypeVar
 import jax
 import pytest
 import structlog
+from hypothesis import settings
+from jax._src.lru_cache import LRUCache
 
 from diloco.common.nats_server import NatsServer
 
@@ -20,6 +25,33 @@ _numbers = itertools.count()
 jax.config.update("jax_num_cpu_devices", 8)
 # As every process but a learner.
 jax.config.update("jax_platforms", "cpu")
+# What an example takes tells how busy the machine is.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
+
+
+def _share_compiled_programs() -> None:
+    """What one test compiled is there for all, in whichever worker: half of their time went there."""
+    folder = os.environ.get("TESTS_COMPILED")
+    if folder is None:
+        # Workers are started with it.
+        folder = os.environ["TESTS_COMPILED"] = tempfile.mkdtemp(prefix="compiled-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    put = LRUCache.put
+
+    def put_whole(cache: LRUCache, key: str, value: bytes) -> None:
+        """JAX writes in place, and warns where a worker reads what another is about to write."""
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            put(LRUCache(own, max_size=-1), key, value)
+            for made in Path(own).iterdir():
+                made.replace(Path(folder) / made.name)
+
+    LRUCache.put = put_whole  # type: ignore[assignment]
+
+
+_share_compiled_programs()
 
 
 def pytest_collection_finish() -> None:

@@ -84,7 +84,7 @@ def example_of(body: type[wire.Body]) -> wire.Body:
     """One message of a kind, always the same."""
     found: list[wire.Body] = []
 
-    @settings(max_examples=1, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=1, derandomize=True, database=None)
     @given(messages(body))
     def take(message):
         found.append(message)

@@ -321,7 +321,7 @@ def test_a_bad_name_is_refused(store: ObjectStore, name: str) -> None:
 
 
 @given(name=st.text(max_size=12))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_name_is_refused_or_holds_an_object_and_never_leaves_the_store(
     store: ObjectStore, tmp_path: Path, name: str
 ) -> None:

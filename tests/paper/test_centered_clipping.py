@@ -53,7 +53,7 @@ def test_within_the_radius_it_is_the_average():
     np.testing.assert_allclose(got, np.average(vectors, axis=0, weights=[1, 2, 3, 2]), atol=1e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 1000),
     length=st.sampled_from([1e-3, 1.0, 1e3, 1e6]),

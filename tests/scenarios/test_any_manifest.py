@@ -74,7 +74,7 @@ def decoded(rules, fields) -> wire.Manifest | None:
         return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(FIELDS, st.floats(0, 1e300), st.booleans())
 def test_every_manifest_that_decodes_gets_a_record(fields, norm, fails):
     lab = Lab(lab_rules(**{"quorum.grace_fraction": 0.0}))

@@ -128,7 +128,7 @@ class Learner:
         assert sync.flushed(self.state)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(event, max_size=80), ending)
 def test_every_step_is_sent_once(events, end):
     learner = Learner()
@@ -141,7 +141,7 @@ def test_every_step_is_sent_once(events, end):
     assert not sync.unsent(learner.state)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(event, max_size=80), ending)
 def test_overwriting_sends_no_step_twice(events, end):
     """What views overwrite is lost; what is left is never more than was stepped."""
@@ -155,7 +155,7 @@ def test_overwriting_sends_no_step_twice(events, end):
     learner.finish(end)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(event, max_size=80))
 def test_lockstep_waits_exactly_while_its_own_update_is_unresolved(events):
     learner = Learner(mode="lockstep")
@@ -169,7 +169,7 @@ def test_lockstep_waits_exactly_while_its_own_update_is_unresolved(events):
         assert all(sent.steps == 6 for updates in learner.sent for sent in updates[1:])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(event, max_size=80))
 def test_between_records_the_clock_goes_on_for_at_most_h_steps(events):
     learner = Learner()

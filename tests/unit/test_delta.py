@@ -111,7 +111,7 @@ def copied(leaves: Leaves) -> dict[str, np.ndarray]:
 # --- Vectors and leaves
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5),
     st.integers(1, 4),
@@ -165,7 +165,7 @@ def test_rows_of_other_fragments_are_left_alone(fragment):
 # --- The operations
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(codecs, st.integers(0, 3), st.integers(0, 2**32 - 1))
 def test_send_is_the_quantized_way_from_theta_to_the_view(codec, fragment, seed):
     kernels = kernels_of(LAYOUT, fragment, codec)
@@ -176,7 +176,7 @@ def test_send_is_the_quantized_way_from_theta_to_the_view(codec, fragment, seed)
     assert pack(codec, sent, 16) == pack(codec, encode(codec, view - theta, 16), 16)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(codecs, st.integers(0, 3), st.integers(0, 2**32 - 1))
 def test_apply_gives_the_aggregators_view_and_moves_theta_as_far(codec, fragment, seed):
     kernels = kernels_of(LAYOUT, fragment, codec)

@@ -100,7 +100,7 @@ def test_a_shard_is_no_delta(codec):
         assert caught.value.reason == reason
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(codecs, block_sets)
 def test_parts_of_a_delta_are_those_of_the_whole(codec, blocks):
     encoded, data = delta(codec)
@@ -111,7 +111,7 @@ def test_parts_of_a_delta_are_those_of_the_whole(codec, blocks):
     assert part.codes.ndim == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(codecs, block_sets)
 def test_parts_of_a_delta_decode_to_parts_of_the_vector(codec, blocks):
     encoded, data = delta(codec)
@@ -120,7 +120,7 @@ def test_parts_of_a_delta_decode_to_parts_of_the_vector(codec, blocks):
     assert part.tobytes() == whole_BxL[blocks].tobytes()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(codecs, block_sets.filter(len), st.data())
 def test_a_byte_that_was_damaged_is_noticed_by_whoever_uses_it(codec, blocks, data):
     _, right = delta(codec)

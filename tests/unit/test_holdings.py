@@ -194,7 +194,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(STEPS)
 def test_no_batch_is_merged_twice_and_each_is_reached_while_somebody_lives(steps):
     fleet = Fleet()

@@ -68,7 +68,7 @@ def elements(fragment: Fragment) -> list[tuple[str, int, int]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(models, st.integers(1, 6), blocks, hints)
 def test_every_element_of_every_floating_tensor_has_one_place(model, count, block, given_hints):
     layout = laid_out(model, count, block, given_hints)
@@ -90,7 +90,7 @@ def test_every_element_of_every_floating_tensor_has_one_place(model, count, bloc
         assert max(places) < fragment.size
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(models, st.integers(1, 6), blocks, hints)
 def test_segments_share_no_block(model, count, block, given_hints):
     layout = laid_out(model, count, block, given_hints)
@@ -127,7 +127,7 @@ def test_a_segment_is_a_layer_where_the_task_says_so():
     assert layout.fragments[0].size == 3 * 48
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=7), st.integers(2, 3))
 def test_the_largest_fragment_is_within_four_thirds_of_the_optimum(sizes, count):
     """App. C. Vectors of one row cannot be split: what is assigned are whole tensors."""
@@ -146,7 +146,7 @@ def test_the_largest_fragment_is_within_four_thirds_of_the_optimum(sizes, count)
     assert largest <= 4 / 3 * optimum
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(models, st.integers(2, 6))
 def test_what_is_much_larger_than_the_mean_is_split_by_rows(model, count):
     layout = laid_out(model, count, 16, {})
@@ -251,7 +251,7 @@ def test_whatever_matters_changes_the_digest(changed):
     assert make_layout(model, **asked).digest != make_layout(BASE, fragments=2, block=16).digest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(models, st.integers(1, 5), blocks, hints)
 def test_what_is_stored_is_read_back(model, count, block, given_hints):
     layout = laid_out(model, count, block, given_hints)
@@ -276,7 +276,7 @@ def test_more_fragments_than_tensors_are_refused_with_a_number_that_works():
     assert "set sync.fragments to 3" in str(caught.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(models, st.integers(1, 40), hints)
 def test_the_number_in_the_hint_works(model, count, given_hints):
     def hint(name, _shape):

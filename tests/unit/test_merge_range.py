@@ -155,7 +155,7 @@ RISING = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(CODECS), updates())
 @example("int4", NINE_TO_ONE)
 @example("int4", AT_THE_BOUND)

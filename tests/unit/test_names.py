@@ -111,7 +111,7 @@ def test_every_kind_of_subject_is_made_and_read():
 
 
 @pytest.mark.parametrize("kind", SUBJECTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(run=valid, data=st.data())
 def test_a_subject_is_read_back_as_it_was_made(kind, run, data):
     make, parts = SUBJECTS[kind]
@@ -132,7 +132,7 @@ odd_token = st.one_of(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(odd_token, min_size=1, max_size=6).map(".".join))
 def test_what_is_read_is_what_would_be_made(subject):
     """No second spelling, no wildcard, nothing behind it."""

@@ -117,7 +117,7 @@ def test_a_grid_divides_the_whole_vector():
 # --- Norms, coefficients, factors
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(codecs, st.integers(0, 2**32 - 1), st.integers(-55, 35))
 def test_segment_norms_are_those_of_the_decoded_update(codec, seed, exponent):
     values = np.random.default_rng(seed).standard_normal(GRID.size) * 2.0**exponent
@@ -162,7 +162,7 @@ def test_coefficients_hold_the_extremes_of_weights_and_norms(norm, weight, unit,
     assert set(got[RADIAL].astype(float)) == {expected}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(codecs, st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_merge_is_the_formula_of_the_paper(codec, count, seed):
     """docs/design/paper.md §1, with w S in the numerators and w in the denominators."""
@@ -219,7 +219,7 @@ def test_participation_scales_rate_and_momentum():
 # --- The sum
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(codecs, st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_the_sum_is_that_of_rounded_products_in_order(codec, count, seed):
     updates = random_updates(codec, count, seed)
@@ -320,7 +320,7 @@ def test_outer_steps_are_their_formulas_to_the_bit(name, chunk, monkeypatch):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(OPTIMIZERS), st.integers(0, 2**32 - 1), st.sampled_from([32, 80, 4096]))
 def test_chunks_change_nothing(name, seed, chunk):
     results = []
@@ -353,7 +353,7 @@ def test_the_merged_sum_is_not_changed_by_a_step():
 # --- Closing and merging again
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(codecs, codecs, st.sampled_from(OPTIMIZERS), st.integers(0, 2**32 - 1))
 def test_merging_again_from_the_record_gives_the_same_bits(codec, delta_codec, name, seed):
     optimizer = make_outer(name, delay=2)

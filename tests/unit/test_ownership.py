@@ -82,7 +82,7 @@ def ownerships(layout, shardings, processes) -> list[list[Ownership]]:
 # --- Ownership
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.lists(st.sampled_from([1, 2, 3, 5, 8, 16, 24, 48, 64]), max_size=3).map(tuple),

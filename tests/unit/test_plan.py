@@ -158,7 +158,7 @@ outages_strategy = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(outages_strategy, st.integers(1, 100), st.booleans(), st.integers(0, 99))
 def test_traces_are_possible_and_repeat(outages, chips, elastic, seed):
     trace = traced(outages, chips, 20_000.0, elastic=elastic, seed=seed, step_s=1.0)
@@ -171,7 +171,7 @@ def test_traces_are_possible_and_repeat(outages, chips, elastic, seed):
     assert 0 <= trace.goodput <= trace.uptime + 1e-9 <= 1 + 2e-9
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(outages_strategy, st.integers(4, 100), st.booleans(), st.integers(0, 99))
 def test_a_fleet_that_fails_more_does_less(outages, chips, elastic, seed):
     horizon_s = 200 * outages.mtbi_s / chips
@@ -437,7 +437,7 @@ def test_a_full_link_delays_every_fragment():
     assert up_s + down_s == pytest.approx(72, rel=0.01)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.floats(0.05, 50), st.floats(0, 0.3), st.floats(0, 1), st.floats(0.3, 0.99))
 def test_a_link_gives_the_utilization_that_it_was_chosen_for(step_s, rtt_s, hidden, utilization):
     sent = plan_traffic.ring_bits(10**9, 16, 4)
@@ -467,7 +467,7 @@ def small_plan(learners=4, mtbi_s=YEAR_S, seed=0, chips=100_000, **island):
     return plan.make_plan(run, fleet, 10**9, sized, tokens=10**6, seed=seed, updates=100)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.integers(1, 9), st.floats(0.05, 20), st.integers(0, 50))
 def test_plans_are_possible_and_repeat(learners, years, seed):
     made = small_plan(learners, years * YEAR_S, seed)
@@ -479,7 +479,7 @@ def test_plans_are_possible_and_repeat(learners, years, seed):
     assert 0 <= made.late_share <= 1
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.integers(1, 8), st.integers(0, 50))
 def test_fewer_failures_never_make_a_plan_worse(learners, seed):
     plans = [small_plan(learners, years * YEAR_S, seed) for years in (0.1, 1.0, 10.0)]

@@ -71,7 +71,7 @@ def bits(encoded: Encoded) -> tuple[bytes, bytes]:
     return np.asarray(encoded.scales).tobytes(), np.asarray(encoded.codes).tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), codecs, blocks)
 def test_encode_gives_the_bits_of_its_definition(data, codec, block):
     values = data.draw(vectors(block))
@@ -85,7 +85,7 @@ def test_encode_inside_another_kernel_gives_the_same_bits(codec):
     assert bits(inside) == bits(encode(codec, values, 64))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), codecs, blocks)
 def test_decode_gives_the_same_bits_with_and_without_jax(data, codec, block):
     encoded = encode(codec, data.draw(vectors(block)), block)
@@ -94,7 +94,7 @@ def test_decode_gives_the_same_bits_with_and_without_jax(data, codec, block):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), blocks, st.sampled_from(INTEGER))
 def test_error_is_at_most_half_a_scale(data, block, codec):
     values = data.draw(vectors(block))
@@ -105,7 +105,7 @@ def test_error_is_at_most_half_a_scale(data, block, codec):
     assert (error.reshape(-1, block).max(axis=1) <= 0.5000002 * scales)[~clipped].all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), codecs, blocks)
 def test_a_decoded_vector_encodes_to_the_same_codes(data, codec, block):
     first = encode(codec, data.draw(vectors(block)), block)
@@ -113,14 +113,14 @@ def test_a_decoded_vector_encodes_to_the_same_codes(data, codec, block):
     assert bits(first) == bits(second)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), codecs, blocks)
 def test_the_difference_is_encoded_as_if_it_had_been_stored(data, codec, block):
     new, old = data.draw(vectors(block)), data.draw(vectors(block))
     assert bits(encode_difference(codec, new, old, block)) == bits(encode(codec, new - old, block))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), codecs, st.sampled_from([(6,), (3, 2), (1, 6, 1), (2, 1, 3), (0,)]))
 def test_arrays_of_blocks_are_encoded_and_decoded_as_vectors_are(data, codec, groups):
     """Two arrays at once, of blocks of different sizes."""
@@ -141,7 +141,7 @@ def test_arrays_of_blocks_are_encoded_and_decoded_as_vectors_are(data, codec, gr
         assert np.asarray(values).tobytes() == decode_numpy(codec, expected, block).tobytes()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), codecs, blocks, st.permutations(range(6)), st.integers(1, 6))
 def test_blocks_are_cut_out_and_put_together_by_copying_bytes(data, codec, block, order, count):
     values, chosen = data.draw(vectors(block)), list(order[:count])
@@ -201,7 +201,7 @@ def test_what_is_not_finite_shows_in_what_is_sent(codec, bad, position):
     assert np.isfinite(shown).sum() == shown.size - 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data(), codecs)
 def test_a_canonical_view_stays_the_same_in_jax_and_numpy(data, codec):
     """Denormals are the one thing on which they differ; no sum of these has any."""

@@ -40,7 +40,7 @@ def drawn(source: GrainData, learner: str, position: int, count: int) -> list[li
     return [next(batches)["index"].tolist() for _ in range(count)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(size=st.integers(4, 400), batch=st.integers(1, 8), shares=st.integers(1, 6), data=st.data())
 def test_shares_of_an_epoch_do_not_overlap(
     size: int, batch: int, shares: int, data: st.DataObject

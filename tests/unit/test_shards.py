@@ -29,7 +29,7 @@ def refusal(data: bytes, codec: str, *, count: int = COUNT, block: int = BLOCK) 
     return caught.value.reason
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(codecs, st.integers(0, 2**32 - 1), st.integers(-90, 50))
 def test_what_is_packed_comes_back(codec, seed, exponent):
     values = np.random.default_rng(seed).standard_normal(COUNT) * 2.0**exponent
@@ -62,7 +62,7 @@ def test_ranges_cover_a_vector_once_and_all_but_the_last_are_equal(block, count,
     assert max(lengths) <= max(shard_elements, block)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(codecs, st.integers(0, 2**32 - 1), st.sampled_from([16, 64, 80, 1000]))
 def test_shards_decode_to_the_same_vector_as_the_whole(codec, seed, shard_elements):
     values = np.random.default_rng(seed).standard_normal(COUNT).astype(np.float32)
@@ -89,7 +89,7 @@ def test_wrong_lengths_and_headers_are_refused(codec):
     assert refusal(wrong_count + data[HEADER.size :], codec) == "codec_mismatch"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(codecs, st.data())
 def test_any_change_of_the_header_is_refused(codec, data):
     shard = bytearray(packed(codec))

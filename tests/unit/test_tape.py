@@ -96,7 +96,7 @@ def test_a_message_that_names_another_than_its_subject_is_refused(body, field):
     assert said in caught.value.message
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.sampled_from([*SUBJECTS]), st.sampled_from([*SUBJECTS]))
 def test_a_message_of_another_kind_than_its_subject_is_refused(body, other):
     if SUBJECTS[body] == SUBJECTS[other]:

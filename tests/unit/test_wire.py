@@ -28,7 +28,7 @@ def reason_of(body: type[wire.Body], payload: bytes) -> str:
 
 
 @kinds
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_message_survives_the_wire(body, data):
     message = data.draw(messages(body))
@@ -288,13 +288,13 @@ def only_wire_errors(body: type[wire.Body], payload: bytes) -> None:
         assert fault_of(decode) in (None, *REASONS)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(BODIES), st.binary(max_size=300))
 def test_garbage_raises_only_wire_errors(body, payload):
     only_wire_errors(body, payload)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), body=st.sampled_from(BODIES))
 def test_any_values_in_the_right_fields_raise_only_wire_errors(data, body):
     fields = fields_of(EXAMPLES[body])
