@@ -1,6 +1,7 @@
 """Documents in a column of Parquet files."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from diloco.common.errors import ConfigError, DataError
@@ -15,7 +16,7 @@ def groups_of(path: str, column: str) -> tuple[int, ...]:
     Raises:
         DataError: it is no Parquet file, or the column is missing or no text.
     """
-    with _opened(path) as file:
+    with _damage_told(path, f"{path!r} is not a Parquet file"), _opened(path) as file:
         schema = file.schema_arrow
         if column not in schema.names:
             raise DataError(
@@ -40,39 +41,43 @@ def column_values(path: str, column: str, start: int, stop: int) -> Iterator[tup
     Raises:
         DataError: the file is damaged.
     """
-    import pyarrow as pa
-
-    with _opened(path) as file:
+    what = f"row groups {start} to {stop - 1} of {path!r} cannot be read"
+    with _damage_told(path, what), _opened(path) as file:
         groups = list(range(start, stop))
-        try:
-            for batch in file.iter_batches(ROWS, row_groups=groups, columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    text = value or ""
-                    yield text, len(text)
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"row groups {start} to {stop - 1} of {path!r} cannot be read: {error}",
-                hint="copy the file again, or leave it out",
-            ) from error
+        for batch in file.iter_batches(ROWS, row_groups=groups, columns=[column]):
+            for value in batch.column(0).to_pylist():
+                text = value or ""
+                yield text, len(text)
 
 
-def _opened(path: str) -> Any:
+@contextmanager
+def _damage_told(path: str, what: str) -> Iterator[None]:
+    """Say which file it is that the library cannot read.
+
+    Raises:
+        ConfigError: the library is not installed.
+        DataError: the file is damaged.
+    """
     try:
         import pyarrow as pa
-        from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{path!r} is a Parquet file, and pyarrow is not installed",
             hint="pip install 'diloco[arrow]'",
         ) from error
     try:
-        # Pages as they are needed: a row group may be larger than memory.
-        return parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-    except pa.ArrowException as error:
-        raise DataError(
-            f"{path!r} is not a Parquet file: {error}",
-            hint="copy the file again, or leave it out",
-        ) from error
+        yield
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the machine, not of what is in the file
+        raise DataError(f"{what}: {error}", hint="copy the file again, or leave it out") from error
+
+
+def _opened(path: str) -> Any:
+    from pyarrow import parquet
+
+    # Pages as they are needed: a row group may be larger than memory.
+    return parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
 
 
 def _text_types() -> tuple[Any, ...]:
