@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from diloco.common.errors import ConfigError, DataError, StoreError
 from diloco.common.store import ObjectStore
 from diloco.common.token_manifest import (
@@ -30,7 +32,7 @@ from diloco.common.token_manifest import (
     parse_manifest,
 )
 from diloco.data.piece import PieceNote, Setup, note_name
-from diloco.data.places import alone_in, first_of, found_at, reader, tidy, writer
+from diloco.data.places import alone_in, first_of, found_at, local_folder, reader, tidy, writer
 from diloco.data.plan import SourceFile, Span, pieces
 from diloco.data.pool import make_beside, make_here
 from diloco.data.sources import find_files, listing_digest
@@ -67,6 +69,7 @@ def prepare(wanted: Wanted, progress: Progress) -> TokenManifest:
         StoreError: something cannot be stored.
     """
     tokenizer = TextTokenizer(wanted.tokenizer, wanted.ends, special=wanted.options.special)
+    _check_apart(wanted)
     files = find_files(wanted.sources, wanted.options.field)
     plan = Plan(
         tokenizer=tokenizer.facts,
@@ -93,6 +96,21 @@ def prepare(wanted: Wanted, progress: Progress) -> TokenManifest:
             ) from error
 
 
+def _check_apart(wanted: Wanted) -> None:
+    """Refuse to write among the sources: they would be others the next time.
+
+    Raises:
+        ConfigError: the place lies in a source.
+    """
+    folder = local_folder(wanted.place)
+    for source in wanted.sources:
+        if folder is not None and folder.resolve().is_relative_to(Path(source).resolve()):
+            raise ConfigError(
+                f"--out {wanted.place!r} lies in the source {source!r}",
+                hint="give a folder that is not among the sources",
+            )
+
+
 def _begun(place: str, plan: Plan) -> TokenManifest | None:
     """The manifest of a place that is whole; None if it is to be prepared, from the start or on.
 
@@ -105,13 +123,23 @@ def _begun(place: str, plan: Plan) -> TokenManifest | None:
         _check_same(place, manifest, plan)
         return manifest
     if (data := found_at(read, PLAN)) is not None:
-        _check_same(place, Plan.model_validate_json(data), plan)
+        _check_same(place, _plan_of(place, data), plan)
     elif (other := first_of(place)) is not None:
         raise ConfigError(
             f"{place!r} is not empty: it has {other!r}, and is not prepared data",
             hint="give a new folder or prefix to --out",
         )
     return None
+
+
+def _plan_of(place: str, data: bytes) -> Plan:
+    try:
+        return Plan.model_validate_json(data)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{place!r} was begun by diloco data copy, or by another release",
+            hint="finish it by the command that began it, or give another --out",
+        ) from error
 
 
 def _check_same(place: str, there: Identity, wanted: Plan) -> None:

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -56,6 +57,14 @@ def listing_digest(files: Sequence[SourceFile], *, times: bool = False) -> str:
 
 def _paths(source: str) -> Iterator[Path]:
     path = Path(source)
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the source {os.fsencode(source)!r} is not text in UTF-8, and cannot be named in a"
+            " manifest",
+            hint="rename it, or give the folder that has it",
+        ) from error
     if path.is_dir():
         yield from sorted(one for one in path.rglob("*") if _is_visible(one, path))
     elif path.exists():

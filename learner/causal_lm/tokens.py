@@ -47,7 +47,8 @@ class TokenFolders:
     """
 
     def __init__(self, data: Data, *, length: int, vocab: int, model: Path | None = None) -> None:
-        given = {data: 1.0} if isinstance(data, str) else data
+        # By name: the order of a file's keys is nobody's promise, and learners must agree.
+        given = {data: 1.0} if isinstance(data, str) else dict(sorted(data.items()))
         self._folders = [Path(name) for name in given]
         self._weights = [weight / sum(given.values()) for weight in given.values()]
         self._length, self._vocab = length, vocab

@@ -4,6 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -300,6 +302,24 @@ def test_a_folder_with_something_else_is_refused(tmp_path, tokenizer):
     assert list(contents(tmp_path / "out")) == ["thesis.tex"]
 
 
+def test_an_out_folder_among_the_sources_is_refused(tmp_path, tokenizer):
+    texts = make_texts(tmp_path / "texts", 3)
+    given = ["--tokenizer", tokenizer, "--out"]
+    assert "lies in the source" in refusal(texts, *given, texts / "out", kind=ConfigError)
+    assert "lies in the source" in refusal(texts, *given, texts, kind=ConfigError)
+
+
+def test_a_copy_that_was_ended_midway_is_not_prepared(tmp_path, tokenizer):
+    source = write_json(tmp_path / "a.jsonl", ["a"])
+    given = [source, "--tokenizer", tokenizer, "--held-out", 0, "--out"]
+    prepared(*given, tmp_path / "out")
+    (tmp_path / "copy" / ".prepare").mkdir(parents=True)
+    plan = (tmp_path / "out" / "tokens.json").read_bytes()
+    (tmp_path / "copy" / ".prepare" / "plan.json").write_bytes(plan)
+    assert "begun by diloco data copy" in refusal(*given, tmp_path / "copy", kind=ConfigError)
+    assert command("copy", tmp_path / "out", tmp_path / "copy").exit_code == 0
+
+
 # Bad input
 
 
@@ -347,6 +367,17 @@ def test_a_folder_of_nothing_and_a_path_of_nothing(tmp_path, tokenizer):
     given = ["--tokenizer", tokenizer, "--out", tmp_path / "out"]
     assert "is empty" in refusal(tmp_path / "empty", *given)
     assert "does not exist" in refusal(tmp_path / "nowhere", *given, kind=ConfigError)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are text elsewhere")
+def test_a_name_that_is_no_text_is_taken_in_a_folder_and_refused_as_a_source(tmp_path, tokenizer):
+    folder = make_texts(tmp_path / "texts", 2)
+    strange = os.fsdecode(bytes(folder) + b"/z\xff.txt")
+    Path(strange).write_text("strange")
+    given = ["--tokenizer", tokenizer, "--held-out", 0, "--out", tmp_path / "out"]
+    assert "not text in UTF-8" in refusal(strange, *given, kind=ConfigError)
+    prepared(folder, *given)
+    assert texts_of(tmp_path / "out", tokenizer)[-1] == "strange"
 
 
 def test_a_side_without_documents_is_refused(tmp_path, tokenizer):
