@@ -1,8 +1,10 @@
 """What prepared data holds, on the screen."""
 
+import hashlib
+
 from diloco.cli.screen import say_plainly
 from diloco.cli.units import human_bytes, human_count
-from diloco.common.token_manifest import SIDES, TokenManifest
+from diloco.common.token_manifest import SIDES, TokenManifest, json_bytes
 
 
 def show(place: str, manifest: TokenManifest) -> None:
@@ -20,6 +22,7 @@ def show(place: str, manifest: TokenManifest) -> None:
             f"{side}: {human_count(counted.tokens)} tokens in {counted.documents:,} documents, "
             f"{len(manifest.of(side)):,} shards"
         )
+    say_plainly(f"tokens.json: sha256 {hashlib.sha256(json_bytes(manifest)).hexdigest()}")
     say_plainly(
         f"{place}: {human_bytes(manifest.size_bytes)} of {manifest.dtype}, vocabulary "
         f"{manifest.tokenizer.vocabulary:,}, documents end in token {manifest.end}"

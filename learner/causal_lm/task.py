@@ -6,7 +6,8 @@ Shapes: as in `model`.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -110,6 +111,7 @@ def build(
     remat: bool = True,
     accumulate: int = 1,
     shares: int = 0,
+    digests: Sequence[str] = (),
     workers: int = 0,
     fresh: bool = False,
 ) -> Task:
@@ -136,6 +138,8 @@ def build(
         remat: recompute each block in the backward pass.
         accumulate: parts of a batch, one after the other.
         shares: in how many shares each epoch is divided, which learners claim; 0: each reads all.
+        digests: SHA-256 of `tokens.json` of each folder: learners that have other data are
+            refused. None: whatever is there.
         workers: processes that read.
         fresh: parameters begin at random, though the folder may have some.
 
@@ -152,7 +156,7 @@ def build(
     @functools.cache
     def folders() -> TokenFolders:
         require_grain()
-        return TokenFolders(data, length=length, vocab=config.vocab, model=source)
+        return TokenFolders(data, length=length, vocab=config.vocab, model=source, digests=digests)
 
     @functools.cache
     def train() -> GrainData:
@@ -272,12 +276,19 @@ def _check_options(options: Mapping[str, Any]) -> None:
             _require(name, value, isinstance(value, bool), "true or false")
         elif name == "model":
             _require(name, value, isinstance(value, str) and value, "a folder's path")
+        elif name == "digests":
+            ok = isinstance(value, list | tuple) and all(map(_is_digest, value))
+            _require(name, value, ok, "a list of SHA-256 digests of 64 hexadecimal digits")
         elif name == "data":
             expected = 'a folder\'s path, or paths with weights above 0: {"/a" = 0.7, "/b" = 0.3}'
             _require(name, value, check_data(value), expected)
         else:
             ok = type(value) in (int, float) and math.isfinite(value) and value >= 0
             _require(name, value, ok, "a finite number of at least 0")
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _require(name: str, value: Any, ok: Any, expected: str) -> None:

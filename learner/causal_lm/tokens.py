@@ -3,6 +3,7 @@
 A folder that has no manifest is taken as it is (`windows.files_of`).
 """
 
+import hashlib
 import json
 import math
 import zlib
@@ -41,12 +42,21 @@ class TokenFolders:
         length: tokens that a row predicts.
         vocab: of the model.
         model: its folder, whose tokenizer must have made the tokens, if it has one.
+        digests: SHA-256 of each folder's manifest, in any order; none: any data will do.
 
     Raises:
         DataError: a folder is missing, not whole, or not made for this model or mixture.
     """
 
-    def __init__(self, data: Data, *, length: int, vocab: int, model: Path | None = None) -> None:
+    def __init__(
+        self,
+        data: Data,
+        *,
+        length: int,
+        vocab: int,
+        model: Path | None = None,
+        digests: Sequence[str] = (),
+    ) -> None:
         # By name: the order of a file's keys is nobody's promise, and learners must agree.
         given = {data: 1.0} if isinstance(data, str) else dict(sorted(data.items()))
         self._folders = [Path(name) for name in given]
@@ -59,6 +69,8 @@ class TokenFolders:
                 _check_tokenizer(folder, manifest, vocab, model, rules)
                 _check_shards(folder, manifest)
         self._check_alike()
+        if digests:
+            _check_digests(self._folders, digests)
 
     @property
     def end(self) -> int | None:
@@ -206,6 +218,18 @@ def _check_tokenizer(
             hint="prepare the data again with the model's own tokenizer: diloco data prepare ... "
             f"--tokenizer {model or 'PATH'}",
         )
+
+
+def _check_digests(folders: Sequence[Path], digests: Sequence[str]) -> None:
+    """Whether this machine has the data that the run was made for: shares hang on it."""
+    for folder in folders:
+        path = folder / MANIFEST
+        found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no digest"
+        if found not in digests:
+            raise DataError(
+                f"{str(path)!r} has {found}, but the run was made for {', '.join(digests)}",
+                hint="copy the run's data here: diloco data copy; diloco data check shows a digest",
+            )
 
 
 def _check_shards(folder: Path, manifest: TokenManifest) -> None:

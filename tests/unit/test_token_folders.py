@@ -1,5 +1,6 @@
 """Folders of tokens as a task reads them: checked by their manifest, mixed, shared, and never whole."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -275,6 +276,20 @@ def test_a_folder_that_is_not_whole_is_refused(place):
         opened(place)
 
 
+def test_a_run_that_names_its_data_takes_no_other(whole, place, tmp_path):
+    said = command("check", place).stdout
+    digest = hashlib.sha256((place / "tokens.json").read_bytes()).hexdigest()
+    assert f"tokens.json: sha256 {digest}" in said
+    TokenFolders(str(place), length=16, vocab=400, digests=[digest])
+    given = ["--tokenizer", whole / "model", "--held-out", 0.2, "--out", tmp_path / "other"]
+    prepared(whole / "texts", *given)
+    data = {str(place): 1, str(tmp_path / "other"): 1}
+    with pytest.raises(DataError, match=rf"other/tokens.json' has .*, but the run .* {digest}"):
+        TokenFolders(data, length=16, vocab=400, digests=[digest])
+    with pytest.raises(DataError, match="has no digest"):
+        TokenFolders(numbered(tmp_path / "a", 0, 9), length=4, vocab=VOCAB, digests=[digest])
+
+
 def test_a_manifest_that_is_none_is_refused(place):
     (place / "tokens.json").write_text("{")
     with pytest.raises(DataError, match=r"tokens.json is not a manifest"):
@@ -314,6 +329,13 @@ def test_data_without_a_held_out_side_says_so(whole, tmp_path):
 def test_other_things_than_folders_and_weights_are_refused(data):
     options = {"model": "qwen3-0.6b", "data": data}
     with pytest.raises(TaskError, match="option data must be"):
+        load_task("diloco.learner.causal_lm:build", steps=2, seed=0, options=options)
+
+
+@pytest.mark.parametrize("digests", ["a" * 64, ["b"], [7]])
+def test_other_things_than_digests_are_refused(digests):
+    options = {"model": "qwen3-0.6b", "data": "/a", "digests": digests}
+    with pytest.raises(TaskError, match="option digests must be"):
         load_task("diloco.learner.causal_lm:build", steps=2, seed=0, options=options)
 
 
