@@ -420,11 +420,19 @@ BUGS = {
 }
 
 
+# Tried first: seeds that found these before, after tens of others.
+FOUND_BY = {
+    deaf_to_newer_joins: 20,
+    position_from_any_replica: 5,
+    unreadable_record_passed_over: 28,
+}
+
+
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
-def test_a_planted_bug_is_found(plant, record_property):
+def test_a_planted_bug_is_found(plant):
     kinds, rules = BUGS[plant]
     with plant():
-        for seed in range(SEEDS):
+        for seed in (FOUND_BY.get(plant, 0), *range(SEEDS)):
             trial = Trial(seed=seed, kinds=kinds or KINDS, intensity=4.0 if kinds else 1.0)
             # Seeds without what finds it say nothing.
             if not all(map(trial.has, kinds)):
@@ -434,8 +442,7 @@ def test_a_planted_bug_is_found(plant, record_property):
                 break
         else:
             pytest.fail(f"not found within {SEEDS} seeds")
-    record_property("seeds", seed + 1)
-    print(f"{plant.__name__} is found after {seed + 1} seeds: {violation}")
+    print(f"{plant.__name__} is found by seed {seed}: {violation}")
     # The oracle sees some of them sooner.
     assert violation.rule in rules or violation.rule.startswith("oracle-")
 
