@@ -200,6 +200,19 @@ def test_what_a_tokenizer_file_does_to_single_texts_does_nothing_here(tmp_path):
     assert (tokens.reshape(5, -1) == tokens.reshape(5, -1)[0]).all()
 
 
+def test_a_vocabulary_beyond_16_bits_takes_32(tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "model")
+    document = json.loads((tokenizer / "tokenizer.json").read_text())
+    document["model"]["vocab"]["of no text"] = 70_000
+    (tokenizer / "tokenizer.json").write_text(json.dumps(document))
+    source = write_json(tmp_path / "a.jsonl", ["a", "b"])
+    prepared(source, "--tokenizer", tokenizer, "--held-out", 0, "--out", tmp_path / "out")
+    manifest = manifest_of(tmp_path / "out")
+    assert (manifest.dtype, manifest.tokenizer.vocabulary) == ("uint32", 70_001)
+    assert np.load(tmp_path / "out/train-00000-000.npy").dtype == np.uint32
+    assert texts_of(tmp_path / "out", tokenizer) == ["a", "b"]
+
+
 def test_a_long_document_is_encoded_in_parts_that_end_with_lines(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 50)
     text = "".join(f"line {number}\n" for number in range(40)) + "x" * 200

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,8 +18,9 @@ from diloco.common.errors import DataError, TaskError
 from diloco.learner.causal_lm.mixture import Mixture
 from diloco.learner.causal_lm.tokens import TokenFolders
 from diloco.learner.causal_lm.windows import TokenWindows
-from diloco.learner.contract import load_task
+from diloco.learner.contract import build_task, load_task
 from diloco.learner.reading import GrainData
+from tests.models.cases import LLAMA
 
 VOCAB = 1 << 16
 
@@ -290,10 +292,25 @@ def test_a_run_that_names_its_data_takes_no_other(whole, place, tmp_path):
         TokenFolders(numbered(tmp_path / "a", 0, 9), length=4, vocab=VOCAB, digests=[digest])
 
 
+def test_the_task_takes_the_ends_of_documents_from_the_manifest(whole, place):
+    config = LLAMA | {"vocab_size": 320, "num_hidden_layers": 1}
+    (whole / "model" / "config.json").write_text(json.dumps(config))
+    losses = {}
+    for name, more in {"manifest": {}, "said": {"end": 1}, "not": {"end": -1}}.items():
+        options = {"model": str(whole / "model"), "data": {str(place): 2}, "fresh": True}
+        options |= {"length": 256, "batch": 2, "eval_batches": 8} | more
+        task = build_task("diloco.learner.causal_lm:build", steps=9, seed=0, options=options)
+        losses[name] = task.evaluate(task.init(jax.random.key(0)))
+    assert losses["manifest"] == losses["said"] != losses["not"]
+
+
 def test_a_manifest_that_is_none_is_refused(place):
-    (place / "tokens.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokens.json is not a manifest"):
-        opened(place)
+    manifest = json.loads((place / "tokens.json").read_text())
+    manifest["shards"][0]["name"] = "../model/tokenizer.json"
+    for text in ("{", json.dumps(manifest), json.dumps(manifest | {"format": 2})):
+        (place / "tokens.json").write_text(text)
+        with pytest.raises(DataError, match=r"tokens.json is not a manifest"):
+            opened(place)
 
 
 def test_a_shard_that_is_cut_short_while_it_is_read(place):
