@@ -132,6 +132,17 @@ def test_each_host_reads_its_rows_and_no_others(tmp_path, monkeypatch):
     assert len(read) == 3
 
 
+def test_processes_that_read_a_mixture_give_the_same_batches(tmp_path):
+    data = {numbered(tmp_path / "a", 0, 120): 0.75, numbered(tmp_path / "b", 500, 40): 0.25}
+    dataset = TokenFolders(data, length=4, vocab=VOCAB).train(seed=3)
+    drawn = {}
+    for workers in (0, 1):
+        batches = GrainData(dataset, batch=5, seed=3, shares=2, workers=workers).batches("x", 7)
+        drawn[workers] = np.stack([next(batches) for _ in range(5)])
+        batches.close()
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+
+
 def test_the_order_is_of_the_whole_and_another_in_each_epoch(tmp_path):
     folders = TokenFolders(numbered(tmp_path / "a", 0, 400), length=4, vocab=VOCAB)
     reading = GrainData(folders.train(seed=0), batch=100, seed=0)
