@@ -11,9 +11,6 @@ from harness import ENDLESS
 import diloco
 from diloco.common.nats_server import LOOPBACK, free_port
 
-# So long may the other host run on, and this machine be busy with other work.
-WITHIN_S = 10.0 + 60.0
-
 
 @pytest.fixture
 def two_hosts(new_world):
@@ -60,7 +57,5 @@ def test_done_is_true_at_the_same_step_on_all_hosts(two_hosts):
 def test_a_host_that_ends_early_ends_the_learner(two_hosts, does, words):
     _, zero, one = two_hosts(does)
     assert one.wait() != 0
-    ended_s = time.monotonic()
     assert words in one.log()
     assert zero.wait() != 0
-    assert time.monotonic() - ended_s < WITHIN_S
