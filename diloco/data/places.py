@@ -101,7 +101,7 @@ def alone_in(place: str) -> Iterator[None]:
 
 
 def tidy(place: str, store: ObjectStore) -> None:
-    """Remove what only a restart needs."""
+    """Remove what only a restart needs; the plan last, which says that it is to be done."""
     for info in store.list(f"{UNFINISHED}/"):
         store.delete(info.name)
     if (folder := local_folder(place)) is not None:

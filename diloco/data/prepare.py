@@ -82,7 +82,9 @@ def prepare(wanted: Wanted, progress: Progress) -> TokenManifest:
     )
     with alone_in(wanted.place):
         if (whole := _begun(wanted.place, plan)) is not None:
-            tidy(wanted.place, writer(wanted.place))
+            # It may be whole and not tidy; if it is both, it may be a place that takes no writer.
+            if found_at(reader(wanted.place), PLAN) is not None:
+                tidy(wanted.place, writer(wanted.place))
             return whole
         try:
             store = writer(wanted.place)

@@ -248,7 +248,11 @@ def test_what_is_whole_stays_as_it_is(tmp_path, tokenizer):
     first = prepared(*given).stdout
     path = tmp_path / "out" / "train-00000-000.npy"
     before = path.stat()
+    (tmp_path / "out" / ".prepare").mkdir()
+    for name in ("00000.json", "plan.json"):
+        (tmp_path / "out" / ".prepare" / name).write_text("left by a kill")
     assert prepared(*given).stdout == first
+    assert set(contents(tmp_path / "out")) == {path.name, "tokens.json"}
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
