@@ -25,6 +25,7 @@ def world(new_world):
     return world
 
 
+@pytest.mark.long
 def test_an_own_loop_around_an_nnx_model_learns_digits(world):
     diloco.create(world.config_path, own_loop.model()[1])
     world.aggregator()

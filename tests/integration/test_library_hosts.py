@@ -35,6 +35,7 @@ def two_hosts(new_world):
     return start
 
 
+@pytest.mark.long
 def test_done_is_true_at_the_same_step_on_all_hosts(two_hosts):
     _, zero, one = two_hosts()
     for host in (zero, one):

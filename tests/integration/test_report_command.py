@@ -29,6 +29,7 @@ def diloco(*arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_run_with_a_kill_from_beginning_to_report(new_world, own_nats_server: NatsServer) -> None:
     """Two learners, one killed and back; scores are followed, and shown in the report."""
     world: World = new_world(server=own_nats_server, run=ENDLESS)
