@@ -44,7 +44,7 @@ help: ## show this list
 install: $(STAMP) ## make .venv with the pinned packages and the diloco command
 
 # Once, and again when the pins or the project's own metadata have changed.
-$(STAMP): requirements.lock locks/arrow.lock pyproject.toml
+$(STAMP): requirements.lock locks/arrow.lock locks/tokens.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "error: Python 3.11 or newer is needed; '$(PYTHON)' is" \
 			"$$($(PYTHON) --version 2>&1 || true)"; \
@@ -54,7 +54,7 @@ $(STAMP): requirements.lock locks/arrow.lock pyproject.toml
 	@$(PYTHON) -m venv .venv
 	@echo "installing: pinned packages of requirements.lock (some minutes the first time)"
 	@$(RUN) pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock \
-		-r locks/arrow.lock
+		-r locks/arrow.lock -r locks/tokens.lock
 	@echo "installing: this project, editable"
 	@$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
@@ -106,7 +106,8 @@ test-models: install ## hold models against transformers, in .venv-models; TORCH
 		-r locks/oracle.lock
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
 		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)
-	@DILOCO_TEST_ORACLE=$(CURDIR)/.venv-models/bin/python $(RUN) pytest -rs tests/models $(ARGS)
+	@DILOCO_TEST_ORACLE=$(CURDIR)/.venv-models/bin/python $(RUN) pytest -rs tests/models \
+		tests/integration/test_continue.py $(ARGS)
 
 # libtpu compiles without a chip; apart, since JAX looks for one wherever it is installed.
 tpu: install ## compile a learner's programs for TPUs that are not here, in .venv-tpu; ARGS="--preset 125m"

@@ -43,6 +43,10 @@ class TaskError(DilocoError):
     status = Exit.TASK
 
 
+class DataError(TaskError):
+    """What is to become tokens, or a folder of tokens, is not what it must be."""
+
+
 class DivergedError(TaskError):
     """Training gave a loss that is no number; the parameters are lost with it."""
 

@@ -70,7 +70,7 @@ LOSS = _gauge("learner_loss", "training loss, moving average over steps")
 METRIC = _gauge(
     "learner_metric",
     "what else its loss says, moving average over steps; `held_out_...`: its loop's, on held-out"
-    " data",
+    " data; `mfu`: model FLOPs utilization, where the devices' peak is known",
     "metric",
 )
 STEP_TIME = _gauge("learner_step_seconds", "inner step time, moving average")

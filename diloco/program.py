@@ -20,6 +20,7 @@ from diloco.common.errors import DilocoError
 from diloco.common.exits import Exit
 from diloco.daemons.command import app as daemons
 from diloco.dashboard.command import app as dashboard
+from diloco.data.command import app as data
 from diloco.local.command import app as local
 from diloco.look.command import app as look
 from diloco.model.command import app as model
@@ -39,8 +40,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 for room in (
-    local, task, plan, daemons, operate, look, dashboard, alerts, check, report, trackers, model,
-    replay, auth, provision,
+    local, task, data, plan, daemons, operate, look, dashboard, alerts, check, report, trackers,
+    model, replay, auth, provision,
 ):  # fmt: skip
     app.add_typer(room)
 

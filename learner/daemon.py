@@ -47,6 +47,7 @@ def serve(config: Config, learner: str) -> None:
             member = replace(
                 member_of(config, learner, like, island.hint, tokens, program.warm_up),
                 load_frozen=partial(loaded_frozen, task),
+                flops_per_token=task.flops_per_token,
             )
             if not task.takes_key:
                 logger = log.get(run=config.run.name, learner=learner)

@@ -178,6 +178,7 @@ def _leading_life(
     host.probes.health.begin_phase("joining the run")
     folder = own_folder(host, context)
     meter = Meter(context.learner, context.traffic)
+    meter.full_tokens_per_s = host.member.full_tokens_per_s()
     life = host.starting(join(context, socket.gethostname()))
     publisher = _publish_and_adopt(host, context, replica, meter, starts, peers, life)
     # Not before the join: an update of an earlier life that is still on its way is merged if it is

@@ -12,6 +12,7 @@ from diloco.common.layout import Hint, Layout, Tensor, make_layout
 from diloco.learner import tree
 from diloco.learner.placement import Shardings, shardings_of
 from diloco.learner.task import Params
+from diloco.learner.utilization import full_tokens_per_s
 
 # Of so many tensors an error speaks.
 NAMED = 6
@@ -28,6 +29,7 @@ class Member:
         tokens_per_step: of all hosts together.
         hint: of the tensors; None: the run's layout says what it would.
         warm_up: compiles the loop's programs, given copies of the parameters that it may donate.
+        flops_per_token: as of a task.
         load_frozen: gives leaves that the run does not store, by name.
     """
 
@@ -39,12 +41,19 @@ class Member:
     hint: Hint | None = None
     warm_up: Callable[[Params], object] | None = None
     load_frozen: Callable[[], Mapping[str, Any]] | None = None
+    flops_per_token: float | None = None
 
     @classmethod
     def of(cls, like: Params, **rest: Any) -> Self:
         """With parameters like these, of arrays or shapes."""
         tree.tensors_of(like)  # refuses what is no array
         return cls(like=jax.tree.map(_shape, like), shardings=shardings_of(like), **rest)
+
+    def full_tokens_per_s(self) -> float:
+        """Tokens a second at its devices' peak; 0 where it is not known."""
+        lying = [one for one in self.shardings.values() if one is not None]
+        devices = {device for one in lying for device in one.device_set}
+        return full_tokens_per_s(devices, self.flops_per_token)
 
     def synced(self, layout: Layout) -> Params:
         """Shapes of the leaves that are synchronized."""

@@ -28,6 +28,7 @@ from diloco.learner.mesh import constrain
 from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
 from diloco.learner.sample import BYTES, make_sampler
 from diloco.learner.task import Batch, Params, Task
+from diloco.learner.utilization import flops_per_token
 
 ROTARY_BASE = 10_000
 NORM_EPS = 1e-6
@@ -119,6 +120,13 @@ class ModelConfig:
     def mlp_width(self) -> int:
         """F; the same count of parameters for both kinds, rounded up to a multiple of 64."""
         return 4 * self.width if self.mlp == "gelu" else math.ceil(self.width / 24) * 64
+
+    def flops_per_token(self, length: int) -> float:
+        """As of a task, in rows of that length."""
+        mlp = (2 if self.mlp == "gelu" else 3) * self.mlp_width
+        layer = self.width * (4 * self.width + mlp)
+        multiplied = self.layers * layer + self.vocab * self.width
+        return flops_per_token(multiplied, self.layers * self.width * length)
 
 
 class Decoder(nn.Module):
@@ -392,6 +400,7 @@ def build(
         batches=batches,
         evaluate=evaluate,
         tokens_per_batch=batch * length,
+        flops_per_token=model.config.flops_per_token(length),
         optimizer=_direction(optimizer, size.heads, weight_decay, clip),
         schedule=warmup_cosine(
             steps=steps,

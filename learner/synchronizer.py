@@ -66,7 +66,7 @@ class Meter:
     `local_step` goes on from a checkpoint, and so does the sum of `earlier_tokens` and `tokens`.
     `version` is the newest that was adopted. `stall_s` is the training thread's time in
     synchronization, `data_s` that in waiting for batches; `run_s` all its time since the
-    first step.
+    first step. `full_tokens_per_s` is what the devices could do at their peak; 0 if nobody knows.
     """
 
     learner: str
@@ -84,6 +84,7 @@ class Meter:
     stall_s: float = 0.0
     data_s: float = 0.0
     run_s: float = 0.0
+    full_tokens_per_s: float = 0.0
     _began_s: float = field(default_factory=time.perf_counter)
 
     def stepped(self, took_s: float, tokens: int, loss: float | None) -> None:
@@ -95,6 +96,8 @@ class Meter:
             self.loss += (loss - self.loss) * (EMA if self.loss else 1.0)
             self.step_time_s += (took_s - self.step_time_s) * (EMA if self.step_time_s else 1.0)
             self.tokens_per_s = tokens / self.step_time_s
+            if self.full_tokens_per_s:
+                self.show({"mfu": self.tokens_per_s / self.full_tokens_per_s})
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
         """Take the step before's further scalars into moving averages."""

@@ -155,6 +155,9 @@ class Task:
             and synchronized stays as `init` gives it. None: as they are.
         shared: data whose epochs learners divide by claims (`GrainData.shared`): learners then read
             that, and `batches` is for those who look at the task.
+        flops_per_token: what a token's step takes, forward and backward, without what is computed
+            twice (`utilization.flops_per_token`): the learner then reports `mfu`, where its
+            devices' peak is known. None: it does not.
         files: how parameters are read from folders (`run create --from`) and written to them
             (`diloco export --format hf`) in a format that others have.
 
@@ -178,6 +181,7 @@ class Task:
     compute_dtype: str | None = None
     shared: Shared | None = None
     files: Files | None = None
+    flops_per_token: float | None = None
 
     def __post_init__(self) -> None:
         for name in _CALLABLES:
@@ -194,6 +198,12 @@ class Task:
                 )
         _require_count("tokens_per_batch", self.tokens_per_batch, COUNTED)
         _require_count("accumulate", self.accumulate, "1 takes a batch whole")
+        per_token = self.flops_per_token
+        if per_token is not None and not (isinstance(per_token, int | float) and per_token > 0):
+            raise TaskError(
+                f"Task.flops_per_token must be a number above 0 or None, not {per_token!r}",
+                hint="floating-point operations of a token's step, forward and backward",
+            )
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise TaskError(
                 f"Task.compute_dtype must be one of {COMPUTE_DTYPES}, not {self.compute_dtype!r}",

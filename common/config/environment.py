@@ -42,6 +42,11 @@ def storage_emulator(*, asked_for: bool) -> str | None:
     return host if not host or "://" in host else f"http://{host}"
 
 
+def store_emulator() -> bool:
+    """Whether gs:// is a test's server, for commands that have no run's file to say it."""
+    return os.environ.get("DILOCO_STORE_EMULATOR", "").lower() in {"1", "true"}
+
+
 def allows_http(name: str) -> bool:
     """Whether a variable such as AWS_ALLOW_HTTP lets a store be asked without TLS."""
     return os.environ.get(name, "").lower() in {"1", "true"}
@@ -131,3 +136,8 @@ def compile_without_tpu() -> None:
     """Have libtpu be a compiler alone: it asks no machine what it is, and several processes may."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def encode_on_one_thread() -> None:
+    """Have tokenizers use this process's thread alone: there is a process for each core."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

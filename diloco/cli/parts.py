@@ -6,7 +6,7 @@ from typer.core import TyperGroup
 
 # A part's title, and its commands.
 PARTS: dict[str, tuple[str, ...]] = {
-    "Train": ("local", "task", "plan", "config", "run", "aggregator", "learner"),
+    "Train": ("local", "task", "data", "plan", "config", "run", "aggregator", "learner"),
     "Look": (
         "dashboard", "status", "watch", "runs", "learners", "history", "report", "track",
         "evaluate", "sample", "export",

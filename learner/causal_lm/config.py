@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from diloco.common.errors import ConfigError
 from diloco.learner.causal_lm.rope import Rope
+from diloco.learner.utilization import flops_per_token
 
 Family = Literal["llama", "qwen3", "gemma3_text"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -193,6 +194,15 @@ class DecoderConfig:
     def layers(self) -> int:
         """N."""
         return len(self.sliding)
+
+    def flops_per_token(self, length: int) -> float:
+        """As of a task, in rows of that length."""
+        heads = (2 * self.heads + 2 * self.kv_heads) * self.head_width
+        layer = self.width * (heads + 3 * self.mlp_width)
+        multiplied = self.layers * layer + self.vocab * self.width
+        near = min(length, self.window or length)
+        positions = sum(near if slides else length for slides in self.sliding)
+        return flops_per_token(multiplied, self.heads * self.head_width * positions)
 
     @property
     def gemma(self) -> bool:

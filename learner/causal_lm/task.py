@@ -6,7 +6,8 @@ Shapes: as in `model`.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,7 +25,7 @@ from diloco.learner.causal_lm.config import DecoderConfig, read_config
 from diloco.learner.causal_lm.model import Compute, init_params, logits_of
 from diloco.learner.causal_lm.names import LAYERS, table
 from diloco.learner.causal_lm.sizes import SIZES, size_named
-from diloco.learner.causal_lm.windows import TokenWindows, files_of
+from diloco.learner.causal_lm.tokens import Data, TokenFolders, check_data
 from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
 from diloco.learner.reading import GrainData, require_grain
 from diloco.learner.task import Batch, Holder, Params, Task
@@ -95,7 +96,7 @@ def build(
     steps: int,
     seed: int,
     model: str,
-    data: str,
+    data: Data,
     end: int | None = None,
     batch: int = 8,
     length: int = 1024,
@@ -110,6 +111,7 @@ def build(
     remat: bool = True,
     accumulate: int = 1,
     shares: int = 0,
+    digests: Sequence[str] = (),
     workers: int = 0,
     fresh: bool = False,
 ) -> Task:
@@ -119,9 +121,10 @@ def build(
         steps: length of the run in global steps.
         seed: decides the order of the data.
         model: a Hugging Face folder, or a name of `sizes.SIZES`, whose parameters begin at random.
-        data: a folder of token files (`windows`).
+        data: a folder of token files (`windows`), or several with their weights.
         end: the token behind each document: none sees another, and none is predicted from the
-            last. None: rows are taken as they are.
+            last. None: what the data's manifest says; without one rows are taken as they are. -1:
+            they are so.
         batch: rows in a batch, B.
         length: tokens predicted in each, L.
         optimizer: "adamw", or "muon" for the matrices of layers.
@@ -135,6 +138,8 @@ def build(
         remat: recompute each block in the backward pass.
         accumulate: parts of a batch, one after the other.
         shares: in how many shares each epoch is divided, which learners claim; 0: each reads all.
+        digests: SHA-256 of `tokens.json` of each folder: learners that have other data are
+            refused. None: whatever is there.
         workers: processes that read.
         fresh: parameters begin at random, though the folder may have some.
 
@@ -147,23 +152,26 @@ def build(
     config = size_named(model) if source is None else read_config(source)
     compute = Compute(dtype, remat)
 
+    # Who creates a run, or exports from one, has no data.
+    @functools.cache
+    def folders() -> TokenFolders:
+        require_grain()
+        return TokenFolders(data, length=length, vocab=config.vocab, model=source, digests=digests)
+
     @functools.cache
     def train() -> GrainData:
-        require_grain()
-        import grain
-
-        windows = TokenWindows(files_of(Path(data), "train"), length=length, vocab=config.vocab)
-        source = grain.MapDataset.source(windows)
-        return GrainData(source, batch=batch, seed=seed, shares=shares, workers=workers)
+        dataset = folders().train(seed)
+        return GrainData(dataset, batch=batch, seed=seed, shares=shares, workers=workers)
 
     @functools.cache
     def held_out() -> list[np.ndarray]:
-        windows = TokenWindows(files_of(Path(data), "held_out"), length=length, vocab=config.vocab)
-        wanted = min(len(windows), eval_batches * batch)
-        places = np.linspace(0, len(windows) - 1, wanted).astype(int)
-        return [windows[int(place)][None] for place in places]
+        return folders().held_out(eval_batches * batch)
 
-    loss_of = functools.partial(next_token_loss, config, compute=compute, end=end)
+    def loss_of(params: Params, windows_BxL1: Any) -> jax.Array:
+        last = folders().end if end is None else end
+        given = None if last == -1 else last
+        return next_token_loss(config, params, windows_BxL1, compute=compute, end=given)
+
     eval_loss = jax.jit(loss_of)
 
     def evaluate(params: Params) -> float:
@@ -177,6 +185,7 @@ def build(
         rows=lambda *given: train().rows(*given),
         evaluate=evaluate,
         tokens_per_batch=batch * length,
+        flops_per_token=config.flops_per_token(length),
         optimizer=_direction(optimizer, weight_decay, clip),
         schedule=warmup_cosine(
             steps=steps,
@@ -251,7 +260,7 @@ _LEAST = {
     "warmup_steps": 0,
     "shares": 0,
     "workers": 0,
-    "end": 0,
+    "end": -1,
     "seed": 0,
 }
 _CHOICES = {"dtype": DTYPES, "optimizer": get_args(Optimizer)}
@@ -266,11 +275,21 @@ def _check_options(options: Mapping[str, Any]) -> None:
             _require(name, value, ok, f"an int of at least {_LEAST[name]}")
         elif name in ("remat", "fresh"):
             _require(name, value, isinstance(value, bool), "true or false")
-        elif name in ("model", "data"):
+        elif name == "model":
             _require(name, value, isinstance(value, str) and value, "a folder's path")
+        elif name == "digests":
+            ok = isinstance(value, list | tuple) and all(map(_is_digest, value))
+            _require(name, value, ok, "a list of SHA-256 digests of 64 hexadecimal digits")
+        elif name == "data":
+            expected = 'a folder\'s path, or paths with weights above 0: {"/a" = 0.7, "/b" = 0.3}'
+            _require(name, value, check_data(value), expected)
         else:
             ok = type(value) in (int, float) and math.isfinite(value) and value >= 0
             _require(name, value, ok, "a finite number of at least 0")
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def _require(name: str, value: Any, ok: Any, expected: str) -> None:

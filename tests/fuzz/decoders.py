@@ -5,6 +5,7 @@ right: garbage alone would never come past the first check.
 """
 
 import contextlib
+import gzip
 import string
 import struct
 import tomllib
@@ -35,6 +36,19 @@ from diloco.common.quantize import encode
 from diloco.common.store import MemoryStore
 from diloco.common.tape import file as tape_files
 from diloco.common.tape import parse_changed
+from diloco.common.token_manifest import (
+    Counted,
+    PrepareOptions,
+    TokenizerFacts,
+    TokenManifest,
+    TokenShard,
+    TokenSource,
+    json_bytes,
+    parse_manifest,
+)
+from diloco.data.documents import read_span
+from diloco.data.plan import pieces
+from diloco.data.sources import find_files
 from diloco.learner import checkpoint
 
 BLOCK = 16
@@ -337,6 +351,51 @@ def load_tape(path: Path) -> None:
     raise fault
 
 
+# Sources of tokens, and what a folder of them says of itself
+
+
+def token_manifest() -> bytes:
+    shard = TokenShard(
+        name="train-00000-000.npy", side="train", size_bytes=138, documents=1, tokens=5,
+        largest=7, sha256="a" * 64,
+    )  # fmt: skip
+    options = PrepareOptions(
+        documents="file", field="text", held_out=0.1, shard_bytes=9, special=False
+    )
+    counted = Counted(documents=1, tokens=5)
+    source = TokenSource(
+        path="a", files=1, size_bytes=9, empty=0, train=counted, held_out=Counted()
+    )
+    facts = TokenizerFacts(sha256="b" * 64, rules_sha256="c" * 64, vocabulary=9)
+    return json_bytes(
+        TokenManifest(
+            tokenizer=facts, dtype="uint16", begin=(), end=0, options=options,
+            input_sha256="d" * 64, sources=(source,), shards=(shard,),
+        )
+    )  # fmt: skip
+
+
+def read_source(path: Path) -> None:
+    (file,) = find_files([str(path)], "text")
+    for piece in pieces([file], 64, by_line=True):
+        for span in piece:
+            list(read_span(span, "text", by_line=True))
+
+
+def token_decoders(folder: Path) -> dict[str, Decoder]:
+    lines = b'{"text": "one \xc3\xbc"}\n{"n": 1, "text": null}\n\n{"text": "\\ud83d\\ude42"}'
+    right = token_manifest()
+    found = {
+        "token manifest": Decoder(
+            st.just(right), (right,), lambda data: parse_manifest(data, "tokens.json")
+        )
+    }
+    for suffix, data in {".jsonl": lines, ".txt": lines, ".json.gz": gzip.compress(lines)}.items():
+        decode = file_decoder(folder, f"source{suffix}", read_source)
+        found[f"source {suffix}"] = Decoder(st.just(data), (data,), decode, bounded=False)
+    return found
+
+
 @cache
 def decoders(folder: Path) -> dict[str, Decoder]:
     """All by name; files are read from `folder`."""
@@ -379,6 +438,7 @@ def decoders(folder: Path) -> dict[str, Decoder]:
             file_decoder(folder, "tape", load_tape),
             bounded=False,
         ),
+        **token_decoders(folder),
         "changed settings": Decoder(
             settings.map(settings_message),
             (settings_message(SETTINGS.model_dump()),),

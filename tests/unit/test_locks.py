@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "torch", "tpu", "wandb")
+EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "tokens", "torch", "tpu", "wandb")
 PIN = re.compile(r"^([a-zA-Z0-9._-]+)(?:\[[a-z0-9,-]+\])?==(\S+)", re.MULTILINE)
 
 

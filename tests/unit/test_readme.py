@@ -29,7 +29,7 @@ def test_the_example_is_short() -> None:
     assert len((ROOT / "examples" / "digits.py").read_text().splitlines()) < 40
 
 
-@pytest.mark.parametrize("page", ["docs/start.md"])
+@pytest.mark.parametrize("page", ["docs/start.md", "docs/continue.md"])
 def test_the_configuration_loads(page: str) -> None:
     for text in blocks(page, "toml"):
         make_config(tomllib.loads(text), source=page)

@@ -1,0 +1,52 @@
+"""Model FLOPs utilization: how much of its devices' peak the model's own arithmetic takes.
+
+As PaLM counts it (arXiv 2204.02311, appendix B): what the mathematics of a step needs, forward and
+backward, whatever is computed twice to save memory; over what the devices could do in bfloat16.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+# Dense bfloat16 operations a second of one device, by how its kind begins in JAX; of two beginnings
+# the longer counts. Google's pages of TPU versions and NVIDIA's data sheets, without sparsity.
+PEAK_FLOPS: Final = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def flops_per_token(multiplied: int, attended: int) -> float:
+    """Floating-point operations of a token's step.
+
+    Args:
+        multiplied: parameters that a token is multiplied with: all matrices, the head too, but not
+            the embedding, of which it takes a row.
+        attended: sum over layers of heads, times width of a head, times positions that a token may
+            look at; a causal mask is not taken off.
+    """
+    # A product and a sum each, once forward and twice backward; scores and their use in attention.
+    return 6.0 * multiplied + 12.0 * attended
+
+
+def peak_flops(kind: str) -> float | None:
+    """Of a device of that kind, as JAX names it; None if it is not known here."""
+    fitting = [beginning for beginning in PEAK_FLOPS if kind.startswith(beginning)]
+    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
+
+
+def full_tokens_per_s(devices: Iterable[Any], per_token: float | None) -> float:
+    """Tokens a second at the peak of all `devices`; 0 where it is not known."""
+    peaks = [peak_flops(device.device_kind) for device in devices]
+    if per_token is None or not peaks or None in peaks:
+        return 0.0
+    return sum(peak for peak in peaks if peak is not None) / per_token
