@@ -15,10 +15,19 @@ from rich.table import Table
 
 from diloco.figures import curves
 from diloco.figures.curves import Curve, Curves
-from diloco.replay.blame import AGAINST, Blame, Sentence, judge
+from diloco.replay.blame import Blame, Fate, Rounds
 from diloco.replay.effects import Effect, Effects
+from diloco.replay.judge import AGAINST, Sentence, judge
 
 WORST = 10
+_FATES: dict[Fate, str] = {
+    "judged": "judged",
+    "early": "before the first stored version that is whole",
+    "damaged": "GONE OR DAMAGED",
+    "behind": "behind such a one, up to the next stored version",
+    "beside": "while another fragment's view was unknown",
+    "unreadable": "of which the record cannot be read",
+}
 _COLOURS = {"harmful": "bold red", "useless": "yellow", "unclear": "dim", "helpful": "green"}
 
 
@@ -35,11 +44,27 @@ def tell(found: Blame, console: Console) -> None:
             console.print(f"[{_COLOURS[one.word]}]{escape(in_words(one))}[/]", soft_wrap=True)
     if not any(one.word in AGAINST for one in sentences):
         console.print(_nobody(found.effects, sentences), soft_wrap=True)
+    for line in _coverage(found.rounds):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _coverage(rounds: Rounds) -> list[str]:
+    """What became of the rounds, and why some are left out."""
+    listed = [
+        f"{rounds.fates[fate]:,} {said}" for fate, said in _FATES.items() if rounds.fates[fate]
+    ]
+    lines = [f"rounds: {', '.join(listed) or 'none'}"]
+    lines += [f"not judged: {why}" for why in rounds.why]
+    if rounds.left_out:
+        lines.append("incomplete: what was left out is held for and against nobody")
+    return lines
 
 
 def _nobody(effects: Effects, sentences: Sequence[Sentence]) -> str:
     """Nothing is held against anybody: what that means."""
-    if effects and effects[-1].loss > effects[0].loss_before and effects.column("alone").mean() > 0:
+    if not effects:
+        return "no round was judged, so nothing is said of anybody"
+    if effects[-1].loss > effects[0].loss_before and effects.column("alone").mean() > 0:
         return (
             f"no learner stands out, but the held-out loss went from {effects[0].loss_before:.4f} "
             f"to {effects[-1].loss:.4f}, and a round of one update alone makes it worse, whoever "
@@ -124,7 +149,15 @@ def tell_json(run: str, found: Blame) -> None:
          "version": one.effect.version, "tensor": one.tensor, "did": one.did}
         for one in found.tensors
     ]  # fmt: skip
-    head = json_module.dumps({"run": run, "learners": sentences, "tensors": tensors})
+    left_out = found.rounds.left_out
+    head = json_module.dumps(
+        {
+            "run": run, "verdict": "incomplete" if left_out else "complete",
+            "rounds": {fate: found.rounds.fates[fate] for fate in _FATES},
+            "left_out": left_out, "why": found.rounds.why, "learners": sentences,
+            "tensors": tensors,
+        }
+    )  # fmt: skip
     # Updates may be hundreds of thousands: one line each, and never all of them in memory.
     sys.stdout.write(head.removesuffix("}") + ', "updates": [')
     for count, one in enumerate(found.effects):

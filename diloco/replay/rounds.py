@@ -5,8 +5,9 @@ from dataclasses import replace
 from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.core import policy
 from diloco.aggregator.core.updates import Admitted, Credit
-from diloco.common import cores, wire
+from diloco.common import cores, shards, wire
 from diloco.common.config import RunSettings
+from diloco.common.errors import IntegrityError
 from diloco.common.tape import get_object
 from diloco.projections.history import History
 
@@ -15,9 +16,9 @@ def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
     """The arrays that a record has stored.
 
     Raises:
-        IntegrityError, ObjectMissingError: they are damaged or gone.
+        IntegrityError, ObjectMissingError: they are damaged, not the record's, or gone.
     """
-    return FragmentArrays.from_objects(
+    arrays = FragmentArrays.from_objects(
         history.settings,
         history.layout,
         record.fragment,
@@ -25,6 +26,13 @@ def load_arrays(history: History, record: wire.Record) -> FragmentArrays:
         outer_state=get_object(history.store, record.outer),
         threads=cores.available(),
     )
+    found = (shards.digest(arrays.view), arrays.outer_digest())
+    if found != (said := (record.view_digest, record.outer_digest)):
+        raise IntegrityError(
+            f"version {record.version} of fragment {record.fragment} has the digests {found} as "
+            f"it is stored, and its record says {said}"
+        )
+    return arrays
 
 
 def copy_arrays(arrays: FragmentArrays) -> FragmentArrays:

@@ -217,12 +217,6 @@ async def _blame(
     from diloco.learner.task import held_out_loss
     from diloco.model.view import GlobalModel
 
-    # After the tape: a run that goes on has stored what its newest records name by now.
-    there = await context.runtime.call(list_now, context.store, context.run)
-    chains = {fragment: whatif.mergeable(chain, there) for fragment, chain in chosen.items()}
-    late = [f"{f} at {c[0][1].version}" for f, c in chains.items() if c[0][1].version > 0]
-    if late and not options.json:
-        console.print(f"[yellow]note:[/] fragments begin at later versions: {', '.join(late)}")
     task = await asyncio.to_thread(model_of, context.settings)
     model = await GlobalModel.of_run(context, task)
 
@@ -230,15 +224,18 @@ async def _blame(
         return held_out_loss(task, model.params(views))
 
     with progress_bar(console, "merging without each update") as hear:
-        found = await asyncio.to_thread(blame.blame, history, chains, evaluate, hear)
+        found = await asyncio.to_thread(blame.blame, context, history, chosen, evaluate, hear)
+    found.rounds.count("unreadable", rounds=len(history.unreadable))
+    if options.first is None:
+        found.rounds.count("early", rounds=before_the_tape(history, chosen))
     if options.json:
         blame_screen.tell_json(history.run, found)
-        return 0
-    blame_screen.tell(found, console)
-    path = options.plot or Path(f"blame-{history.run}.png")
-    await asyncio.to_thread(blame_screen.draw, history.run, found, path)
-    console.print(f"the figure is {path}", soft_wrap=True)
-    return 0
+    else:
+        blame_screen.tell(found, console)
+        path = options.plot or Path(f"blame-{history.run}.png")
+        await asyncio.to_thread(blame_screen.draw, history.run, found, path)
+        console.print(f"the figure is {path}", soft_wrap=True)
+    return STATUSES["incomplete" if found.rounds.left_out else "verified"]
 
 
 # What if

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import shutil
 
 import pytest
 import spoiled
@@ -10,7 +11,9 @@ from rich.console import Console
 
 from diloco.check.doctor import examine, show
 from diloco.cli.opening import Place, use_place
+from diloco.common import names
 from diloco.common.errors import ConfigError
+from diloco.common.store.protocol import KEPT
 from diloco.replay import looking
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
@@ -42,12 +45,12 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def asked(runs, capsys):
-    def ask(kind, **options):
-        use_place(Place(None, str(runs[kind].store)))
+    def ask(kind, *, store=None, status=0, **options):
+        use_place(Place(None, str(store or runs[kind].store)))
         # Its making is logged to the same output.
         capsys.readouterr()
         console = Console(file=io.StringIO(), width=200)
-        assert run_replay(str(runs[kind].tape), Options(**options), console) == 0
+        assert run_replay(str(runs[kind].tape), Options(**options), console) == status
         return capsys.readouterr().out if options.get("json") else console.file.getvalue()
 
     yield ask
@@ -123,6 +126,57 @@ def test_effects_are_what_merging_without_an_update_gives(asked, tmp_path):
     )
     assert f"without {spoiled.CULPRIT}@{last['version']}-{last['version']}" in text
     assert "learners do not react" in text
+
+
+def objects_of(store, run, whole, *kinds):
+    """The files of an update of island-a, or of a delta, in a store; what is kept has two names."""
+    shard = names.shard(run.name, "island-a", 0, 0, *_sent(whole, 0, 4), 0)
+    wanted = {"shard": shard, "delta": f"{run.name}/global/0/00000004-delta-"}
+    for kind in kinds:
+        for folder in (store, store / KEPT):
+            yield from folder.glob(f"{wanted[kind]}*")
+
+
+def test_blame_goes_on_behind_a_damaged_shard(asked, runs, tmp_path):
+    """At the next stored version; the other fragment is judged as if nothing had been damaged."""
+    whole = json.loads(asked("labels", blame=True, json=True))
+    assert (whole["verdict"], whole["left_out"]) == ("complete", 0)
+    store = tmp_path / "damaged"
+    shutil.copytree(runs["labels"].store, store)
+    for path in objects_of(store, runs["labels"], whole, "shard"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    found = json.loads(asked("labels", store=store, status=2, blame=True, json=True))
+    # Versions 3 and 6 are stored: 4 cannot be merged, nor 5 and 6 behind it.
+    assert (found["verdict"], found["left_out"]) == ("incomplete", 3)
+    assert (found["rounds"]["damaged"], found["rounds"]["behind"]) == (1, 2)
+    assert found["updates"] == [
+        one for one in whole["updates"]
+        if (one["fragment"], one["version"]) not in {(0, 4), (0, 5), (0, 6)}
+    ]  # fmt: skip
+    assert found["learners"][0]["learner"] == spoiled.CULPRIT
+    text = asked("labels", store=store, status=2, blame=True, plot=tmp_path / "blame.png")
+    assert "rounds: 17 judged, 1 GONE OR DAMAGED, 2 behind such a one" in text
+    assert "0@4: " in text
+
+
+def test_blame_leaves_out_rounds_beside_a_fragment_that_is_unknown(asked, runs, tmp_path):
+    """Without shard and delta nobody knows its view, until it is stored again."""
+    whole = json.loads(asked("labels", blame=True, json=True))
+    store = tmp_path / "thinned"
+    shutil.copytree(runs["labels"].store, store)
+    for path in objects_of(store, runs["labels"], whole, "shard", "delta"):
+        path.unlink()
+    found = json.loads(asked("labels", store=store, status=2, blame=True, json=True))
+    fates = {fate: count for fate, count in found["rounds"].items() if count}
+    assert fates == {"judged": 15, "damaged": 1, "behind": 2, "beside": 2}
+
+
+def _sent(found, fragment, version):
+    """Incarnation and sequence of island-a's update in a round."""
+    [name] = [one["update"] for one in found["updates"] if one["learner"] == "island-a"
+              and (one["fragment"], one["version"]) == (fragment, version)]  # fmt: skip
+    return map(int, name.split(":")[1].split("-"))
 
 
 def test_a_whole_run_without_a_learner_says_that_the_others_do_not_react(asked, tmp_path):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from diloco.replay import blame
+from diloco.replay import judge
 from diloco.replay.effects import Effect, Effects, Judged
 
 
@@ -39,7 +39,7 @@ def test_of_thousands_of_updates_the_bad_learner_is_named_with_its_first():
         for learner in ("good", "well", "bad"):
             harm = 0.02 if bad and learner == "bad" else -0.01
             effects.append(effect(round_, learner, harm + 1e-3 * math.sin(round_ + len(learner))))
-    worst, *others = blame.judge(effects)
+    worst, *others = judge.judge(effects)
     assert (worst.learner, worst.word, worst.updates) == ("bad", "harmful", 2500)
     assert worst.since is not None
     assert worst.since.record_seq == 10 + 1500
@@ -47,4 +47,4 @@ def test_of_thousands_of_updates_the_bad_learner_is_named_with_its_first():
 
 
 def test_nobody_is_judged_where_nothing_was_merged():
-    assert blame.judge(Effects()) == []
+    assert judge.judge(Effects()) == []

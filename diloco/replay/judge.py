@@ -1,0 +1,183 @@
+"""What is held against each learner, by what its updates did beside those of the others.
+
+Without one of many that agree little changes, so a learner is judged by what its updates do alone,
+beside what those of the others in the same rounds do.
+"""
+
+from itertools import chain
+from math import exp, fsum, inf, lgamma, log, log1p
+from statistics import median
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.replay.effects import Column, Effect, Effects
+
+# A learner whose updates do less than this share of what the others' do is of no use; if they do so
+# much harm, it is harmful. One update proves nothing.
+USELESS = 0.2
+FEWEST = 3
+# What scatters about the others is nobody's fault. It is no accident so many standard errors away,
+# or to be the worst of the round so often that chance would have it with this probability.
+SURE = 4.0
+CHANCE, CHANCE_TELLING = 1e-4, 1e-3
+# Rounds tell who is of no use while their updates do this share of the most that any did.
+MUCH = 0.03
+
+# Of updates, in a table of effects.
+Places = npt.NDArray[np.intp]
+
+# "unclear": in sum it made the loss worse, by no more than the others' updates may by chance.
+Word = Literal["harmful", "useless", "unclear", "helpful"]
+AGAINST: tuple[Word, ...] = ("harmful", "useless")
+
+
+class Sentence(NamedTuple):
+    """What is held against a learner, or for it.
+
+    Attributes:
+        total: sum of what its updates did; `worse` of its `updates` made the loss worse.
+        alone: what its updates do alone on average, from `since` on or all of them; `others`: what
+            those of the others in the same rounds do.
+        since: the first update that a word against a learner is about, or None.
+    """
+
+    learner: str
+    word: Word
+    total: float
+    worse: int
+    updates: int
+    alone: float
+    others: float
+    since: Effect | None
+
+
+class _Beside:
+    """Every update and what the others of its round do alone, in columns.
+
+    Attributes:
+        did, alone: of each update.
+        telling: updates of its round still do much, as those of its fragment go. Rounds are chosen
+            by all alike, so that it favours no learner.
+    """
+
+    def __init__(self, effects: Effects) -> None:
+        self.did, self.alone = effects.column("did"), effects.column("alone")
+        self._learner, seq = effects.column("learner"), effects.column("record_seq")
+        begins = np.append(True, seq[1:] != seq[:-1])
+        self._round = np.cumsum(begins) - 1
+        self._edges = np.append(np.flatnonzero(begins), len(seq))
+        self.telling = self._telling(effects.column("fragment")[begins])
+
+    def own(self, learner: int) -> Places:
+        """A learner's updates, in order."""
+        return np.flatnonzero(self._learner == learner)
+
+    def others(self, place: int) -> list[float]:
+        """What the other learners' updates in the round of an update do alone."""
+        within = slice(*self._edges[self._round[place] :][:2])
+        mine = self._learner[within] == self._learner[place]
+        return [float(value) for value in self.alone[within][~mine]]
+
+    def all_others(self, places: Places) -> Column:
+        """The same of many updates, one after another."""
+        return np.fromiter(
+            chain.from_iterable(self.others(place) for place in places), dtype=np.float64
+        )
+
+    def _telling(self, fragments: Column) -> npt.NDArray[np.bool_]:
+        rounds = np.split(self.alone, self._edges[1:-1])
+        usual = np.asarray([median(alone.tolist()) for alone in rounds])
+        most = np.zeros_like(usual)
+        for fragment in np.unique(fragments):
+            most[fragments == fragment] = min(0.0, usual[fragments == fragment].min())
+        telling = (usual < MUCH * most) & (most < 0)
+        of_each: npt.NDArray[np.bool_] = telling[self._round]
+        return of_each
+
+
+def judge(effects: Effects) -> list[Sentence]:
+    """What is held against each learner, the worst first."""
+    if not effects:
+        return []
+    beside = _Beside(effects)
+    found = [
+        _judge(learner, effects, beside, beside.own(place))
+        for place, learner in enumerate(effects.learners)
+    ]
+    order = get_args(Word)
+    return sorted(found, key=lambda one: (order.index(one.word), -one.total))
+
+
+def _judge(learner: str, effects: Effects, beside: _Beside, own: Places) -> Sentence:
+    begin = _turn(beside, own)
+    late = own[begin:] if len(own) - begin >= FEWEST else own
+    # All of them show who does harm; who is of no use shows only where the others are of some.
+    told = late if _is_sure(beside, late, CHANCE) else late[beside.telling[late]]
+    sure = told is late or _is_worst(beside, told, CHANCE_TELLING)
+    alone, usual = _means(beside, told if sure else late)
+    did = beside.did[own]
+    total = float(did.sum())
+    word = _word(alone, usual) if sure else "helpful"
+    if word == "helpful" and total > 0:
+        word = "unclear"
+    return Sentence(
+        learner, word, total, int((did > 0).sum()), len(own), alone, usual,
+        effects[int(late[0])] if word in AGAINST else None,
+    )  # fmt: skip
+
+
+def _means(beside: _Beside, own: Places) -> tuple[float, float]:
+    others = beside.all_others(own)
+    return float(beside.alone[own].mean()), float(others.mean()) if others.size else 0.0
+
+
+def _is_sure(beside: _Beside, own: Places, chance: float) -> bool:
+    """Whether it is no accident that a learner's updates lie where they do."""
+    if _is_worst(beside, own, chance):
+        return True
+    others = beside.all_others(own)
+    if len(own) < FEWEST or others.size < FEWEST:
+        return False
+    alone, usual = _means(beside, own)
+    return bool(alone - usual > SURE * float(others.std()) / len(own) ** 0.5)
+
+
+def _is_worst(beside: _Beside, own: Places, chance: float) -> bool:
+    """Whether a learner is the worst of its rounds too often for chance."""
+    if len(own) < FEWEST:
+        return False
+    share = 1 / (1 + beside.all_others(own).size / len(own))
+    worst = sum(beside.alone[place] > max(beside.others(place), default=inf) for place in own)
+    return _tail(int(worst), len(own), share) < chance
+
+
+def _word(alone: float, usual: float) -> Word:
+    """What a learner is whose updates do `alone` on average, where the others' do `usual`."""
+    if alone > max(0.0, -USELESS * usual):
+        return "harmful"
+    return "useless" if alone > USELESS * min(usual, 0.0) else "helpful"
+
+
+def _tail(hits: int, trials: int, chance: float) -> float:
+    """Probability of so many hits or more; in logarithms, since trials may be very many."""
+    if chance >= 1:
+        return 1.0
+    hit, miss = log(chance), log1p(-chance)
+    ways = lgamma(trials + 1)
+    return fsum(
+        exp(ways - lgamma(k + 1) - lgamma(trials - k + 1) + k * hit + (trials - k) * miss)
+        for k in range(hits, trials + 1)
+    )
+
+
+def _turn(beside: _Beside, own: Places) -> int:
+    """Index of the update from which on a learner did most worse than half of what others did."""
+    best, at, summed = 0.0, len(own), 0.0
+    for index in range(len(own) - 1, -1, -1):
+        usual = median(beside.others(own[index]) or [0.0])
+        summed += float(beside.alone[own[index]]) - min(usual, 0.0) / 2
+        if summed > best:
+            best, at = summed, index
+    return at
