@@ -46,6 +46,8 @@ CLOSE: Settings = {
     "sync.min_steps": 3,
     "sync.overlap_steps": 4,
 }
+# Shares of the steps behind an update that stay when a version has it.
+BLENDS = (0.5, 0.7, 0.85)
 FLOAT32: Settings = {"sync.codec": "float32", "sync.delta_codec": "float32"}
 
 
@@ -178,18 +180,35 @@ def proof(budget: int, seed: int) -> list[Case]:
 
     # An update and its version travel in three messages: two steps of a learner a whole H.
     late: Settings = CLOSE | {"sync.overlap_steps": 6}
+    near: Settings = CLOSE | {"sync.overlap_steps": 2}
     return [
         case("adamw, data-parallel", "adamw", data_parallel=True),
         case("data-parallel", data_parallel=True),
         case("kills", settings=CLOSE, fleet="kills"),
         case("equal", settings=CLOSE),
-        case("unequal, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}, fleet="unequal"),
-        case("kills, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}, fleet="kills"),
-        case("equal, tau = 2", settings=CLOSE | {"sync.overlap_steps": 2}),
+        case("unequal, tau = 2", settings=near, fleet="unequal"),
+        case("kills, tau = 2", settings=near, fleet="kills"),
+        case("equal, tau = 2", settings=near),
         case("nesterov 0.5/0.5, kills", settings=CLOSE | outer("nesterov 0.5/0.5"), fleet="kills"),
         case("unequal", settings=CLOSE, fleet="unequal"),
         case("no latency", settings=CLOSE, latency_steps=0.0),
         case("a travel of H", settings=late, latency_steps=2.0),
+        *(
+            case(
+                f"a travel of H, blend {share}",
+                settings=late | {"sync.adopt": "blend", "sync.blend": share},
+                latency_steps=2.0,
+            )
+            for share in BLENDS
+        ),
+        *(
+            case(
+                f"kills, tau = 2, blend {share}",
+                settings=near | {"sync.adopt": "blend", "sync.blend": share},
+                fleet="kills",
+            )
+            for share in BLENDS
+        ),
         case("adamw, kills", "adamw", settings=CLOSE, fleet="kills"),
         case("H = 24, kills", fleet="kills"),
         case("synchronous, H = 6", settings=SYNCHRONOUS | {"sync.interval_steps": 6}),

@@ -199,7 +199,22 @@ class _Owner:
         marks = {(m.learner, m.incarnation): m.seq for m in memory.policy_after(state).marks}
         for learner in world.learners.values():
             mark = marks.get((learner.name, learner.incarnation), 0)
-            ready = sync.Ready(rules.fragment, record_seq, version, digest, clock, mark)
+            merged = [
+                taken.manifest.seq
+                for taken in state.admitted
+                if commit.what == "version"
+                and (taken.manifest.learner, taken.manifest.incarnation)
+                == (learner.name, learner.incarnation)
+            ]
+            ready = sync.Ready(
+                rules.fragment,
+                record_seq,
+                version,
+                digest,
+                clock,
+                mark,
+                merged_seq=max(merged, default=0),
+            )
             world.tell(learner, ready, payload)
         self.take(events.Committed(world.now_s, record_seq))
         world.watch()
@@ -278,11 +293,11 @@ class _Learner:
         self.state, effects = sync.step(self.world.sync_rules, self.state, stepped)
         for effect in effects:
             match effect:
-                case sync.Adopt(ready, resolved):
+                case sync.Adopt(ready, resolved, blended):
                     fragment = ready.fragment
                     rows = self.payloads.pop((fragment, ready.record_seq))
                     delta = None if rows is None else self.replica.place(fragment, rows)
-                    self.replica.adopt(fragment, delta, resolved=resolved)
+                    self.replica.adopt(fragment, delta, resolved=resolved, blended=blended)
                 case sync.Send():
                     self._send(effect)
                 case sync.Finished(fragments):

@@ -289,6 +289,12 @@ class Adopter:
             for mark in one.policy.marks
             if mark.learner == context.learner and mark.incarnation == self._incarnation
         ]
+        merged = [
+            taken.seq
+            for one in (*read, record)
+            for taken in one.inputs
+            if taken.learner == context.learner and taken.incarnation == self._incarnation
+        ]
         ready = sync.Ready(
             fragment=fragment,
             record_seq=record_seq,
@@ -298,5 +304,6 @@ class Adopter:
             resolved_seq=max(resolved, default=0),
             # Also when the rollback itself was jumped over.
             rolled_back=record.policy.floor > before,
+            merged_seq=max(merged, default=0),
         )
         self._post(ready, payload)

@@ -14,6 +14,7 @@ update in flight, q dequantized. What is not yet sent is V - q - theta (docs/des
     apply      V' = V + deQ(delta); theta += V' - V
     jump       theta += V' - V, V' given        overwrite  theta = V (paper, alpha = 0)
     mix        theta = alpha theta + (1 - alpha) V
+    blend      theta -= (1 - a) (theta - V' - (theta - V at the send)), before it is settled
 
 Each is one small kernel over the leaves, shared by fragments whose pieces have the same shapes,
 and one over the blocks: learners restart often, and compiling is what they would wait for. V' is
@@ -139,6 +140,22 @@ class Kernels:
         """Leaves and view in the shares alpha and 1 - alpha; leaves are donated (the paper, §1)."""
         mixed = _mix(self._tuple(leaves), self._starts(), view, np.float32(alpha), self.geometry)
         return self._named(mixed)
+
+    def ahead(self, leaves: Leaves, view: Blocks) -> Blocks:
+        """How far the leaves are from the view: theta - V, float32."""
+        found: Blocks = _ahead(self.blocks(leaves), view)
+        return found
+
+    def blend(self, leaves: Leaves, view: Blocks, sent: Blocks, share: float) -> Leaves:
+        """Leaves with a share of what was trained since an update; leaves and `sent` are donated.
+
+        Args:
+            leaves: moved to the view, and not yet settled.
+            view: the newest.
+            sent: `ahead` when the update was sent.
+            share: a; float32 arithmetic, rounded to each leaf's dtype.
+        """
+        return self.add(leaves, _fading(self.blocks(leaves), view, sent, np.float32(share)))
 
     def add(self, leaves: Leaves, values: Blocks) -> Leaves:
         """Leaves plus values, in float32, rounded to each leaf's dtype; leaves are donated."""
@@ -381,3 +398,17 @@ def _decoded(update: Codes, codec: Codec, block: int) -> Blocks:
 @partial(jax.jit, donate_argnames="old")
 def _difference(new: Blocks, old: Blocks) -> Blocks:
     return tuple(one - other for one, other in zip(new, old, strict=True))
+
+
+@jax.jit
+def _ahead(values: Blocks, view: Blocks) -> Blocks:
+    return tuple(one - other for one, other in zip(values, view, strict=True))
+
+
+@partial(jax.jit, donate_argnames="sent")
+def _fading(values: Blocks, view: Blocks, sent: Blocks, share: jax.Array) -> Blocks:
+    """What a blend adds: of what was trained since the update, all but a share is taken away."""
+    return tuple(
+        (share - 1) * (one - base - before)
+        for one, base, before in zip(values, view, sent, strict=True)
+    )

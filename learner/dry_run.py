@@ -46,7 +46,8 @@ class Memory:
     Attributes:
         parameters: trained ones.
         optimizer: the inner optimizer's state.
-        anchor: views of all fragments; 0 if they are kept in the host's memory.
+        anchor: views of all fragments, and with `adopt = "blend"` as much again for updates in
+            flight; 0 if they are kept in the host's memory.
         host_anchor: bytes of a host for them, then.
         in_flight: codes of an update of every fragment, the most that is ever unanswered.
         batch: a batch, and the step's number.
@@ -209,7 +210,7 @@ def _memory(
     step = _analysis(compile_step(island))
     parameters = device_bytes(island.params_lying())
     optimizer = device_bytes(island.state_lying())
-    views = sum(device_bytes(each.view) for each in fragments)
+    views = sum((2 if each.blends else 1) * device_bytes(each.view) for each in fragments)
     on_device = anchor_memory(island.anchor) is None
     # A view that is kept elsewhere is fetched for as long as the operation lasts.
     fetched = 0 if on_device else max(device_bytes(each.view) for each in fragments)
@@ -270,12 +271,18 @@ class FragmentShapes:
 
     def measure(self) -> tuple[Cost, Cost]:
         """Of a send and of an adoption that also settles an update."""
-        adopt = _adoption(self.kernels, self.sync)
+        send, adopt = _sending(self.kernels, self.blends), _adoption(self.kernels, self.sync)
+        brought = (self.view, self.delta, self.update) + ((self.view,) if self.blends else ())
         rows = self.rows_bytes()
         return (
-            cost(programs(self.kernels.send, self.leaves, self.view, touched=rows)),
-            cost(programs(adopt, self.leaves, self.view, self.delta, self.update, touched=rows)),
+            cost(programs(send, self.leaves, self.view, touched=rows)),
+            cost(programs(adopt, self.leaves, *brought, touched=rows)),
         )
+
+    @property
+    def blends(self) -> bool:
+        """Whether it keeps how far ahead of its view it was when it was sent."""
+        return self.sync.adopt == "blend"
 
     def rows_bytes(self) -> dict[str, int]:
         """Bytes of a device in the fragment's rows of each tensor."""
@@ -315,6 +322,13 @@ def _measured(fragments: Sequence[FragmentShapes]) -> tuple[FragmentFigures, ...
     )
 
 
+def _sending(kernels: Kernels, blends: bool) -> Callable[[Leaves, Blocks], Any]:
+    """What `Replica.send` does."""
+    if not blends:
+        return kernels.send
+    return lambda leaves, view: (kernels.send(leaves, view), kernels.ahead(leaves, view))
+
+
 def _adoption(kernels: Kernels, sync: SyncSection) -> Callable[..., tuple[Leaves, Blocks]]:
     """What `Replica.adopt` does with a version's delta that resolves an update."""
 
@@ -330,7 +344,19 @@ def _adoption(kernels: Kernels, sync: SyncSection) -> Callable[..., tuple[Leaves
             return kernels.mix(leaves, view, sync.alpha), view
         return kernels.overwrite(leaves, view), view
 
-    return overwrite if sync.adopt == "overwrite" else rebase
+    def blend(
+        leaves: Leaves, view: Blocks, delta: Codes, update: Codes, sent: Blocks
+    ) -> tuple[Leaves, Blocks]:
+        leaves, view = kernels.apply(leaves, view, delta)
+        leaves = kernels.blend(leaves, view, sent, sync.blend)
+        return kernels.settle(leaves, update), view
+
+    ways: dict[str, Callable[..., tuple[Leaves, Blocks]]] = {
+        "rebase": rebase,
+        "blend": blend,
+        "overwrite": overwrite,
+    }
+    return ways[sync.adopt]
 
 
 # --- Traffic

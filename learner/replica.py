@@ -81,6 +81,8 @@ class Replica:
         self._anchor = anchor_memory(anchor)
         self._views: list[Blocks] = []
         self._in_flight: dict[int, Codes] = {}
+        # With `blend`: how far ahead of its view the fragment was when its update was sent.
+        self._ahead: dict[int, Blocks] = {}
         leaves = _zeros(like, self._placement.inner)
         for kernels, owned, view in zip(self._kernels, self._ownership, views, strict=True):
             blocks = owned.place_view(view)
@@ -94,6 +96,8 @@ class Replica:
         leaves = self._placement.inward(_part(tree.by_name(self.trained), kernels))
         codes = kernels.send(leaves, self._view(fragment))
         self._in_flight[fragment] = codes
+        if self._settings[fragment].adopt == "blend":
+            self._ahead[fragment] = self._kept(kernels.ahead(leaves, self._view(fragment)))
         return codes
 
     def owned(self, fragment: int) -> np.ndarray:
@@ -116,8 +120,23 @@ class Replica:
         """A whole view, float32 [N], on the devices."""
         return View(self._ownership[fragment].place_view(view))
 
-    def adopt(self, fragment: int, payload: Delta | View | None, *, resolved: bool) -> None:
-        """Move view and parameters to a record's; drop the update in flight if it is resolved."""
+    def adopt(
+        self,
+        fragment: int,
+        payload: Delta | View | None,
+        *,
+        resolved: bool,
+        blended: bool = False,
+    ) -> None:
+        """Move view and parameters to a record's; drop the update in flight if it is resolved.
+
+        Args:
+            fragment: which.
+            payload: what the record brings; None: its view is the one adopted.
+            resolved: it answers the update in flight.
+            blended: with a version that has that update, so that only a share of what was trained
+                since stays.
+        """
         kernels, settings = self._kernels[fragment], self._settings[fragment]
         leaves = tree.by_name(self.trained)
         if payload is None and not resolved:
@@ -130,6 +149,8 @@ class Replica:
             # It takes the place of all that was trained, of what is in flight too.
             self._in_flight.pop(fragment, None)
         elif resolved:
+            if blended:
+                part = self._blended(fragment, part)
             part = self._settled(fragment, part)
         self._take(leaves, part)
 
@@ -138,6 +159,7 @@ class Replica:
         kernels = self._kernels[fragment]
         leaves = tree.by_name(self.trained)
         self._in_flight.pop(fragment, None)
+        self._ahead.pop(fragment, None)
         part = self._placement.inward(_part(leaves, kernels))
         part = kernels.overwrite(part, view.values)
         self._views[fragment] = self._kept(view.values)
@@ -159,7 +181,10 @@ class Replica:
             zeros = np.zeros(len(ownership.held) * kernels.block, np.float32)
             encoded = encode(kernels.delta_codec, zeros, kernels.block)
             delta = ownership.place(Encoded(*map(np.asarray, encoded)))
+            sent = kernels.ahead(copies, view) if self._settings[index].adopt == "blend" else None
             copies, view = kernels.apply(copies, view, delta)
+            if sent is not None:
+                copies = kernels.blend(copies, view, sent, self._settings[index].blend)
             jax.block_until_ready(kernels.settle(copies, codes))
 
     def _take(self, leaves: dict[str, Any], part: Leaves) -> None:
@@ -173,22 +198,36 @@ class Replica:
         Averaged state is no work: its next update says what it is by then.
         """
         codes = self._in_flight.pop(fragment, None)
+        self._ahead.pop(fragment, None)
         if codes is None or self._averaged[fragment]:
             return part
         return self._kernels[fragment].settle(part, codes)
 
+    def _blended(self, fragment: int, part: Leaves) -> Leaves:
+        """The leaves with a share of what was trained since the update that a version has.
+
+        Taken from theta - V, which adopting does not change: so what quantization left unsent is
+        not among it, and goes out with the next update.
+        """
+        sent = self._fetched(fragment, self._ahead.pop(fragment))
+        share = self._settings[fragment].blend
+        return self._kernels[fragment].blend(part, self._view(fragment), sent, share)
+
     def _view(self, fragment: int) -> Blocks:
         """A view on the devices."""
+        return self._fetched(fragment, self._views[fragment])
+
+    def _fetched(self, fragment: int, kept: Blocks) -> Blocks:
+        """What is kept where views are, on the devices."""
         if self._anchor is None:
-            return self._views[fragment]
+            return kept
         placed = self._kernels[fragment].placed
         return tuple(
-            jax.device_put(piece, where.sharding)
-            for piece, where in zip(self._views[fragment], placed, strict=True)
+            jax.device_put(piece, where.sharding) for piece, where in zip(kept, placed, strict=True)
         )
 
     def _kept(self, blocks: Blocks) -> Blocks:
-        """A view where views are kept."""
+        """Blocks where views are kept."""
         if self._anchor is None:
             return blocks
         return tuple(

@@ -9,8 +9,8 @@ Rules of this file:
 - Only `Stepped` gives `Adopt` and `Send`: tensors change at step boundaries alone.
 
 Invariants that the rules below keep, by the names that comments use:
-- *sent once*: each step's work enters exactly one update, or is let go by an overwrite or a
-  rollback. Per fragment, tokens done = sent + unsent at every boundary.
+- *sent once*: each step's work enters exactly one update, or is let go by an overwrite, a
+  blend or a rollback. Per fragment, tokens done = sent + unsent at every boundary.
 - *exact base*: an update is taken against the view that its manifest names, bit for bit.
 - *answered*: what is in flight ends in a record, or in the end of the run: it is announced until
   then, and nothing forgets it.
@@ -18,6 +18,7 @@ Invariants that the rules below keep, by the names that comments use:
   lockstep mode.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -39,12 +40,17 @@ class SyncRules:
     reannounce_timeout_s: float
     lockstep: bool
     overwrite: bool
+    blend: float
     averaged: tuple[int, ...] = ()
     paused: bool = False
 
     def overwrites(self, fragment: int) -> bool:
         """Whether a version of the fragment takes the place of what the learner has."""
         return self.overwrite or fragment in self.averaged
+
+    def blends(self, fragment: int) -> bool:
+        """Whether a version with the learner's update keeps only a share of the steps since."""
+        return self.blend < 1 and fragment not in self.averaged
 
 
 def sync_rules(
@@ -60,6 +66,7 @@ def sync_rules(
         reannounce_timeout_s=sync.reannounce_timeout_s,
         lockstep=sync.mode == "lockstep",
         overwrite=sync.adopt == "overwrite",
+        blend=sync.blend if sync.adopt == "blend" else 1.0,
         averaged=tuple(fragment.index for fragment in fragments if fragment.averaged),
         paused=paused,
     )
@@ -87,7 +94,8 @@ class Ready(NamedTuple):
     """A record that has arrived and whose delta, if it has one, is decoded.
 
     `resolved_seq`: this incarnation's mark in the record; `rolled_back`: a rollback lies between
-    the version adopted before and this one.
+    the version adopted before and this one; `merged_seq`: of this incarnation's newest update that
+    is known to be in this version, 0 for none.
     """
 
     fragment: int
@@ -97,6 +105,7 @@ class Ready(NamedTuple):
     global_step: int
     resolved_seq: int
     rolled_back: bool = False
+    merged_seq: int = 0
 
 
 class Work(NamedTuple):
@@ -115,8 +124,9 @@ NO_WORK = Work()
 class FragmentState(NamedTuple):
     """One fragment: what is adopted, what is sent, what is in flight.
 
-    `sent` counts the work of this life that is sent, or let go by an overwrite or a rollback.
-    `due_steps`: unsent steps at which it is due; `open_version`: of the round last announced.
+    `sent` counts the work of this life that is sent, or let go by an overwrite, a blend or a
+    rollback. `due_steps`: unsent steps at which it is due; `open_version`: of the round last
+    announced.
     """
 
     version: int
@@ -205,11 +215,12 @@ class Adopt(NamedTuple):
     """Apply a record's delta to view and parameters; drop what was in flight if `resolved`.
 
     After a rollback (`ready.rolled_back`) the parameters become the view, and codes in flight are
-    forgotten.
+    forgotten. `blended`: of what was trained since the update that is resolved, only a share stays.
     """
 
     ready: Ready
     resolved: bool
+    blended: bool = False
 
 
 class Send(NamedTuple):
@@ -371,7 +382,17 @@ def _adopt(
         # A rollback sets theta to the view: q is gone from theta with everything else, and to add
         # it when its rejection comes would bring work back that the operator has undone.
         void = ready.rolled_back or (flying is not None and flying.void)
-        effects.append(Adopt(ready, resolved and not void))
+        # Only where the view has the update: a rejected one's work is lost already.
+        blended = (
+            rules.blends(index)
+            and flying is not None
+            and resolved
+            and not void
+            and flying.seq == ready.merged_seq
+        )
+        effects.append(Adopt(ready, resolved and not void, blended))
+        if blended:
+            fragment = _with_share(rules, state, fragment)
         # What is let go counts as sent, or the next manifest would claim tokens whose work is in
         # no tensor any more.
         if ready.rolled_back or (rules.overwrites(index) and ready.version > fragment.version):
@@ -387,6 +408,23 @@ def _adopt(
             in_flight=flying,
         )
     return fragment._replace(ready=()) if fragment.ready else fragment
+
+
+def _with_share(rules: SyncRules, state: State, fragment: FragmentState) -> FragmentState:
+    """A share of the unsent work is let go: no manifest claims it, and nothing waits for it.
+
+    In whole steps, rounded up, so that a manifest claims no more than its tensors hold; but one
+    step stays, or there would be nothing to send when it is due.
+    """
+    work = unsent_of(state, fragment)
+    if not work.steps:
+        return fragment
+    steps = min(math.ceil((1 - rules.blend) * work.steps), work.steps - 1)
+    tokens = work.tokens * steps // work.steps
+    return fragment._replace(
+        sent=Work(fragment.sent.steps + steps, fragment.sent.tokens + tokens),
+        due_steps=fragment.due_steps - steps,
+    )
 
 
 def _send(

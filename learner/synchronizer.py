@@ -221,14 +221,14 @@ class Synchronizer:
 
     def _perform(self, effect: sync.Effect) -> None:
         match effect:
-            case sync.Adopt(ready, resolved):
+            case sync.Adopt(ready, resolved, blended):
                 payload = self.boundaries.payload(ready.fragment, ready.record_seq)
                 self.meter.version = max(self.meter.version, ready.version)
                 if ready.rolled_back:
                     assert isinstance(payload, View)
                     self.replica.roll_back(ready.fragment, payload)
                 else:
-                    self.replica.adopt(ready.fragment, payload, resolved=resolved)
+                    self.replica.adopt(ready.fragment, payload, resolved=resolved, blended=blended)
             case sync.Send():
                 self.outbox(
                     Outgoing(

@@ -129,10 +129,15 @@ class SyncSection(Section):
         description='`"lockstep"`: learners wait for each version, rounds for'
         " `quorum.min_learners`; for tests and baselines",
     )
-    adopt: Literal["rebase", "overwrite"] = Field(
+    adopt: Literal["rebase", "blend", "overwrite"] = Field(
         default="rebase",
-        description='`"rebase"` keeps the steps taken while an update travelled; `"overwrite"`'
-        " mixes θ ← α θ + (1 - α) view",
+        description='`"rebase"` keeps the steps taken while an update travelled; `"blend"` keeps'
+        ' `blend` of them where the update was merged; `"overwrite"` mixes θ ← α θ + (1 - α) view',
+    )
+    blend: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.7,
+        description='a of `adopt = "blend"`: share that is kept of the steps taken while an update'
+        " travelled",
     )
     alpha: Fraction = Field(
         default=0.0, description='α of `adopt = "overwrite"`; 0 is the paper\'s rule'

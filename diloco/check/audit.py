@@ -368,7 +368,7 @@ def _check_data(found: Audit, hostile: Sequence[str]) -> None:
 
     Within a life updates follow each other without a gap; a life begins behind all that earlier
     manifests and leaves cover. Where versions overwrite what learners have, as of averaged state,
-    adopting one lets go what was not sent.
+    adopting one lets go what was not sent; where they blend, a share of it.
     """
     history = found.history
     begins: dict[tuple[str, int], set[int]] = defaultdict(set)
@@ -388,6 +388,7 @@ def _check_lives(
     history = found.history
     own = sync_of(history.settings.sync, history.layout.fragments[fragment])
     overwritten = own.adopt == "overwrite"
+    kept = {"rebase": 1.0, "blend": own.blend, "overwrite": 0.0}[own.adopt]
     chain = history.records[fragment]
     restores = [record.version for _, record in chain if record.what == "restore"]
     sent = history.sent(fragment)
@@ -407,7 +408,7 @@ def _check_lives(
         for (before_seq, before), (seq, after) in itertools.pairwise(updates):
             found.hold(
                 seq == before_seq + 1
-                and _goes_on(restores, before, after, overwritten=overwritten)
+                and _goes_on(restores, before, after, kept)
                 and after.base_version >= before.base_version,
                 "data", where, f"update {seq} does not follow {before_seq}",
             )  # fmt: skip
@@ -423,17 +424,18 @@ def _earlier(found: Audit) -> Mapping[str, int] | None:
         return None
 
 
-def _goes_on(
-    restores: Sequence[int], before: Announced, after: Announced, *, overwritten: bool
-) -> bool:
+def _goes_on(restores: Sequence[int], before: Announced, after: Announced, kept: float) -> bool:
     """Whether the data of an update begins where that of the one before ended.
 
-    A rollback between them drops what was not sent; so does any version that overwrites.
+    A rollback between them drops what was not sent; any version may drop all but a share of it,
+    where it overwrites or is blended.
     """
-    begins = after.position - after.steps
-    dropped = any(before.base_version < version <= after.base_version for version in restores)
-    dropped |= overwritten and before.base_version < after.base_version
-    return begins == before.position or (dropped and begins > before.position)
+    dropped = after.position - after.steps - before.position
+    if any(before.base_version < version <= after.base_version for version in restores):
+        return dropped >= 0
+    adopted = before.base_version < after.base_version
+    taken = after.position - before.position
+    return 0 <= dropped <= (math.ceil((1 - kept) * taken) if adopted else 0)
 
 
 class _Reached(NamedTuple):

@@ -23,11 +23,15 @@ class _Life(NamedTuple):
 
 @dataclass
 class _Sent:
-    """How far a life has sent a fragment: its newest update, and which have no record yet."""
+    """How far a life has sent a fragment: its newest update, and which have no record yet.
+
+    `merged_version` is the one that has the newest, 0 while none has.
+    """
 
     seq: int = 0
     position: int = 0
     base_version: int = 0
+    merged_version: int = 0
     unanswered: set[int] = field(default_factory=set)
 
 
@@ -52,6 +56,7 @@ class Data:
         specification: the tape's first message.
         earlier: positions that the tape begins with.
         overwritten: fragments whose versions take the place of what a learner has not sent.
+        blend: share that stays of the steps behind an update, where a version has it.
     """
 
     def __init__(
@@ -59,8 +64,9 @@ class Data:
         specification: wire.Specification,
         earlier: Mapping[str, int],
         overwritten: Collection[int] = (),
+        blend: float = 1.0,
     ) -> None:
-        self._overwritten = overwritten
+        self._overwritten, self._blend = overwritten, blend
         self._learners: dict[str, _Learner] = defaultdict(_Learner)
         for name, position in earlier.items():
             self._learners[name].said = position
@@ -110,6 +116,7 @@ class Data:
                 yield Finding("data", seq, about, "position less steps", (least, most), start)
         sent.seq, sent.position = manifest.seq, manifest.position
         sent.base_version = manifest.base_version
+        sent.merged_version = 0
         sent.unanswered.add(manifest.seq)
         self._say(manifest.learner, manifest.incarnation, manifest.position)
 
@@ -126,10 +133,23 @@ class Data:
         let_go = any(sent.base_version < floor <= manifest.base_version for floor in floors)
         if manifest.fragment in self._overwritten:
             let_go = manifest.base_version > sent.base_version
-        return sent.position, math.inf if let_go else sent.position
+        if let_go:
+            return sent.position, math.inf
+        # A version that was adopted since has the update before this one: of the steps behind it
+        # a share is let go. How many there were when it came the tape does not say.
+        if manifest.fragment not in self._overwritten and (
+            0 < sent.merged_version <= manifest.base_version
+        ):
+            since = manifest.position - sent.position
+            return sent.position, sent.position + math.ceil((1 - self._blend) * since)
+        return sent.position, sent.position
 
     def resolve(self, record: wire.Record, seq: int) -> Iterator[Finding]:
         """A record answers updates, each of which was sent and has no answer."""
+        for one in record.inputs:
+            sent = self._sent[_Life(one.learner, one.incarnation, record.fragment)]
+            if sent.seq == one.seq:
+                sent.merged_version = record.version
         answered = [(one.learner, one.incarnation, one.seq) for one in record.inputs]
         answered += [(one.learner, one.incarnation, one.seq) for one in record.rejected]
         for learner, incarnation, number in answered:

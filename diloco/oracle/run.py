@@ -51,7 +51,8 @@ class Oracle:
             for fragment in layout.fragments
             if fragment.averaged or created.sync.adopt == "overwrite"
         ]
-        self._data = Data(specification, earlier, overwritten)
+        blend = created.sync.blend if created.sync.adopt == "blend" else 1.0
+        self._data = Data(specification, earlier, overwritten, blend)
         self.shares = Shares(created.run)
         self._remaker = remaker
         self._last_seq = 0

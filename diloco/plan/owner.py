@@ -258,6 +258,8 @@ class Owner:
         version = closed.version + bool(closed.admitted)
         # What the record says, not what was decided since.
         marks = memory.after_record(closed).marks
+        sent = [taken.manifest for taken in closed.admitted]
+        merged = {(one.learner, one.incarnation): one.seq for one in sent}
         clock = closed.global_step
         if closed.admitted:
             clock = rounds.global_step_after(self._rules, closed)
@@ -265,7 +267,14 @@ class Owner:
 
         def read_by(learner: str, incarnation: int) -> sync.Ready:
             mark = marks.get((learner, incarnation))
-            resolved = mark.seq if mark else 0
-            return sync.Ready(0, record_seq, version, digest_of(version), clock, resolved)
+            return sync.Ready(
+                fragment=0,
+                record_seq=record_seq,
+                version=version,
+                view_digest=digest_of(version),
+                global_step=clock,
+                resolved_seq=mark.seq if mark else 0,
+                merged_seq=merged.get((learner, incarnation), 0),
+            )
 
         self._listeners.committed(read_by)

@@ -37,7 +37,7 @@ from diloco.learner.boundary import Boundary, Then
 from diloco.learner.fetch import Change
 from diloco.learner.recovery import CheckpointId
 
-VERSION: Final = 4
+VERSION: Final = 5
 LENGTH: Final = struct.Struct(">I")
 FRAME_BYTES: Final = 64 << 20
 

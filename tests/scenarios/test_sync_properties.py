@@ -1,5 +1,7 @@
 """What holds of the learner's core whatever arrives, in any order."""
 
+import math
+from collections import Counter
 from typing import NamedTuple
 
 from hypothesis import given, settings
@@ -16,7 +18,10 @@ event = st.one_of(
     st.tuples(st.just("wait")),
     st.tuples(st.just("publish"), fragment),
     # A record: of a new version or a verdict; it resolves what is in flight, or not; old or new.
-    st.tuples(st.just("record"), fragment, st.booleans(), st.booleans(), st.booleans()),
+    # What a version resolves is merged, or rejected at its side.
+    st.tuples(
+        st.just("record"), fragment, st.booleans(), st.booleans(), st.booleans(), st.booleans()
+    ),
     st.tuples(st.just("round"), st.integers(-1, FRAGMENTS), st.integers(0, 9)),
     st.tuples(st.just("pass"), st.sampled_from([0.5, 5.0, 40.0])),
 )
@@ -46,6 +51,7 @@ class Learner:
         self.versions = [0] * FRAGMENTS
         self.resolved = [0] * FRAGMENTS  # highest seq that a record on the tape has resolved
         self.adopted = [1] * FRAGMENTS  # record sequence
+        self.blends = [0] * FRAGMENTS
 
     def play(self, event) -> None:
         match event:
@@ -59,14 +65,15 @@ class Learner:
             case "publish", index:
                 seq = len(self.sent[index])
                 self.step(sync.Published(self.now_s, index, seq))
-            case "record", index, version, resolves, stale:
-                self.record(index, version, resolves, stale)
+            case "record", index, version, resolves, stale, merges:
+                self.record(index, version, resolves, stale, merges)
             case "round", index, version:
                 self.step(sync.RoundOpened(index, version))
             case "pass", seconds:
                 self.now_s += seconds
 
-    def record(self, index, version, resolves, stale) -> None:
+    def record(self, index, version, resolves, stale, merges=False) -> None:
+        merged = 0
         if stale:
             seq = max(1, self.record_seq - 1)
         else:
@@ -75,6 +82,7 @@ class Learner:
             self.versions[index] += version
             if resolves:
                 self.resolved[index] = len(self.sent[index])
+                merged = self.resolved[index] if version and merges else 0
         self.step(
             sync.Ready(
                 index,
@@ -83,6 +91,7 @@ class Learner:
                 str(self.versions[index]),
                 6 * self.versions[index],
                 self.resolved[index],
+                merged_seq=merged,
             )
         )
 
@@ -100,10 +109,15 @@ class Learner:
                     assert steps > 0
                     assert tokens > 0
                     self.sent[index].append(Sent(seq, steps, tokens))
-                case sync.Adopt(ready, resolved):
+                case sync.Adopt(ready, resolved, blended):
                     assert ready.record_seq > self.adopted[ready.fragment], "each record once"
                     self.adopted[ready.fragment] = ready.record_seq
                     assert not resolved or ready.resolved_seq >= len(self.sent[ready.fragment])
+                    if blended:
+                        assert resolved
+                        assert self.rules.blend < 1
+                        assert ready.merged_seq == len(self.sent[ready.fragment])
+                        self.blends[ready.fragment] += 1
                 case sync.Republish(index, seq, attempt):
                     assert seq == len(self.sent[index])
                     assert attempt > 0
@@ -152,6 +166,29 @@ def test_overwriting_sends_no_step_twice(events, end):
             sent = sum(sent.tokens for sent in learner.sent[index])
             unsent = sync.unsent_of(learner.state, state)
             assert sent + unsent.tokens <= learner.stepped[1]
+    learner.finish(end)
+
+
+@settings(max_examples=100)
+@given(st.lists(event, max_size=80), ending, st.sampled_from([0.3, 0.5, 0.9]))
+def test_a_blend_lets_go_of_a_share_of_what_follows_an_update(events, end, share):
+    """Nothing where no version has the update; the pace is that of a learner that keeps all."""
+    learner, keeping = Learner(adopt="blend", blend=share), Learner()
+    # Who has let go of steps may have too few for a round that is open.
+    for one in [one for one in events if one[0] != "round"]:
+        learner.play(one)
+        keeping.play(one)
+        for index, state in enumerate(learner.state.fragments):
+            covered = Counter(learner.sent[index])
+            unsent = sync.unsent_of(learner.state, state)
+            steps = sum(sent.steps * count for sent, count in covered.items()) + unsent.steps
+            let_go = learner.stepped[0] - steps
+            assert (
+                0 <= let_go <= math.ceil((1 - share) * learner.stepped[0]) + learner.blends[index]
+            )
+            assert let_go == 0 or learner.blends[index]
+    flying = [state.in_flight is not None for state in learner.state.fragments]
+    assert flying == [state.in_flight is not None for state in keeping.state.fragments]
     learner.finish(end)
 
 

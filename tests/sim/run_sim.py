@@ -122,7 +122,7 @@ def summary(total: Sums) -> str:
         f"updates sent {fates['sent']:,} = merged {fates['merged']:,} + rejected "
         f"{fates['rejected']:,} + in flight {fates['in_flight']:,} + lost with a server "
         f"{fates['abandoned']:,}\n"
-        f"steps let go by an overwrite {fates['let_go']:,}\n"
+        f"steps let go by an overwrite or a blend {fates['let_go']:,}\n"
         f"faults injected and survived, by kind:{kinds}"
     )
 

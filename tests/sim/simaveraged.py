@@ -16,6 +16,7 @@ from simchain import UpdateId, hold
 from simtensors import Covers
 
 from diloco.common import wire
+from diloco.learner.sync import Ready
 
 # What an update on an older version may still count for.
 NEARLY_NOTHING = 1e-5
@@ -54,11 +55,11 @@ class Overwritten:
         account = _Account(version, [position], position)
         self._lives[life.learner, life.incarnation] = account
 
-    def adopt(self, life: Life, version: int, position: int) -> None:
+    def adopt(self, life: Life, ready: Ready, position: int) -> None:
         """A life has adopted a record: a newer version overwrites what it has."""
         account = self._lives[life.learner, life.incarnation]
-        if version > account.version:
-            account.version = version
+        if ready.version > account.version:
+            account.version = ready.version
             account.overwritten.append(position)
 
     def check_data(self, update: UpdateId, covers: Covers) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from simadmission import LIAR, LIAR_INDEX, Admission
 from simaveraged import Life, Overwritten, check_mean
+from simblended import Blended
 from simchain import Chain, Sent, UpdateId, Violation, check_covers, hold, update_id
 from simgarbage import GarbageChecker
 from simoracle import Beside
@@ -39,7 +40,7 @@ class Checkers:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.chains = [Chain(index) for index in range(len(world.layout.fragments))]
-        self.overwritten = self._overwrites()
+        self.let_go = self._accounts()
         self.joined: dict[str, int] = {}
         self.stopped = False
         self.end_seq = 0
@@ -71,7 +72,7 @@ class Checkers:
         self.past = self.fates()
         self.past["abandoned"] += self.past.pop("in_flight")
         self.epoch, self.joined, self.stopped = epoch, {}, False
-        self.overwritten = self._overwrites()
+        self.let_go = self._accounts()
         shut_out = {name for record in file.records for name in record.policy.quarantined}
         world = self._world
         self.admission = Admission(world.store.rotten, world.injected, shut_out)
@@ -81,11 +82,15 @@ class Checkers:
             chain.digests = {version: pair for version, pair in known if version <= record.version}
         self.garbage.begin_epoch(file)
 
-    def _overwrites(self) -> dict[int, Overwritten]:
-        """Accounts of the fragments whose versions overwrite what learners have."""
-        every = self._world.settings.sync.adopt == "overwrite"
-        fragments = self._world.layout.fragments
-        return {one.index: Overwritten(one.index) for one in fragments if every or one.averaged}
+    def _accounts(self) -> dict[int, Overwritten | Blended]:
+        """Of the fragments whose versions let go of what learners have not sent."""
+        sync, accounts = self._world.settings.sync, {}
+        for fragment in self._world.layout.fragments:
+            if fragment.averaged or sync.adopt == "overwrite":
+                accounts[fragment.index] = Overwritten(fragment.index)
+            elif sync.adopt == "blend":
+                accounts[fragment.index] = Blended(fragment.index, 1 - sync.blend)
+        return accounts
 
     # Hooks
 
@@ -173,13 +178,14 @@ class Checkers:
         # What is stored after a newer life has joined will be rejected.
         if update.incarnation != self.joined.get(update.learner):
             return
-        if manifest.fragment not in self.overwritten:
+        if manifest.fragment not in self.let_go:
             chain.check_data(update, covers)
         elif not self._world.tail_lost:
-            let_go = self.overwritten[manifest.fragment].check_data(update, covers)
+            let_go = self.let_go[manifest.fragment].check_data(update, covers)
             chain.fates["let_go"] += let_go
             averaged = self._world.layout.fragments[manifest.fragment].averaged
-            self._world.injected["averaged" if averaged else "overwrite"] += let_go > 0
+            kind = "averaged" if averaged else self._world.settings.sync.adopt
+            self._world.injected[kind] += let_go > 0
 
     def _covers(self, update: UpdateId, manifest: wire.Manifest) -> Covers:
         world = self._world
@@ -208,6 +214,9 @@ class Checkers:
             self.admission.check_rejected(message.seq, refused)
         if self._world.layout.fragments[record.fragment].averaged:
             check_mean(record)
+        account = self.let_go.get(record.fragment)
+        if isinstance(account, Blended):
+            account.merge(record, message.seq)
         chain.follow(record, message.seq)
         self.garbage.needs[record.fragment].note(record, message.seq, message.time_s)
 
@@ -260,7 +269,7 @@ class Checkers:
     def on_began(self, life: Life, versions: Sequence[int], position: int) -> None:
         """A life of a learner begins, at these versions and here in its data."""
         if life.epoch == self.epoch:
-            for account in self.overwritten.values():
+            for account in self.let_go.values():
                 account.begin(life, versions[account.fragment], position)
 
     def on_adopted(self, life: Life, ready: Ready, view: np.ndarray, position: int) -> None:
@@ -270,8 +279,8 @@ class Checkers:
         if shards.digest(view) != digest:
             about = f"{learner} fragment {fragment}"
             self._world.fail(Violation("view", about, f"is not {digest}"))
-        if fragment in self.overwritten and life.epoch == self.epoch:
-            self.overwritten[fragment].adopt(life, ready.version, position)
+        if fragment in self.let_go and life.epoch == self.epoch:
+            self.let_go[fragment].adopt(life, ready, position)
 
     def on_stepped(self, learner: str, waited_s: float) -> None:
         """No step waits for anybody."""

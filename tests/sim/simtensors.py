@@ -48,6 +48,11 @@ class Covers(NamedTuple):
     stop: int
 
 
+def faded(fading: float, unsent: int) -> int:
+    """Steps that a blend lets go, of those that an update has not covered: one stays."""
+    return min(math.ceil(fading * unsent), unsent - 1) if unsent else 0
+
+
 def _read_parts(store: ObjectStore, entries: Sequence[wire.Shard], block: int) -> list[Encoded]:
     return [
         shards.unpack(
@@ -67,7 +72,8 @@ class LightReplica:
     """`diloco.learner.replica.Replica` as far as it matters which steps are unsent, in flight or sent.
 
     Of each fragment: V - q - theta covers the steps [start, position), q those in flight. Where a
-    version overwrites theta, nothing is left that the next update could cover.
+    version overwrites theta, nothing is left that the next update could cover; where it is blended,
+    the first of these steps are let go (`faded`).
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class LightReplica:
         self._learner = learner
         adopt = [sync_of(settings, fragment).adopt for fragment in layout.fragments]
         self._overwritten = [each == "overwrite" for each in adopt]
+        self._fading = 1 - settings.blend
         self._block = layout.block
         self._blocks = [np.arange(fragment.size // layout.block) for fragment in layout.fragments]
         self.views = list(views)
@@ -109,13 +116,23 @@ class LightReplica:
         codes[:, 3] = self._blocks[fragment]
         return Encoded(NO_SCALES, codes)
 
-    def adopt(self, fragment: int, payload: Delta | View | None, *, resolved: bool) -> None:
+    def adopt(
+        self,
+        fragment: int,
+        payload: Delta | View | None,
+        *,
+        resolved: bool,
+        blended: bool = False,
+    ) -> None:
         if isinstance(payload, Delta):
             self.views[fragment] = self.views[fragment] + payload.codes
         elif payload is not None:
             self.views[fragment] = payload.values
         if resolved:
             self._starts[fragment] = max(self._starts[fragment], self._in_flight.pop(fragment))
+        if blended:
+            unsent = self.position - self._starts[fragment]
+            self._starts[fragment] += faded(self._fading, unsent)
         if payload is not None and self._overwritten[fragment]:
             self._starts[fragment] = self.position
 

@@ -68,6 +68,7 @@ WORLDS = (
     "tail_lost",
     "averaged",
     "overwrite",
+    "blend",
     "life",
 )
 FULL = (*KINDS, *WORLDS)
@@ -125,7 +126,7 @@ class Outcome:
 
 def settings(plan: Trial) -> dict[str, Any]:
     """The settings of a plan's run."""
-    rng, codecs = plan.rng("settings"), plan.rng("codecs")
+    rng, codecs, rng_of_blend = plan.rng("settings"), plan.rng("codecs"), plan.rng("blend share")
     interval = max(plan.fragments, rng.choice([4, 8, 12]))
     return {
         "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
@@ -133,7 +134,8 @@ def settings(plan: Trial) -> dict[str, Any]:
             "interval_steps": interval,
             "fragments": plan.fragments,
             "min_steps": rng.choice([1, 2, 4]),
-            "adopt": "overwrite" if plan.has("overwrite") else "rebase",
+            "adopt": _adopt(plan),
+            "blend": rng_of_blend.choice([0.3, 0.5, 0.75]),
             "codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
             "delta_codec": codecs.choice(CODECS) if plan.has("numbers") else "float32",
             "block": 16,
@@ -159,6 +161,13 @@ def settings(plan: Trial) -> dict[str, Any]:
         },
         "bounds": {"norm_clip": 1e8},
     }
+
+
+def _adopt(plan: Trial) -> str:
+    if plan.has("overwrite"):
+        return "overwrite"
+    # A ledger counts whole steps: what is left of one by halves it cannot tell.
+    return "blend" if plan.has("blend") and not plan.dense else "rebase"
 
 
 def faults(plan: Trial) -> Faults:

@@ -1,4 +1,4 @@
-"""Where versions overwrite what learners have not sent, a tape is as sound as any other."""
+"""Where versions overwrite or blend what learners have not sent, a tape is as sound as any other."""
 
 import pytest
 from simrun import simulate
@@ -12,10 +12,10 @@ from diloco.check.audit import audit
 from diloco.replay.decide import decide
 
 
-@pytest.mark.parametrize("what", ["state", "all"])
-def test_steps_let_go_by_an_overwrite_are_no_gap(what):
-    sync = {"fragments": 2} if what == "state" else {"fragments": 2, "adopt": "overwrite"}
-    world = make_world(tensors=Light(32), averaged=what == "state", sync=sync)
+@pytest.mark.parametrize("adopt", ["state", "overwrite", "blend"])
+def test_steps_that_are_let_go_are_no_gap(adopt):
+    sync = {"fragments": 2} if adopt == "state" else {"fragments": 2, "adopt": adopt}
+    world = make_world(tensors=Light(32), averaged=adopt == "state", sync=sync)
     # Of unequal speeds, so that versions come between a learner's updates.
     learners = [SimLearner(world, index, step_s=0.7 + 0.4 * index) for index in range(3)]
     world.run(lambda: run_fleet(world, learners))

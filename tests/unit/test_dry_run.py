@@ -84,7 +84,7 @@ def test_a_fragment_is_moved_and_not_its_whole_tensors(found):
         assert one.adopt.extra_bytes < 8 * rows_bytes
 
 
-@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
+@pytest.mark.parametrize("adopt", ["rebase", "blend", "overwrite"])
 def test_nothing_is_exchanged_where_blocks_lie_as_tensors_do(adopt):
     island = Island(config_of("fsdp=2,data=4", block=16, adopt=adopt, fragments=2), "l0")
     with island.context():

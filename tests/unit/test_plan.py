@@ -362,6 +362,14 @@ def test_overwriting_drops_the_steps_that_were_taken_meanwhile():
     assert rounds_of([slow, slow]).kept == 1
 
 
+def test_a_blend_drops_a_share_of_them_and_keeps_the_pace():
+    slow = worker(upload_s=3.0, download_s=2.0)
+    blended = rounds_of([slow, slow], sync={"adopt": "blend", "blend": 0.5})
+    # Three of the six steps behind each update; the next one is due when it was.
+    assert blended.kept == pytest.approx(21 / 24, abs=0.02)
+    assert blended.interval_s == pytest.approx(rounds_of([slow, slow]).interval_s, rel=0.02)
+
+
 def test_in_lockstep_learners_wait_for_each_version():
     workers = [worker(upload_s=3.0, download_s=2.9)] * 2
     rounds = rounds_of(workers, sync={"mode": "lockstep"}, quorum={"min_learners": 2})

@@ -10,7 +10,7 @@ from diloco.learner.planner import Planner
 
 RULES = sync.SyncRules(
     interval_steps=6, min_steps=2, reannounce_timeout_s=30.0, lockstep=False, overwrite=False,
-    warmup_steps=0, warmup_interval_steps=6,
+    blend=1.0, warmup_steps=0, warmup_interval_steps=6,
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from diloco.common.codec import decode_numpy
 from diloco.common.config import SyncSection
 from diloco.common.layout import Tensor, TensorHint, make_layout
 from diloco.learner.replica import Replica
@@ -17,10 +18,11 @@ def hint(name, _shape):
     return TensorHint(kind="averaged" if name == "state" else "trained")
 
 
-def replica_of(adopt):
+def replica_of(adopt, **section):
     layout = make_layout(TENSORS, fragments=2, block=16, hint=hint)
     assert [fragment.averaged for fragment in layout.fragments] == [False, True]
-    settings = SyncSection(codec="float32", block=16, fragments=2, adopt=adopt)
+    section = {"codec": "float32", "block": 16, "fragments": 2} | section
+    settings = SyncSection(adopt=adopt, **section)
     zeros = np.zeros(SIZE, np.float32)
     return Replica(settings, layout, {"state": zeros, "w": zeros}, [zeros, zeros])
 
@@ -36,6 +38,11 @@ def sent(replica, fragment=TRAINED):
     return value
 
 
+def trained(replica):
+    (value,) = set(np.asarray(replica.trained["w"]).tolist())
+    return value
+
+
 def version(replica, values):
     return replica.place_view(TRAINED, np.full(SIZE, values, np.float32))
 
@@ -48,6 +55,50 @@ def test_what_a_verdict_rejects_is_not_sent_again(adopt):
     move(replica, 0.25)
     replica.adopt(TRAINED, None, resolved=True)
     assert sent(replica) == 0.25
+
+
+def test_a_blend_keeps_a_share_of_what_was_trained_behind_the_update():
+    replica = replica_of("blend", blend=0.25)
+    move(replica, 1.0)
+    assert sent(replica) == 1.0
+    move(replica, 8.0)
+    # A version without the update: everything is kept.
+    replica.adopt(TRAINED, version(replica, -0.5), resolved=False)
+    assert trained(replica) == pytest.approx(-9.5)
+    move(replica, 8.0)
+    replica.adopt(TRAINED, version(replica, -2.0), resolved=True, blended=True)
+    assert trained(replica) == pytest.approx(-2.0 - 16.0 / 4)
+    assert sent(replica) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "bfloat16"])
+@pytest.mark.parametrize("anchor", ["device", "host"])
+def test_a_blend_loses_nothing_of_what_quantization_left_unsent(codec, anchor):
+    """theta = V' - r + a (theta - theta at the send), where r = V - q - theta at the send."""
+    rng = np.random.default_rng(0)
+    replica = replica_of("blend", codec=codec, anchor=anchor)
+    replica.trained = {name: rng.normal(size=SIZE).astype("f") for name in replica.trained}
+    codes = replica.collect(TRAINED, replica.send(TRAINED))
+    q = decode_numpy(codec, codes, 16).reshape(-1)
+    at_send = np.asarray(replica.trained["w"], np.float64)
+    residual = 0.0 - q - at_send
+    assert np.abs(residual).max() > 0
+    since = rng.normal(size=SIZE)
+    move(replica, -since.astype("f"))
+    view = rng.normal(size=SIZE).astype("f")
+    payload = replica.place_view(TRAINED, view)
+    replica.adopt(TRAINED, payload, resolved=True, blended=True)
+    expected = view - residual + 0.7 * since
+    np.testing.assert_allclose(np.asarray(replica.trained["w"]), expected, rtol=0, atol=1e-5)
+
+
+def test_what_was_rejected_is_blended_with_nothing():
+    replica = replica_of("blend")
+    move(replica, 1.0)
+    sent(replica)
+    move(replica, 2.0)
+    replica.adopt(TRAINED, version(replica, -0.5), resolved=True)
+    assert trained(replica) == pytest.approx(-2.5)
 
 
 def test_nor_is_it_taken_from_what_has_overwritten_it():
