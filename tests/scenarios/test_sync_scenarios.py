@@ -4,7 +4,8 @@
     AT steps COUNT                                inner steps of 10 tokens, a second each, from AT
     AT wait                                       a step boundary without a step, as after the end
     published F SEQ at=AT                         the manifest is on the tape
-    record F VERSION [resolves=SEQ] [seq=N]       a version's record has arrived; seq is on the tape
+    record F VERSION [resolves=SEQ] [seq=N]       a version's record has arrived; seq is on the tape;
+                     [merged=SEQ]                 it, or one before it that was read, has an update
     restore F VERSION [resolves=SEQ]              a rollback's record has arrived
     verdict F [resolves=SEQ]                      likewise, of the version that is there
     round F VERSION | stop | leave | end
@@ -93,7 +94,15 @@ class Player:
         for _ in range(version):
             step = next_step(rhythm, step)
         resolved = int(values.get("resolves", 0))
-        return sync.Ready(fragment, self.record_seq, version, digest_of(version), step, resolved)
+        return sync.Ready(
+            fragment,
+            self.record_seq,
+            version,
+            digest_of(version),
+            step,
+            resolved,
+            merged_seq=int(values.get("merged", 0)),
+        )
 
     def _fragment(self, index: int) -> str:
         fragment = self.state.fragments[index]
@@ -121,8 +130,9 @@ def show(effect: sync.Effect) -> str:
             return (
                 f"send {fragment}/{seq}: {steps} steps, {tokens} tokens on version {version}{last}"
             )
-        case sync.Adopt(ready, resolved):
+        case sync.Adopt(ready, resolved, blended):
             own = ", own update resolved" if resolved else ""
+            own += ", blended" if blended else ""
             how = "restore" if ready.rolled_back else "adopt"
             return (
                 f"{how} {ready.fragment} version {ready.version} of record {ready.record_seq}{own}"

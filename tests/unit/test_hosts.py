@@ -68,7 +68,7 @@ def test_a_message_is_read_as_it_was_said(message):
 
 
 def test_the_other_hosts_read_what_host_0_plans():
-    effects = (sync.Adopt(READY, True), SEND, sync.Republish(0, 1, 1))
+    effects = (sync.Adopt(READY, True, blended=True), SEND, sync.Republish(0, 1, 1))
     boundary = Boundary(effects, "hold", 9, "flushing", True)
     read = messages.boundary_of(sent(messages.turn_of(boundary)))
     assert read == boundary._replace(effects=effects[:2])

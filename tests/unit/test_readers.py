@@ -482,7 +482,7 @@ def test_a_paused_learner_fetches_no_more_than_a_jump_needs(run_async):
         fetched = followed.context.traffic.bytes_down - before
         assert fetched == sum(ref.size_bytes for ref in jump)
         (ready, _) = followed.readies[0]
-        assert ready.resolved_seq == ODD + 1
+        assert (ready.resolved_seq, ready.merged_seq) == (ODD + 1, ODD + 1)
 
     run_async(scenario())
 
