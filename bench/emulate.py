@@ -358,7 +358,7 @@ class World:
         versions = sum(owner.state.version for owner in self.owners)
         staleness = [s for owner in self.owners for s in owner.inputs]
         return Outcome(
-            loss=held_out_loss(self.start.task, self._view()),
+            loss=held_out_loss(self.start.task, self.view()),
             steps=self.steps / len(self.weather.speeds),
             lost=self.lost / self.steps,
             tokens=float(np.mean([owner.tokens for owner in self.owners])),
@@ -411,7 +411,7 @@ class World:
         """Note the held-out loss of the newest versions, if it is time."""
         every = self.weather.look_steps
         if every and self.steps % every == 0:
-            self.looks.append((self.steps, held_out_loss(self.start.task, self._view())))
+            self.looks.append((self.steps, held_out_loss(self.start.task, self.view())))
 
     def watch(self) -> None:
         """Stop the run when the conductor would, or after the steps that were asked for."""
@@ -475,7 +475,7 @@ class World:
         incarnation, position = self.next_seq(), self.positions.get(name, 0)
         for owner in self.owners:
             owner.take(events.Joined(self.now_s, incarnation, name))
-        replica = self._replica()
+        replica = self.make_replica()
         starts = [_start(owner) for owner in self.owners]
         checkpoint = self.checkpoints.get(name)
         fresh = checkpoint is None
@@ -492,7 +492,7 @@ class World:
             position=position,
         )
 
-    def _replica(self) -> Replica:
+    def make_replica(self) -> Replica:
         views = [owner.arrays.view for owner in self.owners]
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._like())
         return Replica(self.settings.sync, self.start.layout, like, [v.copy() for v in views])
@@ -500,8 +500,8 @@ class World:
     def _like(self) -> Params:
         return self.start.params.params
 
-    def _view(self) -> Params:
-        return self._replica().trained
+    def view(self) -> Params:
+        return self.make_replica().trained
 
 
 def _newest(owner: _Owner) -> Newest:
