@@ -195,6 +195,14 @@ class PlanOptions:
             help="table of prices to use instead of the packaged one",
         ),
     ] = None
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="put the smallest H that the links carry into FILE, with the fragments and"
+            " min_steps that fit it",
+        ),
+    ] = False
     json: Json = False
     plot: Annotated[
         Path | None,

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import tomllib
 from dataclasses import replace
 from importlib import resources
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from diloco.aggregator.core import events, machine
 from diloco.common.codec import encoded_bytes
-from diloco.common.config import parse_settings
+from diloco.common.config import load_config, parse_settings
 from diloco.common.errors import ConfigError
 from diloco.common.store.gcs.bucket import PART_BYTES
 from diloco.plan import costs
@@ -30,6 +31,7 @@ from diloco.plan.owner import Aggregator
 from diloco.plan.prices import read_prices
 from diloco.plan.rounds import Worker
 from diloco.plan.run import run_plan
+from diloco.plan.writing import write_interval
 from diloco.program import app
 
 YEAR_S = 365.25 * 86400
@@ -801,3 +803,72 @@ def test_a_picture_that_cannot_be_written(tmp_path):
 def test_the_times_that_people_write():
     assert plan_inputs._time_s("--mtbi", "1.5h") == 5400
     assert plan_inputs._count("--chips", "1.2M") == 1_200_000
+
+
+RUN = """\
+[run]
+name = "planned"
+steps = 500
+
+[store]
+url = "nowhere"
+
+[sync]  # how learners send
+  interval_steps = 24  # H
+codec = "int8"
+
+[quorum]
+min_learners = 2
+"""
+
+
+def write(file, full):
+    """As the command does, where links would be so full at H = 6, 12, 24."""
+    found = [
+        plan_intervals.Interval(steps, 1.0, 1.0, share, float(steps), (0.0, 0.0))
+        for steps, share in zip((6, 12, 24), full, strict=True)
+    ]
+    return write_interval(file, load_config(file).settings(), found)
+
+
+def test_the_h_that_links_carry_is_put_into_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    said = write(file, (1.5, 0.5, 0.2))
+    assert "interval_steps = 12 (was 24), fragments = 8 (was 8), min_steps = 6 (was 6)" in said
+    changed = RUN.replace("interval_steps = 24", "interval_steps = 12")
+    assert file.read_text() == changed.replace("send\n", "send\nfragments = 8\nmin_steps = 6\n")
+    assert "interval_steps = 6 (was 12), fragments = 6 (was 8)" in write(file, (0.5, 0.3, 0.2))
+    file.write_text(RUN[: RUN.index("[sync]")])
+    write(file, (0.5, 0.3, 0.2))
+    sync = {"interval_steps": 6, "fragments": 6, "min_steps": 3}
+    assert tomllib.loads(file.read_text())["sync"] == sync
+
+
+IN_ONE_LINE = "sync = {interval_steps = 24}\n" + RUN[: RUN.index("[sync]")]
+
+
+@pytest.mark.parametrize(
+    ("text", "full", "said"),
+    [
+        (RUN, (9.0, 5.0, 2.0), "carry no H up to 24"),
+        (IN_ONE_LINE, (0.5, 0.3, 0.2), "not written with a line for each key"),
+    ],
+    ids=["no H", "in one line"],
+)
+def test_a_file_that_cannot_be_changed_stays_as_it_is(tmp_path, text, full, said):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        write(file, full)
+    assert file.read_text() == text
+
+
+def test_the_command_writes_it_and_says_so(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(RUN)
+    text = invoke(str(file), "--learners", "2", "--gbit", "1", "--step-s", "1", "--write")
+    assert "written:" in text
+    assert load_config(file).sync.interval_steps == 6
+    with pytest.raises(ConfigError, match="needs FILE"):
+        invoke("--learners", "2", "--write")
