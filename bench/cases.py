@@ -203,11 +203,12 @@ def proof(budget: int, seed: int) -> list[Case]:
         ),
         *(
             case(
-                f"kills, tau = 2, blend {share}",
+                f"{fleet}, tau = 2, blend {share}",
                 settings=near | {"sync.adopt": "blend", "sync.blend": share},
-                fleet="kills",
+                fleet=fleet,
             )
             for share in BLENDS
+            for fleet in ("kills", "equal", "unequal")
         ),
         case("adamw, kills", "adamw", settings=CLOSE, fleet="kills"),
         case("H = 24, kills", fleet="kills"),
