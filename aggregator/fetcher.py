@@ -13,7 +13,7 @@ from diloco.aggregator.core.effects import Fetch
 from diloco.aggregator.patience import Limited, Patience
 from diloco.aggregator.shard_reader import read_payload
 from diloco.aggregator.tasks import Tasks
-from diloco.common import log, metrics, wire
+from diloco.common import cores, log, metrics, wire
 from diloco.common.errors import ObjectMissingError, StoreSlowError, WireError
 from diloco.common.reasons import Reason
 from diloco.common.store import Keeps
@@ -137,7 +137,7 @@ class Fetcher:
         if isinstance(self._context.store, Keeps):
             for shard in manifest.shards:
                 self._context.store.keep(shard.name, shard.size_bytes)
-        return read_payload(store, manifest, self._grid, self._arithmetic)
+        return read_payload(store, manifest, self._grid, self._arithmetic, cores.available())
 
     def _others_read_since(self, since_s: float, learner: str) -> bool:
         """Whether an update of somebody else was read whose reading began since then."""

@@ -29,8 +29,11 @@ def read_payload(
     manifest: wire.Manifest,
     grid: Grid,
     arithmetic: "Arithmetic | None" = None,
+    threads: int = 1,
 ) -> "Payload":
     """Read and verify all shards of an update, for `arithmetic`; None: that of aggregators.
+
+    Some threads measure it.
 
     Raises:
         ObjectMissingError: a shard is not there, though the manifest says that it is.
@@ -43,7 +46,7 @@ def read_payload(
     from diloco.aggregator.arrays.fragment import payload_of
 
     parts = tuple(read_parts(store, manifest.codec, manifest.shards, grid))
-    return payload_of(grid, manifest.codec, parts, arithmetic or PRODUCTION)
+    return payload_of(grid, manifest.codec, parts, arithmetic or PRODUCTION, threads)
 
 
 def read_input(store: Reads, grid: Grid, taken: wire.Input) -> tuple[Encoded, ...]:

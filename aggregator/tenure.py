@@ -298,7 +298,7 @@ class Tenure:
         try:
             await self._context.runtime.call(self._arrays.merge, payload, effect.admitted)
         except Exception as error:
-            # The buffers are donated range by range: after any failure the sum is nothing.
+            # Updates are added in place, piece by piece: after any failure the sum is nothing.
             raise _MergeError(update_id(effect.admitted.manifest)) from error
 
     async def _quarantine(self, effect: Quarantine) -> None:

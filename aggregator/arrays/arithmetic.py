@@ -13,10 +13,10 @@ class Arithmetic(NamedTuple):
     """The functions of `merge` and `outer` that look at numbers.
 
     Attributes:
-        accumulator: an empty sum over a grid.
+        accumulator: an empty sum over a grid, for some threads.
     """
 
-    accumulator: Callable[[Grid], Accumulator] = merge.Accumulator
+    accumulator: Callable[[Grid, int], Accumulator] = merge.Accumulator
     segment_norms: Callable[..., Norms] = merge.segment_norms
     distances: Callable[..., Norms] = centering.distances
     coefficients: Callable[..., Vector] = merge.coefficients

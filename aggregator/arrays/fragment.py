@@ -14,10 +14,11 @@ from diloco.aggregator.arrays.arithmetic import PRODUCTION, Arithmetic
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.merge import Contribution, Norms, Vector
 from diloco.aggregator.arrays.outer import OuterOptimizer, State
+from diloco.aggregator.arrays.sharing import share_out
 from diloco.aggregator.core.updates import Admitted
 from diloco.common import shards, wire
 from diloco.common.averaged import averaged, settings_of
-from diloco.common.codec import Codec, Encoded
+from diloco.common.codec import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Layout
@@ -101,7 +102,7 @@ class FragmentArrays:
         """The arrays of version 0, with a fresh outer-optimizer state."""
         grid = make_grid(settings, layout, fragment)
         state = _fresh_state(settings_of(settings, layout, fragment), grid)
-        return cls(settings, grid, view.copy(), view.copy(), state, threads=threads)
+        return cls(settings, grid, _aligned(view), _aligned(view), state, threads=threads)
 
     @classmethod
     def from_objects(
@@ -126,10 +127,10 @@ class FragmentArrays:
         try:
             stored = msgpack.unpackb(outer_state, max_bin_len=len(outer_state))
             arrays = {
-                name: np.frombuffer(stored[name], like.dtype).copy()
+                name: _aligned(np.frombuffer(stored[name], like.dtype))
                 for name, like in wanted.items()
             }
-            view_N = np.frombuffer(view, np.float32).copy()
+            view_N = _aligned(np.frombuffer(view, np.float32))
         except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
             raise IntegrityError(f"fragment {fragment}: unreadable outer state: {error}") from error
         theta = arrays.pop("theta")
@@ -153,8 +154,14 @@ class FragmentArrays:
 
     def outer_digest(self) -> str:
         """xxh3-128 over the digests of master parameters and outer-optimizer state."""
-        each = [shards.digest(array) for array in (self.theta, *self.state.values())]
-        return shards.digest("".join(each).encode())
+        return self.digests()[1]
+
+    def digests(self) -> tuple[str, str]:
+        """Of the view, and `outer_digest`; as many arrays at a time as there are threads."""
+        view, *each = share_out(
+            shards.digest, (self.view, self.theta, *self.state.values()), self.threads
+        )
+        return view, shards.digest("".join(each).encode())
 
     def discard(self) -> None:
         """Forget what the round has merged."""
@@ -204,6 +211,7 @@ class FragmentArrays:
         factors_S, kept_S, radius_S = self._about_the_center(factors_S, contributions)
         learning_rate, momentum = step_size(self.own_settings, share)
         delta = self._step(factors_S, kept_S, radius_S, learning_rate, momentum)
+        view_digest, outer_digest = self.digests()
         merged, self._merged = self._merged, []
         return Made(
             inputs=tuple(
@@ -216,8 +224,8 @@ class FragmentArrays:
             learning_rate=learning_rate,
             momentum=momentum,
             delta=shards.pack_delta(self.own_settings.sync.delta_codec, delta, self.grid.block),
-            view_digest=shards.digest(self.view),
-            outer_digest=self.outer_digest(),
+            view_digest=view_digest,
+            outer_digest=outer_digest,
         )
 
     def _about_the_center(
@@ -264,7 +272,7 @@ class FragmentArrays:
         kept_S = np.frombuffer(record.kept, np.float32) if record.kept else None
         radius_S = np.frombuffer(record.radii, np.float32) if record.radii else None
         delta = self._step(factors_S, kept_S, radius_S, record.learning_rate, record.momentum)
-        found = (shards.digest(self.view), self.outer_digest())
+        found = self.digests()
         if found != (record.view_digest, record.outer_digest):
             raise _unmergeable(
                 record,
@@ -276,7 +284,7 @@ class FragmentArrays:
     def _begin_sum(self) -> None:
         """An empty sum; its buffers are kept from round to round."""
         if self._sum is None:
-            self._sum = self.arithmetic.accumulator(self.grid)
+            self._sum = self.arithmetic.accumulator(self.grid, self.threads)
         self._sum.reset()
 
     def _step(
@@ -317,7 +325,11 @@ def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:
 
 
 def payload_of(
-    grid: Grid, codec: Codec, parts: tuple[Encoded, ...], arithmetic: Arithmetic = PRODUCTION
+    grid: Grid,
+    codec: Codec,
+    parts: tuple[Encoded, ...],
+    arithmetic: Arithmetic = PRODUCTION,
+    threads: int = 1,
 ) -> Payload:
     """A verified update, measured.
 
@@ -326,9 +338,17 @@ def payload_of(
         codec: of the update.
         parts: one for each of the grid's ranges, in order.
         arithmetic: what it is measured with.
+        threads: that share the work.
     """
-    norms_S = arithmetic.segment_norms(grid, codec, parts)
+    norms_S = arithmetic.segment_norms(grid, codec, parts, threads)
     return Payload(parts, norms_S, float(np.sqrt(np.square(norms_S).sum())))
+
+
+def _aligned(values: np.ndarray) -> np.ndarray:
+    """A copy at the boundary of a cache line: else a processor's widest loads touch two."""
+    copy = aligned_empty(values.size, values.dtype)
+    copy[:] = values
+    return copy
 
 
 def _optimizer(settings: RunSettings) -> OuterOptimizer:
@@ -342,7 +362,7 @@ def _fresh_state(settings: RunSettings, grid: Grid) -> State:
     """Of the outer optimizer, and what centered clipping keeps beside it."""
     state = _optimizer(settings).init(grid.size)
     if grid.centered:
-        state["center"] = np.zeros(grid.size, np.float32)
+        state["center"] = aligned_zeros(grid.size)
         state["radius"] = np.zeros(len(grid.lengths), np.float32)
     return state
 

@@ -9,8 +9,8 @@ factors: no norm is computed twice.
 
 Why the bits are the same on every machine:
   - a coefficient is a bfloat16, so code x scale x coefficient is exact in float32, and it does
-    not matter whether a compiler fuses the product with the sum (a float32 update, whose product
-    is rounded, forms it in a kernel of its own);
+    not matter whether a compiler fuses the product with the sum (ours does not, since the product
+    of a float32 update is rounded);
   - what is added is zero or at least 2^-100, so that no sum is a denormal number;
   - inputs are added in the order of the record.
 
@@ -21,36 +21,31 @@ Source: Decoupled DiLoCo (arXiv 2604.21428), App. D.2 (radial-directional averag
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from diloco.aggregator.arrays import sums
+from diloco.aggregator.arrays.compiled import lanes
 from diloco.aggregator.arrays.grid import Grid
-from diloco.common.codec import GREATEST_CODE, Codec, Encoded, code_count
-from diloco.common.quantize import fold, lanes_of, reduce_to_lanes
+from diloco.aggregator.arrays.sharing import Run, as_bits, share_out, shared
+from diloco.common.codec import Codec, Encoded, aligned_zeros, code_count, scale_count
 
 Vector = npt.NDArray[np.float32]
 Norms = npt.NDArray[np.float64]
 
 # The least bfloat16 that no machine takes for zero.
 LEAST_COEFFICIENT: Final = 2.0**-126
-# What is added to a sum is zero or not below this: then all that is added, and so the sum, is a
-# whole multiple of 2^-126, and no sum is a denormal number, which some machines flush.
-LEAST_PRODUCT: Final = 2.0**-100
-# Scale x coefficient of a block that has anything but zeros is far below this.
-GREATEST_PRODUCT: Final = 2.0**100
 # Powers of two that a weight may exceed the round's unit by before the unit is raised.
 HEADROOM: Final = 32
 # Directions whose weighted sum is this much shorter than the sum of their lengths cancel.
 CANCELLING: Final = 1e-6
-# Squares of scales 2^-64 to 2^40 times this, and a block's sum of them, are normal float32s.
-_UNIT: Final = np.float32(256)
+# Updates that wait to be added together: as many as have about 4 bytes a parameter.
+MOST_WAITING: Final[dict[Codec, int]] = {"int4": 8, "int8": 4, "bfloat16": 2, "float32": 1}
 # Elements that one thread works on at a time, so that an operation finds them in its cache.
 CHUNK: Final = 1 << 16
 
@@ -93,19 +88,28 @@ def unit_after(unit: int | None, weight: float) -> int:
     return own if unit is None or own - unit >= HEADROOM else unit
 
 
-def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
-    """L2 norm of each segment of an update, float64 [S].
+def segment_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded], threads: int = 1) -> Norms:
+    """L2 norm of each segment of an update, float64 [S], the same for any number of threads."""
+    pieces = grid.pieces()
+    squares_P = np.zeros(len(pieces.segment_P))
+    parts = [
+        _as_blocks(codec, shard, stop - start, grid.block)
+        for (start, stop), shard in zip(grid.ranges, shards, strict=True)
+    ]
 
-    Sums of squared integer codes are exact in each block; all else has float32's precision.
-    """
-    if codec in GREATEST_CODE:
-        return _code_norms(grid, codec, shards)
-    spans = (
-        (start + offset, np.asarray(encoded.codes[offset : offset + CHUNK]).astype(np.float32))
-        for (start, stop), encoded in zip(grid.ranges, shards, strict=True)
-        for offset in range(0, stop - start, CHUNK)
-    )
-    return _vector_norms(grid, spans)
+    def measure(run: Run) -> None:
+        sums.measure(
+            pieces.edges_P1,
+            run.first,
+            run.last,
+            grid.ranges[run.shard][0] // grid.block,
+            lanes(parts[run.shard].codes.shape[1]),
+            *parts[run.shard],
+            squares_P,
+        )
+
+    share_out(measure, shared(pieces, threads), threads)
+    return np.sqrt(grid.per_segment(squares_P))
 
 
 def coefficients(grid: Grid, update: Contribution) -> npt.NDArray[Any]:
@@ -145,85 +149,48 @@ def factors(grid: Grid, accumulator: "Accumulator", updates: Sequence[Contributi
         share = weight * update.discount
         magnitude_S += share * update.clip / total * update.norms
         reach_S += share * (update.norms > 0)
-    length_S = _vector_norms(grid, accumulator.spans())
+    length_S = accumulator.norms()
     cancels_S = length_S <= CANCELLING * reach_S
     turned_S = np.where(cancels_S, 0.0, magnitude_S / np.where(cancels_S, 1.0, length_S))
     return np.where(grid.radial, turned_S, average).astype(np.float32)
 
 
-def _code_norms(grid: Grid, codec: Codec, shards: Sequence[Encoded]) -> Norms:
-    starts_S = np.cumsum(grid.lengths) - grid.lengths
-    squares = []
-    for scales_B, codes in shards:
-        rows = _square_lanes(codes, codec=codec, block=grid.block)
-        squares.append(np.asarray(_block_squares(rows, scales_B)))
-    whole_B = squares[0] if len(squares) == 1 else np.concatenate(squares)
-    return np.sqrt(np.add.reduceat(whole_B, starts_S, dtype=np.float64)) / _UNIT
-
-
-@partial(jax.jit, static_argnames=("codec", "block"))
-def _square_lanes(codes: jax.Array, *, codec: Codec, block: int) -> jax.Array:
-    """Sums of squared codes of each block; int32 [B, lanes], int16 for int4."""
-    if codec == "int8":
-        squares = jnp.square(codes.astype(jnp.int32))
-    else:
-        # At most 512 squares of codes -7..7 add up to less than 2^15.
-        low_H, high_H = (half.astype(jnp.int16) - 8 for half in (codes & 15, codes >> 4))
-        squares = jnp.square(low_H) + jnp.square(high_H)
-    rows = squares.reshape(-1, code_count(codec, block))
-    return reduce_to_lanes(rows, jax.lax.add, lanes_of(block))
-
-
-@jax.jit
-def _block_squares(rows: jax.Array, scales_B: jax.Array) -> jax.Array:
-    """Sum of squares of each block times `_UNIT` squared, float32 [B]."""
-    sums_B = fold(rows, jax.lax.add).astype(jnp.float32)
-    return sums_B * jnp.square(scales_B.astype(jnp.float32) * _UNIT)
-
-
-def _vector_norms(grid: Grid, spans: Iterable[tuple[int, Vector]]) -> Norms:
-    """L2 norm of each segment of a float32 vector that is given in parts."""
-    ends_S = np.cumsum(grid.lengths) * grid.block
-    squares_S = np.zeros(len(ends_S))
-    for start, values in spans:
-        done = 0
-        while done < values.size:
-            segment = int(np.searchsorted(ends_S, start + done, side="right"))
-            stop = min(done + CHUNK, values.size, int(ends_S[segment]) - start)
-            squares_S[segment] += _square(values[done:stop])
-            done = stop
-    return np.sqrt(squares_S)
-
-
-def _square(values: Vector) -> float:
-    """Sum of squares; in float64 where float32 would leave its range."""
-    with np.errstate(over="ignore"):
-        total = float(np.dot(values, values))
-    if not 1e-20 < total < 1e30:
-        exact = values.astype(np.float64)
-        total = float(np.dot(exact, exact))
-    return total
-
-
 # --- The sum
 
 
-class Accumulator:
-    """Sum of coefficient x update over the inputs of a round, added as they arrive.
+class _Waiting(NamedTuple):
+    codec: Codec
+    shards: tuple[Encoded, ...]
+    coefficients_S: Vector  # noqa: N815 - shapes live in names of arrays
+    unit: int
 
-    It is held as the halves of the blocks of each shard's range, [B, 2, h], as int4's nibbles are,
-    in buffers that each addition donates and gets back: nothing is allocated after the first, and
-    the memory is that of one float32 vector whatever the number of inputs.
+
+class Accumulator:
+    """Sum of coefficient x update over the inputs of a round, in the order in which they came.
+
+    A few of them (`MOST_WAITING`) are added in one pass over the sum, each block of it while it is
+    in cache; the bits are those of one after the other. So an update is held until there are so
+    many, or the sum is asked for, and the memory is that of one float32 vector and of these.
+
+    Args:
+        grid: the fragment's.
+        threads: that share a pass; their number changes no bit.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, threads: int = 1) -> None:
         self._grid = grid
-        self._sums = [
-            jnp.zeros(((stop - start) // grid.block, 2, grid.block // 2))
-            for start, stop in grid.ranges
-        ]
-        self.inputs = 0
+        self._pieces = grid.pieces()
+        self._threads = threads
+        self._sum_N = aligned_zeros(grid.size)
+        self._squares_P = np.zeros(len(self._pieces.segment_P))
+        self._waiting: list[_Waiting] = []
+        self._added = 0
         self._unit = 0
+
+    @property
+    def inputs(self) -> int:
+        """Updates that the sum is of."""
+        return self._added + len(self._waiting)
 
     def add(
         self,
@@ -232,88 +199,97 @@ class Accumulator:
         coefficients_S: npt.NDArray[Any],
         unit: int = 0,
     ) -> None:
-        """Add an update, all of whose shards have been verified.
+        """Add an update, all of whose shards have been verified; they may not change after.
 
         Args:
             codec: of the update.
             shards: one for each of the grid's ranges, in order.
             coefficients_S: of `coefficients` or of the record, bfloat16 [S].
             unit: that these are in; the sum is brought to it first.
+
+        Raises:
+            ValueError: the shards are not as many or not as long as the ranges.
         """
-        if self.inputs and unit > self._unit:
-            # In two steps, each of which is a power of two that a float32 has.
-            half = (unit - self._unit) // 2
-            steps = np.ldexp(np.float32(1), (-half, half + self._unit - unit))
-            self._sums = [_scaled_down(each, steps) for each in self._sums]
-        self._unit = unit
         block = self._grid.block
-        whole_B = self._grid.per_block(coefficients_S)
-        parts = zip(self._grid.ranges, shards, strict=True)
-        for index, ((start, stop), (scales, codes)) in enumerate(parts):
-            coefficient_B = whole_B[start // block : stop // block]
-            addends = _products(codes, coefficient_B) if codec == "float32" else codes
-            self._sums[index] = _add(
-                self._sums[index], self.inputs > 0, scales, addends, coefficient_B, codec=codec
-            )
-        # Not before the codes have been read may the caller let go of the update, or fetch more.
-        jax.block_until_ready(self._sums)
-        self.inputs += 1
+        parts = tuple(
+            _as_blocks(codec, shard, stop - start, block)
+            for (start, stop), shard in zip(self._grid.ranges, shards, strict=True)
+        )
+        if self._waiting and (codec, unit) != (self._waiting[0].codec, self._waiting[0].unit):
+            self._add_waiting()
+        self._waiting.append(_Waiting(codec, parts, coefficients_S.astype(np.float32), unit))
+        if len(self._waiting) == MOST_WAITING[codec]:
+            self._add_waiting()
 
     def reset(self) -> None:
-        """Empty the sum for another round; the buffers are kept."""
-        self.inputs = 0
+        """Empty the sum for another round; its memory is kept."""
+        self._waiting, self._added = [], 0
 
-    def spans(self) -> Iterator[tuple[int, Vector]]:
-        """The sum in contiguous parts: first element and read-only float32 values of each."""
-        for (start, _), sum_Bx2xh in zip(self._grid.ranges, self._sums, strict=True):
-            yield start, np.asarray(sum_Bx2xh).reshape(-1)
+    def total(self) -> Vector:
+        """The sum, float32 [N]; not to be changed."""
+        if self._waiting:
+            self._add_waiting()
+        if not self._added:
+            self._sum_N[:] = 0
+            self._squares_P[:] = 0
+        return self._sum_N
+
+    def norms(self) -> Norms:
+        """L2 norm of each segment of the sum, float64 [S]."""
+        self.total()
+        return np.sqrt(self._grid.per_segment(self._squares_P))
+
+    def _add_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        unit = waiting[0].unit
+        if self._added and unit > self._unit:
+            _scale_down(self._sum_N, unit - self._unit)
+        self._unit = unit
+        coefficients_UxS = np.zeros((sums.MOST_UPDATES, len(self._grid.lengths)), np.float32)
+        for row_S, one in zip(coefficients_UxS, waiting, strict=False):
+            row_S[:] = one.coefficients_S
+        work = partial(self._add_pieces, waiting, coefficients_UxS)
+        share_out(work, shared(self._pieces, self._threads), self._threads)
+        self._added += len(waiting)
+
+    def _add_pieces(self, waiting: Sequence[_Waiting], coefficients_UxS: Vector, run: Run) -> None:
+        block = self._grid.block
+        # What there is no update for repeats the first, times zero.
+        spare = [waiting[0]] * (sums.MOST_UPDATES - len(waiting))
+        shards = [one.shards[run.shard] for one in (*waiting, *spare)]
+        sums.add(
+            self._pieces.edges_P1,
+            self._pieces.segment_P,
+            run.first,
+            run.last,
+            self._grid.ranges[run.shard][0] // block,
+            lanes(shards[0].codes.shape[1]),
+            lanes(block),
+            len(waiting),
+            tuple(shard.scales for shard in shards),
+            tuple(shard.codes for shard in shards),
+            coefficients_UxS,
+            self._added > 0,
+            self._sum_N.reshape(-1, block),
+            self._squares_P,
+        )
 
 
-@partial(jax.jit, static_argnames="codec", donate_argnames="sum_Bx2xh")
-def _add(
-    sum_Bx2xh: jax.Array,
-    keep: jax.Array,
-    scales_B: jax.Array,
-    codes: jax.Array,
-    coefficient_B: jax.Array,
-    *,
-    codec: Codec,
-) -> jax.Array:
-    """The sum of a range plus an input's; in place of it unless `keep`.
-
-    An axis of its own for the halves makes what is done in the innermost loop the same for all
-    its elements, so that every processor's vectors are used.
-    """
-    kept = jnp.where(keep, sum_Bx2xh, np.float32(0))
-    if codec == "float32":
-        return kept + codes.reshape(kept.shape)
-    if codec == "bfloat16":
-        values = codes.reshape(kept.shape).astype(jnp.float32)
-        return kept + _normal(values * coefficient_B[:, None, None])
-    if codec == "int4":
-        pairs_Bx1xh = codes.reshape(kept.shape[0], 1, -1).astype(jnp.int32)
-        shifts = 4 * jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
-        values = (((pairs_Bx1xh >> shifts) & 15) - 8).astype(jnp.float32)
-    else:
-        values = codes.reshape(kept.shape).astype(jnp.float32)
-    # Only a block of zeros may reach the limit, and must not become a NaN.
-    step_B = _normal(scales_B.astype(jnp.float32) * coefficient_B)
-    step_B = jnp.minimum(step_B, np.float32(GREATEST_PRODUCT))
-    return kept + values * step_B[:, None, None]
+def _as_blocks(codec: Codec, shard: Encoded, size: int, block: int) -> Encoded:
+    """Scales and codes as kernels take them: read-only, in blocks, bfloat16s as bits."""
+    codes = np.asarray(shard.codes).reshape(-1, code_count(codec, block))
+    scales = as_bits(np.asarray(shard.scales)).view()
+    if len(codes) != size // block or scales.size != scale_count(codec, size, block):
+        raise ValueError(f"{len(codes)} blocks and {scales.size} scales for {size // block} blocks")
+    codes = as_bits(codes).view()
+    codes.flags.writeable = scales.flags.writeable = False
+    return Encoded(scales, codes)
 
 
-@jax.jit
-def _products(values_N: jax.Array, coefficient_B: jax.Array) -> jax.Array:
-    """Rounded products, in a kernel without additions; float32 [N]."""
-    rows = values_N.reshape(coefficient_B.shape[0], -1)
-    return _normal(rows * coefficient_B[:, None]).reshape(-1)
-
-
-@partial(jax.jit, donate_argnames="sum_Bx2xh")
-def _scaled_down(sum_Bx2xh: jax.Array, steps: jax.Array) -> jax.Array:
-    return _normal(sum_Bx2xh * steps[0] * steps[1])
-
-
-def _normal(products: jax.Array) -> jax.Array:
-    """Products with zero for what is too small; traced into a kernel."""
-    return jnp.where(jnp.abs(products) < np.float32(LEAST_PRODUCT), np.float32(0), products)
+def _scale_down(sum_N: Vector, rise: int) -> None:
+    """Divide by 2^rise in two steps, each of which is a power of two that a float32 has."""
+    for start in range(0, sum_N.size, CHUNK):
+        part = sum_N[start : start + CHUNK]
+        for step in (rise // 2, rise - rise // 2):
+            part *= np.ldexp(np.float32(1), -step)
+        part[np.abs(part) < sums.LEAST_PRODUCT] = 0

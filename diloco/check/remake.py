@@ -121,7 +121,7 @@ class Remaker:
                 raise IntegrityError(error.message) from error
             self.missing = self.missing or error.message
             return
-        found = (shards.digest(arrays.view), arrays.outer_digest())
+        found = arrays.digests()
         self._hold(record, "stored view and outer state", self._was, found)
         self.arrays = arrays
 

@@ -32,7 +32,7 @@ def merged(vectors, center, radius, times=1.0, codec="float32", weights=None) ->
         one = one._replace(pull=centering.pulls(away_S, radius_S, times))
         accumulator.add(codec, shards, coefficients(GRID, one))
         contributions.append(one)
-    total = np.concatenate([values for _, values in accumulator.spans()])
+    total = accumulator.total().copy()
     factors_S = centering.scaled(factors(GRID, accumulator, contributions), radius_S, found)
     summed = total * GRID.per_block(factors_S).repeat(BLOCK)
     return summed + center * centering.kept(contributions, radius_S)[0]

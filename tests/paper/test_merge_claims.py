@@ -5,6 +5,7 @@ Each test names its section of docs/design/paper.md.
 
 import numpy as np
 import pytest
+from steps import take_step
 
 from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.arrays.merge import (
@@ -14,7 +15,7 @@ from diloco.aggregator.arrays.merge import (
     factors,
     segment_norms,
 )
-from diloco.aggregator.arrays.outer import Gradient, make_outer
+from diloco.aggregator.arrays.outer import make_outer
 from diloco.common.layout import Tensor, TensorHint, make_layout
 from diloco.common.quantize import encode
 
@@ -43,7 +44,7 @@ def merged(
         contribution = Contribution(segment_norms(grid, codec, shards), **{"weight": 1.0, **terms})
         accumulator.add(codec, shards, coefficients(grid, contribution))
         contributions.append(contribution)
-    total = np.concatenate([values for _, values in accumulator.spans()])
+    total = accumulator.total().copy()
     return total * grid.per_block(factors(grid, accumulator, contributions)).repeat(BLOCK)
 
 
@@ -146,9 +147,7 @@ def trajectory(
     optimizer = make_outer(name, **options)
     state, path = optimizer.init(theta.size), []
     for gradient in gradients:
-        optimizer.update(
-            theta, Gradient(((0, gradient),)), state, learning_rate=rate, momentum=momentum
-        )
+        take_step(optimizer, theta, gradient, state, learning_rate=rate, momentum=momentum)
         path.append(theta.copy())
     return path
 

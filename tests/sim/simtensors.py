@@ -145,7 +145,7 @@ class LightReplica:
 class _LightSum:
     """`merge.Accumulator`: a digest of the inputs in their order."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, _threads: int) -> None:
         self.grid = grid
         self.reset()
 
@@ -162,7 +162,7 @@ class _LightSum:
         self.inputs += 1
 
 
-def _light_norms(grid: Grid, _codec: str, parts: Sequence[Encoded]) -> np.ndarray:
+def _light_norms(grid: Grid, _codec: str, parts: Sequence[Encoded], _threads: int) -> np.ndarray:
     """As long as the steps it covers; each block must be in its place."""
     codes_Bxb = np.concatenate([part.codes for part in parts]).reshape(-1, grid.block)
     if not (codes_Bxb[:, 3] == np.arange(len(codes_Bxb))).all():

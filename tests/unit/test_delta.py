@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import advance_view
 
-from diloco.aggregator.arrays import outer
 from diloco.common.codec import CODECS, Encoded, decode_numpy
 from diloco.common.layout import Layout, Tensor, TensorHint, make_layout
 from diloco.common.quantize import encode
@@ -187,7 +187,7 @@ def test_apply_gives_the_aggregators_view_and_moves_theta_as_far(codec, fragment
     theirs, master = view.copy(), rng.standard_normal(size).astype(np.float32)
     mine = jnp.array(view)
     before = np.asarray(kernels.flatten(leaves))
-    delta = outer.advance_view(master, theirs, codec, 16)
+    delta = advance_view(master, theirs, codec, 16)
     read = unpack(pack(codec, delta, 16), codec=codec, count=size, block=16)
     leaves, mine = kernels.apply(leaves, mine, read)
     assert np.asarray(mine).tobytes() == theirs.tobytes()

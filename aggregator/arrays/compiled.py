@@ -1,0 +1,48 @@
+"""How kernels are compiled (`sums.py`, `steps.py`), and why their bits are the same everywhere.
+
+Each operation on floats is rounded by itself, in the order in which it stands there: Numba neither
+fuses nor reorders them unless it is told to ("fastmath"), on any processor, and leaves denormal
+numbers as they are. So the bits are those of NumPy's operations, one after the other
+(docs/adr/0053-compiled-loops.md).
+
+A kernel works on pieces [first, last) of a vector, which threads share; no piece crosses a segment
+or a shard (`Grid.pieces`), and what is summed over a piece is summed within it. It holds no
+interpreter lock.
+
+Why the loops look as they do, which makes the difference between vectors and single elements:
+  - how many elements a loop has is the length of a tuple (`lanes`), and so known when compiled;
+  - a loop writes to few arrays, since the compiler must see that they do not overlap;
+  - numbers of blocks are unsigned, which need no care for negative ones.
+
+What was compiled is kept on disk, and made again when the file of a kernel changes, but not when
+another does that it imports from: what changes belongs beside its kernel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+
+def lanes(count: int) -> tuple[int, ...]:
+    """A tuple whose length tells the compiler how many elements a loop has."""
+    return (0,) * count
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel, compiled at its first call with arrays of some types, and kept on disk."""
+    try:
+        kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)(
+            function
+        )
+    except RuntimeError:
+        # Neither this package's folder nor the user's cache can be written.
+        kernel = numba.njit(nogil=True, error_model="numpy")(function)
+    return kernel
+
+
+@compiled
+def wide(bits: Any) -> Any:
+    """A bfloat16, given by its bits, as float32."""
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
