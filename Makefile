@@ -57,6 +57,8 @@ $(STAMP): requirements.lock locks/arrow.lock locks/tokens.lock pyproject.toml
 		-r locks/arrow.lock -r locks/tokens.lock
 	@echo "installing: this project, editable"
 	@$(RUN) pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@echo "installing: compiling what an aggregator merges with (some seconds)"
+	@$(RUN) diloco.aggregator.prepare
 	@touch $(STAMP)
 	@echo "installed: $(BIN)/diloco"
 

@@ -12,10 +12,12 @@ from diloco.aggregator.expiry import Expiry
 from diloco.aggregator.leases import Everything, Leases
 from diloco.aggregator.liveness import LivenessWatch
 from diloco.aggregator.owner import FragmentOwner
+from diloco.aggregator.prepare import prepare
 from diloco.aggregator.score_watch import watch_scores
 from diloco.aggregator.tape_watch import watch_tape
 from diloco.aggregator.tenure import Tenure
 from diloco.common import log, names
+from diloco.common.averaged import sync_of
 from diloco.common.bus import Bus, jetstream
 from diloco.common.config import (
     Config,
@@ -246,6 +248,7 @@ async def _begin(
         )
         _check_pinned(pinned, len(layout.fragments))
         await _prove_store(context)
+        await _compile(context)
     except BaseException:
         await bus.close()
         raise
@@ -290,6 +293,17 @@ async def _prove_store(context: Context) -> None:
         lambda: context.runtime.call(context.store.put, name, name.encode()),
         logger=context.logger,
     )
+
+
+async def _compile(context: Context) -> None:
+    """Compile what versions are made with before it says that it is ready, and owns a fragment."""
+    context.health.begin_phase("compiling the merge")
+    sections = [sync_of(context.settings.sync, fragment) for fragment in context.layout.fragments]
+    took_s = 0.0
+    for codec, delta_codec in sorted({(each.codec, each.delta_codec) for each in sections}):
+        block = context.layout.block
+        took_s += await context.runtime.call(prepare, codec, delta_codec, block)
+    context.logger.info("compiled", took_s=round(took_s, 3))
 
 
 def _check_pinned(pinned: frozenset[int] | None, fragments: int) -> None:

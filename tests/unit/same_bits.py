@@ -1,8 +1,13 @@
 """Digests of rounds on a made-up fragment: run by `test_outer.py` under several instruction sets.
 
+    python same_bits.py [CODEC ...]
+
 The vector is long enough for vectorized loops, their remainders and several chunks; weights,
 discounts and norms are such that products of float32s would be rounded.
 """
+
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,14 +25,14 @@ OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 SIZE = 200_000
 
 
-def digests() -> list[str]:
-    """One line for each codec."""
+def digests(codecs: Sequence[str] = CODECS) -> list[str]:
+    """One line for each."""
     tensors = [
         Tensor(name="layers", shape=(4, SIZE // 5), dtype="float32"),
         Tensor(name="embedding", shape=(SIZE // 5,), dtype="float32"),
     ]
     layout = make_layout(tensors, fragments=1, block=64, hint=_hint)
-    return [_rounds(layout, codec) for codec in CODECS]
+    return [_rounds(layout, codec) for codec in codecs]
 
 
 def _hint(name, _shape) -> TensorHint:
@@ -74,4 +79,4 @@ def _rounds(layout, codec) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(digests()))
+    print("\n".join(digests(sys.argv[1:] or CODECS)))
