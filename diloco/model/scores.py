@@ -240,6 +240,8 @@ async def _read_kept(
         with contextlib.suppress(ObjectMissingError, WireError):
             if info.name not in known:
                 data = await context.runtime.call(context.store.get, info.name)
+                if not info.name.endswith(f"-{shards.digest(data)}"):
+                    continue  # Edited or damaged: it can be made again.
                 known[info.name] = wire.decode(wire.Score, data)
             score = known[info.name]
             if (score.run, score.epoch) == (context.run, context.epoch):

@@ -91,12 +91,13 @@ class Entries(Spooled[Entry]):
         body = wire.decode(self._subjects[subject], raw)
         return Entry(seq, self._times_s[seq], subject, body, self._sizes[index], raw=raw)
 
-    def concerning(self, fragment: int) -> Sequence[Entry]:
-        """Those that are about a fragment, or about none."""
+    def concerning(self, fragment: int, first_seq: int = 0) -> Sequence[Entry]:
+        """Those that are about a fragment, or about none, from a sequence on."""
         of = [names.parse_subject(subject) for subject in self._names]
         about = [None if one is None else one.fragment for one in of]
         chosen = {index for index, one in enumerate(about) if one in (None, fragment)}
-        rows = (index for index, whose in enumerate(self._whose) if whose in chosen)
+        first = bisect_left(self.seqs, first_seq)
+        rows = (row for row in range(first, len(self._whose)) if self._whose[row] in chosen)
         return Part(self, array("q", rows))
 
 
