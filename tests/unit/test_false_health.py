@@ -468,6 +468,32 @@ def test_what_the_newest_record_says_of_stored_state_is_not_believed(lie: str) -
     assert breaches_if(-1, LIES[lie])
 
 
+def restored(**fields: Any) -> Callable[[wire.Record], wire.Record]:
+    """The record as a rollback to version 3 with these fields."""
+
+    def own(ref: wire.ObjectRef) -> wire.ObjectRef:
+        return ref.model_copy(update={"name": ref.name.replace("/00000003-", "/00000005-")})
+
+    def change(record: wire.Record) -> wire.Record:
+        source, before = of(3), of(4)
+        said = {
+            "what": "restore", "restored_version": 3, "inputs": (), "delta": None, "deltas": (),
+            "snapshot": own(source.snapshot), "snapshot_version": 5, "outer": own(source.outer),
+            "outer_version": 5, "outer_seq": 0, "view_digest": source.view_digest,
+            "outer_digest": source.outer_digest, "global_step": source.global_step,
+            "position": before.position, "totals": before.totals,
+        }  # fmt: skip
+        return record.model_copy(update=said | fields)
+
+    return change
+
+
+@pytest.mark.parametrize("field", ["outer_digest", "view_digest", "global_step"])
+def test_a_rollback_goes_back_to_all_of_a_version(field: str) -> None:
+    assert breaches_if(-1, restored()) == []
+    assert breaches_if(-1, restored(**{field: getattr(of(2), field)}))
+
+
 def test_the_record_that_committed_an_outer_state_is_not_taken_on_trust() -> None:
     """Its sequence is in no digest: whoever recovers merges again from there on."""
     assert breaches_if(-2, but(outer_seq=1))
