@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from diloco.aggregator.context import Context
-from diloco.common import metrics, names, wire
+from diloco.common import metrics, names, shards, wire
 from diloco.common.errors import DilocoError, ObjectMissingError, WireError
 
 LOOK_S = 60.0
@@ -55,9 +55,12 @@ class ScoreWatch:
     async def _take(self, name: str) -> None:
         context = self.context
         try:
-            score = wire.decode(wire.Score, await context.runtime.call(context.store.get, name))
+            data = await context.runtime.call(context.store.get, name)
+            score = wire.decode(wire.Score, data)
         except (ObjectMissingError, WireError):
             return  # Collected meanwhile, or of another release.
+        if not name.endswith(f"-{shards.digest(data)}"):
+            return  # Edited or damaged.
         if (score.run, score.epoch) != (context.run, context.epoch):
             return
         if self._first is None or score.at_s < self._first.at_s:

@@ -3,6 +3,7 @@
     python -m bench.tapes make DIR --versions 1000        # a run's bundle, by the real writers
     python -m bench.tapes make DIR --versions 16 --learners 1000
     python -m bench.tapes measure DIR                     # what each command takes
+    python -m bench.tapes index DIR --versions 100000     # what the index of so many takes
 
 The run is made by the real aggregator, on a bus in memory and a store in a folder; its learners are
 hands that send noise, so that the time goes into rounds. Each command then runs in a process of its
@@ -13,9 +14,11 @@ import argparse
 import asyncio
 import contextlib
 import json
+import resource
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ import optax
 from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
 from diloco.common import log, names, shards, slices, wire
-from diloco.common.bus import MemoryBroker, MemoryBus
+from diloco.common.bus import MemoryBroker, MemoryBus, Message
 from diloco.common.config import BusSection, GcSection, RunSettings
 from diloco.common.quantize import encode
 from diloco.common.service import Runtime, cancel
@@ -243,10 +246,40 @@ def measure(folder: Path, commands: list[str], more: list[str]) -> None:
         print(json.dumps({"command": name, **json.loads(done.stderr)}), flush=True)
 
 
+def index(versions: int) -> None:
+    """What a history and a kept file index of such a run's messages, without the messages."""
+    from diloco.common.kept.index import Log
+    from diloco.projections.spool import Spool, Spooled, Times
+
+    learners = 3
+    began_mib, log_, times_s, spool = resident_mib(), Log(), Times(), Spool()
+    entries = [Spooled[int](spool, lambda at, _: at) for _ in range(2)]
+    whose, sizes, places = array("i"), array("i"), array("i")
+    for seq in range(1, versions * (learners + 1) + 1):
+        subject = f"subject{seq % (FRAGMENTS * (learners + 1))}"
+        log_.add(100 * seq, Message(subject, seq, 0.0, b"", ""))
+        times_s.add(seq, float(seq))
+        if seq % (learners + 1):
+            whose.append(seq % learners)
+            sizes.append(300)
+            places.append(seq)
+            for one in entries:
+                one.add(seq, 100 * seq)
+    held_mib = resident_mib() - began_mib
+    del entries, one, whose, sizes, places
+    left_mib = resident_mib() - began_mib
+    print(json.dumps({"index_mib": round(held_mib, 1), "without_messages_mib": round(left_mib, 1)}))
+
+
+def resident_mib() -> float:
+    """What this process has in memory now; on Linux."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
 def main() -> None:
-    """Make or measure."""
+    """Make, measure or count."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["make", "measure"])
+    parser.add_argument("what", choices=["make", "measure", "index"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--versions", type=int, default=1000)
     parser.add_argument("--learners", type=int, default=3)
@@ -255,6 +288,8 @@ def main() -> None:
     log.configure("error")
     if given.what == "make":
         asyncio.run(make(given.folder, given.versions, given.learners))
+    elif given.what == "index":
+        index(given.versions)
     else:
         measure(given.folder, given.commands, more)
 

@@ -257,8 +257,10 @@ class FragmentArrays:
             read: gives an input's verified parts; as `shard_reader.read_input`.
 
         Raises:
-            IntegrityError: an input is gone or damaged, or the result has other digests.
+            IntegrityError: an input is gone or damaged, the record is not of this fragment's
+                segments or merge, or the result has other digests.
         """
+        self._check_fits(record)
         self._begin_sum()
         assert self._sum is not None
         for taken in record.inputs:
@@ -280,6 +282,28 @@ class FragmentArrays:
                 f"{(record.view_digest, record.outer_digest)}",
             )
         return delta
+
+    def _check_fits(self, record: wire.Record) -> None:
+        """A record's numbers are of this fragment's segments, and units follow from weights."""
+        segments = len(self.grid.lengths)
+        wanted = [(len(taken.coefficients), 2 * segments) for taken in record.inputs]
+        wanted += [(len(record.factors), 4 * segments)]
+        centered = 4 * segments if self.grid.centered else 0
+        wanted += [(len(record.kept), centered), (len(record.radii), centered)]
+        for found, expected in wanted:
+            if found != expected:
+                why = f"the numbers of its segments have {found} bytes, not {expected}"
+                raise _unmergeable(record, why)
+        codec, unit = self.own_settings.sync.codec, None
+        # Records of earlier releases have no units.
+        united = any(taken.weight_unit for taken in record.inputs)
+        for taken in record.inputs:
+            if taken.codec != codec:
+                raise _unmergeable(record, f"codec {taken.codec!r}, the run's is {codec!r}")
+            unit = merge.unit_after(unit, taken.weight)
+            if united and taken.weight_unit != unit:
+                why = f"unit {taken.weight_unit} of weight {taken.weight:g}, not {unit}"
+                raise _unmergeable(record, why)
 
     def _begin_sum(self) -> None:
         """An empty sum; its buffers are kept from round to round."""

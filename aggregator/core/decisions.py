@@ -204,6 +204,10 @@ class _Follower:
                 why = "the record does not say how its maker began"
             else:
                 self._hear_until(observation.after_seq)
+                if observation.what == "committed" and self.state.storing is None:
+                    # Nobody's record was under way: the machine cannot have met this.
+                    self.commit = None
+                    return ""
                 self._step(_event(observation, base, base_seq, record))
         if why or self.state is None:
             return why or "the record does not say how its maker began"

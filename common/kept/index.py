@@ -5,7 +5,6 @@ A message takes some 20 bytes here, whatever its length.
 
 import os
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from diloco.common import names
 from diloco.common.bus import Message
 from diloco.common.errors import IntegrityError
+from diloco.common.increasing import Increasing
 from diloco.common.kept.contents import Contents, Piece, Whole
 from diloco.common.tape.file import MAGIC, as_message, begins_with, run_in
 from diloco.common.tape.frames import (
@@ -61,7 +61,7 @@ class Log:
     """The messages of a stream: sequence, place in the file, subject."""
 
     def __init__(self) -> None:
-        self.seqs = array("q")
+        self.seqs = Increasing()
         self.ats = array("q")
         self.whose = array("i")
         self.subjects: list[str] = []
@@ -85,7 +85,9 @@ class Log:
         limits = {self._ids[subject]: seq for subject, seq in below.items() if subject in self._ids}
         rows = zip(self.seqs, self.whose, strict=True)
         kept = array("q", (i for i, (seq, of) in enumerate(rows) if seq >= limits.get(of, 0)))
-        self.seqs = array("q", (self.seqs[index] for index in kept))
+        seqs, self.seqs = self.seqs, Increasing()
+        for index in kept:
+            self.seqs.append(seqs[index])
         self.ats = array("q", (self.ats[index] for index in kept))
         self.whose = array("i", (self.whose[index] for index in kept))
 
@@ -99,7 +101,7 @@ class Log:
 
     def rows(self, wanted: set[int], start_seq: int) -> Iterator[int]:
         """Places in the file of the messages of these subjects from a sequence on."""
-        for index in range(bisect_left(self.seqs, start_seq), len(self.seqs)):
+        for index in range(self.seqs.first_from(start_seq), len(self.seqs)):
             if self.whose[index] in wanted:
                 yield self.ats[index]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
+from diloco.check.stored import carried_state, own_deltas, own_state
 from diloco.common import wire
 from diloco.common.averaged import sync_of
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
@@ -30,6 +31,9 @@ from diloco.projections.history import (
     resolves,
 )
 from diloco.projections.sent import Announced, Sent, Updates
+
+# Updates that build on an older version than so many are not held against its view.
+KNOWN_VIEWS = 256
 
 
 class Breach(NamedTuple):
@@ -137,9 +141,13 @@ def _check_chain(found: Audit, fragment: int, chain: Chain) -> None:
     else:
         begins = first.what == "restored" or (first.what, first.version) == ("version", 0)
         found.hold(begins, "chain", where, f"a chain begins with a {first.what} {first.version}")
-    for _, record in chain:
+    for seq, record in chain:
         own = (record.epoch, record.layout) == (history.specification.epoch, history.layout.digest)
         found.hold(own, "chain", where, f"epoch {record.epoch}, layout {record.layout}")
+        for what in own_state(record):
+            found.hold(False, "chain", f"fragment {fragment}, record {seq}", what)
+    for what in own_deltas(first):
+        found.hold(False, "chain", where, what)
     for (before_seq, before), (seq, record) in itertools.pairwise(chain):
         _check_link(found, before_seq, before, seq, record)
 
@@ -162,35 +170,55 @@ def _check_link(
     hold(bool(record.inputs) == (record.what == "version"),
          f"a {record.what} with {len(record.inputs)} inputs")  # fmt: skip
     hold(record.what != "restored", "an epoch begins in the midst of a chain")
+    # Releases before records were chained do not name themselves either.
+    hold(bool(record.previous) or not record.release, "does not name the record before it")
     if record.what == "restore":
         _check_restore(found, where, record)
         return
+    hold(record.restored_version is None, f"a {record.what} that restores a version")
+    _check_rules(found, where, before, record)
     hold(record.final or not before.final, "goes on after the final record")
+    stop = found.history.stop
+    hold(not record.final or (stop is not None and stop[0] < seq), "is final without a stop")
     hold(record.what != "version" or not before.final, "a version after the final one")
     if record.what == "verdict":
         hold(record.view_digest == before.view_digest, "a verdict with another view")
         hold(bool(record.rejected) or record.final, "says nothing")
     hold(_follows_clock(found.history, before, record),
          f"global step {record.global_step} after {before.global_step}")  # fmt: skip
-    snapshot = record.deltas[: len(before.deltas)] == before.deltas
-    hold(snapshot or record.snapshot_version == record.version, "its deltas are not those before")
     hold(len(record.deltas) == record.version - record.snapshot_version,
          f"{len(record.deltas)} deltas from version {record.snapshot_version}")  # fmt: skip
+    for what in carried_state(before_seq, before, record):
+        hold(False, what)
+
+
+def _check_rules(found: Audit, where: str, before: wire.Record, record: wire.Record) -> None:
+    """Settings that the tape has, and the rules of its maker's release."""
+    history, policy = found.history, record.policy
+    trimmed = policy.settings_seq < history.whole_from
+    known = not policy.settings_seq or policy.settings_seq in history.changes or trimmed
+    found.hold(known, "chain", where, f"message {policy.settings_seq} has no settings")
+    same = (record.release, record.lock) == (before.release, before.lock)
+    found.hold(
+        not same or policy.rules == before.policy.rules,
+        "chain", where, f"decided by rules {policy.rules:g}, as its release does not",
+    )  # fmt: skip
 
 
 def _check_restore(found: Audit, where: str, record: wire.Record) -> None:
     """A rollback is a version with the view of an earlier one."""
     earlier = record.restored_version
     known = [
-        old.view_digest
+        (old.view_digest, old.outer_digest, old.global_step)
         for _, old in found.history.records[record.fragment]
         if old.version == earlier and old.what != "verdict"
     ]
+    same = {*known} <= {(record.view_digest, record.outer_digest, record.global_step)}
     whole = record.snapshot_version == record.outer_version == record.version
     found.hold(whole and not record.deltas, "chain", where, "a restore without objects of its own")
     found.hold(
-        earlier is not None and earlier < record.version and {*known} <= {record.view_digest},
-        "chain", where, f"not the view of version {earlier}",
+        earlier is not None and earlier < record.version and same,
+        "chain", where, f"not the view, outer state and clock of version {earlier}",
     )  # fmt: skip
 
 
@@ -343,24 +371,48 @@ def _balance(
 
 def _check_inputs(found: Audit) -> None:
     """What a record says of an update is what its manifest says."""
-    for record in found.history.all_records():
-        where = f"fragment {record.fragment}, version {record.version}"
-        for taken in resolves(record):
-            manifest = found.history.manifest_at(taken.stream_seq)
-            if manifest is None:
-                trimmed = taken.stream_seq < found.history.whole_from
-                found.hold(trimmed, "inputs", where, f"no manifest at {taken.stream_seq}")
-                continue
-            update = answered(record, taken)
-            same = identity(manifest) == update and (taken.tokens, taken.steps) == (
-                manifest.tokens,
-                manifest.steps,
-            )
-            if isinstance(taken, wire.Input):
-                staleness = record.version - 1 - manifest.base_version
-                same = same and taken.staleness == staleness >= 0
-                same = same and (taken.shards, taken.final) == (manifest.shards, manifest.final)
-            found.hold(same, "inputs", where, f"{update} is not what its manifest says")
+    for chain in found.history.records.values():
+        views: dict[int, str] = {}
+        for _, record in chain:
+            for taken in resolves(record):
+                _check_taken(found, record, taken, views)
+            views[record.version] = record.view_digest
+            if len(views) > KNOWN_VIEWS:
+                del views[next(iter(views))]
+
+
+def _check_taken(
+    found: Audit,
+    record: wire.Record,
+    taken: wire.Input | wire.Rejected,
+    views: Mapping[int, str],
+) -> None:
+    """One update that a record resolves; `views` are digests by version, of the newest ones."""
+    where = f"fragment {record.fragment}, version {record.version}"
+    manifest = found.history.manifest_at(taken.stream_seq)
+    if manifest is None:
+        trimmed = taken.stream_seq < found.history.whole_from
+        found.hold(trimmed, "inputs", where, f"no manifest at {taken.stream_seq}")
+        return
+    update = answered(record, taken)
+    same = identity(manifest) == update and (taken.tokens, taken.steps) == (
+        manifest.tokens,
+        manifest.steps,
+    )
+    if isinstance(taken, wire.Input):
+        staleness = record.version - 1 - manifest.base_version
+        base_digest = views.get(manifest.base_version, manifest.base_digest)
+        same = same and taken.staleness == staleness >= 0
+        same = same and (taken.shards, taken.final) == (manifest.shards, manifest.final)
+        same = same and (taken.codec, taken.loss) == (manifest.codec, manifest.loss)
+        same = same and (record.layout, base_digest) == (manifest.layout, manifest.base_digest)
+        same = same and _credited(taken)
+    found.hold(same, "inputs", where, f"{update} is not what its manifest says")
+
+
+def _credited(taken: wire.Input) -> bool:
+    """Whether an update was credited with no more than it claims."""
+    return taken.steps_credited <= taken.steps and taken.tokens_credited <= taken.tokens
 
 
 def _check_data(found: Audit, hostile: Sequence[str]) -> None:
@@ -516,8 +568,9 @@ def _check_end(found: Audit, at: tuple[int, wire.End], hostile: Sequence[str]) -
         last = lives[learner]
         leaves = left.get((learner, last), ())
         stopped = history.stop[0] if history.stop else end_seq
-        # Who came after the end, or was trimmed away, had nothing to send.
-        if leaves and leaves[0][0] > stopped and history.whole_from <= last < end_seq:
+        # Who came after the end, or was trimmed away, had nothing to send; and whom the end
+        # overtook, as one that was cut off, can send nothing any more.
+        if leaves and stopped < leaves[0][0] < end_seq and history.whole_from <= last:
             _check_flushed(found, learner, last, leaves[0][1].position, covered)
 
 

@@ -338,7 +338,8 @@ async def _examine_run(
         *await service.look(context, history, now_s),
         *symptoms.fragments(history, found, read_at_s),
         *symptoms.quiet(history, views, read_at_s),
-        *symptoms.owners(history, await read_leases(context)),
+        # A file has no leases.
+        *(() if copied else symptoms.owners(history, await read_leases(context))),
         *symptoms.tape(history, found),
         *wholeness(history, objects),
         *symptoms.objects(objects, deep=deep),

@@ -12,6 +12,7 @@ from diloco.check.symptoms import Finding
 from diloco.common import wire
 from diloco.common.bus import Filled
 from diloco.common.errors import BusUnavailableError
+from diloco.common.kept import KeptBus
 from diloco.common.tape import (
     Item,
     Recorded,
@@ -111,6 +112,8 @@ class Watch:
 
     def __init__(self, context: RunContext, beside: Callable[[Item], None] | None = None) -> None:
         self._context = context
+        # Of a run that went on without it; nor has it the leases.
+        self._copied = isinstance(context.bus, KeptBus)
         self._follower = Follower(context, beside)
         self._next_seq = 1
         self._leases: dict[int, wire.Lease] = {}
@@ -227,7 +230,7 @@ class Watch:
 
     def _nobody(self, lives: "_Lives", now_s: float) -> Iterator[Finding]:
         observed, settings = self._follower.state, self._settings
-        if settings.run.paused:
+        if settings.run.paused or self._copied:
             return
         there = {
             name: members.of_life(observed.learners.get(name), lives.newest(name))
@@ -267,7 +270,7 @@ class Watch:
                 yield symptoms.standing_still(fragment, len(waiting), waited_s)
         held = {index for index, lease in self._leases.items() if lease.state != "released"}
         free = sorted(observed.records.keys() - held)
-        if free and _known(observed):
+        if free and _known(observed) and not self._copied:
             yield symptoms.ownerless(free)
 
 

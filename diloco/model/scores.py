@@ -234,14 +234,17 @@ async def kept_losses(context: RunContext) -> dict[int, float]:
 async def _read_kept(
     context: RunContext, *, thinned: bool = False, known: dict[str, wire.Score] | None = None
 ) -> AsyncIterator[wire.Score]:
-    known = {} if known is None else known
     listed = await context.runtime.call(context.store.list, names.scores_prefix(context.run))
     for info in listed[:: 1 + len(listed) // KEPT if thinned else 1]:
         with contextlib.suppress(ObjectMissingError, WireError):
-            if info.name not in known:
+            score = None if known is None else known.get(info.name)
+            if score is None:
                 data = await context.runtime.call(context.store.get, info.name)
-                known[info.name] = wire.decode(wire.Score, data)
-            score = known[info.name]
+                if not info.name.endswith(f"-{shards.digest(data)}"):
+                    continue  # Edited or damaged: it can be made again.
+                score = wire.decode(wire.Score, data)
+            if known is not None:
+                known[info.name] = score
             if (score.run, score.epoch) == (context.run, context.epoch):
                 yield score
 

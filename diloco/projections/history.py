@@ -91,12 +91,13 @@ class Entries(Spooled[Entry]):
         body = wire.decode(self._subjects[subject], raw)
         return Entry(seq, self._times_s[seq], subject, body, self._sizes[index], raw=raw)
 
-    def concerning(self, fragment: int) -> Sequence[Entry]:
-        """Those that are about a fragment, or about none."""
+    def concerning(self, fragment: int, first_seq: int = 0) -> Sequence[Entry]:
+        """Those that are about a fragment, or about none, from a sequence on."""
         of = [names.parse_subject(subject) for subject in self._names]
         about = [None if one is None else one.fragment for one in of]
         chosen = {index for index, one in enumerate(about) if one in (None, fragment)}
-        rows = (index for index, whose in enumerate(self._whose) if whose in chosen)
+        first = bisect_left(self.seqs, first_seq)
+        rows = (row for row in range(first, len(self._whose)) if self._whose[row] in chosen)
         return Part(self, array("q", rows))
 
 
@@ -131,7 +132,6 @@ class History:
     joins: list[tuple[int, wire.Join]] = field(default_factory=list)
     leaves: list[tuple[int, wire.Leave]] = field(default_factory=list)
     manifests: Spooled[tuple[int, wire.Manifest]] = None  # type: ignore[assignment]
-    manifest_seqs: "array[int]" = field(default_factory=lambda: array("q"))
     manifests_of: "dict[int, array[int]]" = field(default_factory=dict)
     records: Chains = field(default_factory=Chains)
     changes: dict[int, RunSettings] = field(default_factory=dict)
@@ -227,9 +227,8 @@ class History:
         if manifest.epoch != epoch:
             self._refuse(entry, f"an update of epoch {manifest.epoch}, the tape is of {epoch}")
             return
-        own = self.manifests_of.setdefault(manifest.fragment, array("q"))
+        own = self.manifests_of.setdefault(manifest.fragment, array("i"))
         own.append(len(self.manifests))
-        self.manifest_seqs.append(entry.seq)
         self.manifests.add(entry.seq, place, None if entry.raw else (entry.seq, manifest))
 
     def _take_settings(self, entry: Entry, settings: wire.Settings) -> None:
@@ -247,7 +246,7 @@ class History:
         Of a long tape their indexes are most of what is in memory.
         """
         self.entries, self.manifests = Entries(self.spool, self.times_s), _manifests(self.spool)
-        self.manifest_seqs, self.manifests_of = array("q"), {}
+        self.manifests_of = {}
 
     def versions(self) -> list[int]:
         """Newest version of each fragment."""
@@ -265,10 +264,8 @@ class History:
 
     def manifest_at(self, seq: int) -> wire.Manifest | None:
         """The manifest at a sequence of the tape."""
-        index = bisect_left(self.manifest_seqs, seq)
-        if index == len(self.manifest_seqs) or self.manifest_seqs[index] != seq:
-            return None
-        return self.manifests[index][1]
+        found = self.manifests.at(seq)
+        return None if found is None else found[1]
 
     def sent(self, fragment: int | None = None) -> Updates:
         """Every distinct update, of a fragment or all, by its first announcement."""

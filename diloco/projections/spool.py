@@ -1,6 +1,6 @@
 """Messages of a tape kept in a file, and decoded whenever they are asked for.
 
-Memory is for indexes, some 70 bytes a message. The file has no name, goes with the process, and
+Memory is for indexes, some 50 bytes a message. The file has no name, goes with the process, and
 is as large as the tape; it is made where TMPDIR says.
 """
 
@@ -12,6 +12,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
+
+from diloco.common.increasing import Increasing
 
 T = TypeVar("T")
 _SIZE = struct.Struct("<I")
@@ -141,7 +143,7 @@ class Times(Mapping[int, float]):
     """When each message was stored, by its sequence."""
 
     def __init__(self) -> None:
-        self._seqs = array("q")
+        self._seqs = Increasing()
         self._times_s = array("d")
 
     def add(self, seq: int, time_s: float) -> None:
@@ -150,14 +152,13 @@ class Times(Mapping[int, float]):
         self._times_s.append(time_s)
 
     def __getitem__(self, seq: int) -> float:
-        index = bisect_left(self._seqs, seq)
-        if index == len(self._seqs) or self._seqs[index] != seq:
+        index = self._seqs.find(seq)
+        if index is None:
             raise KeyError(seq)
         return self._times_s[index]
 
     def __contains__(self, seq: Any) -> bool:
-        index = bisect_left(self._seqs, seq)
-        return index < len(self._seqs) and self._seqs[index] == seq
+        return self._seqs.find(seq) is not None
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._seqs)

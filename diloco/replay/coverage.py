@@ -5,7 +5,7 @@ collection has taken makes it "incomplete", and what is gone without that, or is
 "wrong". Reads nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from diloco.check.listing import Listing
 from diloco.common.errors import IntegrityError
 from diloco.common.release import release
 from diloco.projections.history import Chain, History
+from diloco.replay.decide import decide_newest
 
 Verdict = Literal["verified", "incomplete", "wrong"]
 STATUSES: dict[Verdict, int] = {"verified": 0, "wrong": 1, "incomplete": 2}
@@ -146,13 +147,23 @@ def tape_of(
         holes=tuple(evidence.holes(history)),
         breaches=tuple(
             [found for found in breaches if found.where not in unreadable]
-            + [*evidence.broken_chains(history)]
+            + [*evidence.broken_chains(history), *_newest_decisions(history)]
         ),
         newer=(*evidence.newer_objects(history, listing.picked), *(under_way if copied else ())),
         under_way=() if copied else under_way,
         missing=missing,
         lost=lost,
     )
+
+
+def _newest_decisions(history: History) -> Iterator[Breach]:
+    """Newest records, whose digest stands in none behind them, that do not follow from the tape."""
+    for fragment in history.records:
+        found = decide_newest(history, fragment)
+        if found is not None and found.outcome == "different":
+            fields = ", ".join(name for name, _, _ in found.fields)
+            what = f"was decided otherwise: {fields} (diloco replay RUN --decide shows it)"
+            yield Breach("decision", f"fragment {fragment}, record {found.record_seq}", what)
 
 
 def before_the_tape(history: History, chosen: Mapping[int, Chain]) -> int:

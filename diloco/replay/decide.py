@@ -1,6 +1,7 @@
 """Every decision of a run once more: `aggregator/core/decisions.py` over a run's history."""
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -17,6 +18,9 @@ from diloco.common.config import RunSettings
 from diloco.common.tape import Entry, Garbage
 from diloco.projections.history import Chain, History
 
+# Of so many records before the newest one the oldest is the basis on which it is decided again.
+NEAR = 32
+
 
 def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
     """The decisions of a fragment's records once more; the first record is their basis.
@@ -28,11 +32,24 @@ def decide(history: History, fragment: int, chain: Chain) -> Iterator[Decision]:
     """
     return decide_again(
         chain,
-        heard(history, fragment),
+        heard(history, fragment, chain[0][1].position if chain else 0),
         rules_at=lambda seq: rules_of(history, _settings_at(history, seq), fragment),
         whole_from=whole_from(history, fragment),
         beside=lambda commit, record: _beside(history, commit, record),
     )
+
+
+def decide_newest(history: History, fragment: int) -> Decision | None:
+    """A fragment's newest decision once more, since no record behind it carries its digest.
+
+    The basis is looked for among the `NEAR` records before it. None if an operator made the newest
+    record, or the settings of one of them are gone.
+    """
+    chain = history.records[fragment][-NEAR - 1 :]
+    if any(history.settings_of(record) is None for _, record in chain):
+        return None
+    newest = deque(decide(history, fragment, chain), maxlen=1)
+    return newest[0] if newest and newest[0].record_seq == chain[-1][0] else None
 
 
 def whole_from(history: History, fragment: int) -> int:
@@ -91,10 +108,12 @@ class _Told(Sequence[Heard]):
         return event
 
 
-def heard(history: History, fragment: int) -> Sequence[Heard]:
-    """What the tape tells the machine of a fragment, up to the run's end."""
-    about = history.entries.concerning(fragment)
-    undecoded = [one for one in history.undecoded if _is_update(one, fragment)]
+def heard(history: History, fragment: int, first_seq: int = 0) -> Sequence[Heard]:
+    """What the tape tells the machine of a fragment from a sequence on, up to the run's end."""
+    about = history.entries.concerning(fragment, first_seq)
+    undecoded = [
+        one for one in history.undecoded if one.seq >= first_seq and _is_update(one, fragment)
+    ]
     order, passed = array("q"), 0
     for index, entry in enumerate(about):
         while passed < len(undecoded) and undecoded[passed].seq < entry.seq:

@@ -116,10 +116,13 @@ def _judge(learner: str, effects: Effects, beside: _Beside, own: Places) -> Sent
     # All of them show who does harm; who is of no use shows only where the others are of some.
     told = late if _is_sure(beside, late, CHANCE) else late[beside.telling[late]]
     sure = told is late or _is_worst(beside, told, CHANCE_TELLING)
-    alone, usual = _means(beside, told if sure else late)
+    alone, usual = _means(beside, told)
     did = beside.did[own]
     total = float(did.sum())
     word = _word(alone, usual) if sure else "helpful"
+    if word not in AGAINST:
+        # The stretch in which it did worst is evidence of nothing then.
+        alone, usual = _means(beside, own)
     if word == "helpful" and total > 0:
         word = "unclear"
     return Sentence(

@@ -90,12 +90,16 @@ async def _replay(target: str, options: Options, console: Console) -> int:
         if options.decide:
             told = partial(decide_screen.tell, as_json=options.json)
             return await asyncio.to_thread(told, history, chosen, console)
+        if options.settings or options.without:
+            return await _what_if(context, history, chosen, options, console)
+        if options.score or options.bisect or options.blame:
+            # Of the tape they want the records alone.
+            history.let_go_of_messages()
+            del listing
         if options.score or options.bisect:
             return await score.run_score(context, history, chosen, options, console)
         if options.blame:
             return await _blame(context, history, chosen, options, console)
-        if options.settings or options.without:
-            return await _what_if(context, history, chosen, options, console)
         window_s = opened.config.gc.replay_window_s if opened.copy else math.inf
         lost = opened.kept.header.get("lost", "") if opened.kept is not None else ""
         now_s = context.runtime.clock()

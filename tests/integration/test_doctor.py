@@ -231,6 +231,13 @@ def change(tape: Tape, fragment: int, index: int, **fields: Any) -> None:
     tape.records[fragment][index] = (seq, record.model_copy(update=fields))
 
 
+class Plain(list[tuple[int, wire.Manifest]]):
+    """Messages in memory, which a test may change."""
+
+    def at(self, seq: int) -> tuple[int, wire.Manifest] | None:
+        return next((one for one in self if one[0] == seq), None)
+
+
 def drop_a_record(tape: Tape) -> None:
     del tape.records[0][3]
 
@@ -302,7 +309,7 @@ TAMPERED: dict[Callable[[Tape], None], str] = {
 def test_a_tape_that_was_tampered_with(tape: Tape, tamper: Callable[[Tape], None]) -> None:
     changed = copy.copy(tape)
     changed.records = {f: [*chain] for f, chain in tape.records.items()}
-    changed.manifests = [*tape.manifests]
+    changed.manifests = Plain(tape.manifests)
     assert not rules(changed)
     tamper(changed)
     assert TAMPERED[tamper] in rules(changed)

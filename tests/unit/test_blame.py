@@ -62,6 +62,8 @@ def test_the_bad_learner_is_named_with_its_first_bad_update(asked, kind):
     found = json.loads(asked(kind, blame=True, json=True))
     first, *others = found["learners"]
     assert (first["learner"], [one["word"] for one in others]) == (spoiled.CULPRIT, ["helpful"] * 3)
+    # Of all their updates, and not of a stretch in which they did little: no harm to be read there.
+    assert all(one["alone"] < 0 for one in others)
     assert first["word"] == ("useless" if kind == "noise" else "harmful")
     # Version 0 is the first parameters: the first spoiled round makes this one.
     assert first["since"]["version"] == spoiled.SPOILED_FROM[kind] + 1

@@ -10,9 +10,11 @@ import spoiled
 from rich.console import Console
 
 import diloco
-from diloco.cli.opening import Place, use_place
+from diloco.check.doctor import Report, examine
+from diloco.cli.opening import Place, open_run, use_place
 from diloco.common.errors import BusError, ConfigError, IntegrityError, StoreError
 from diloco.common.kept import KeptBus, KeptStore, open_kept
+from diloco.look.status import Status, Watch
 from diloco.replay import looking
 from diloco.replay.bundle import Wanted, run_bundle, run_unpack
 from diloco.replay.options import Options
@@ -94,6 +96,20 @@ def test_objects_that_are_gone_are_missing_from_the_file_too(run, tmp_path):
     damaged = spoiled.Run(run.name, run.tape, store)
     status, text = replay(made(damaged, tmp_path / "damaged.bundle"))
     assert (status, "MISSING" in text) == (1, True), text
+
+
+def test_of_a_run_in_a_file_nobody_is_told_to_start_an_aggregator(whole):
+    """It has no leases, and the run may go on without it."""
+
+    async def look() -> tuple[Status, Report]:
+        async with open_run(str(whole), name="test", reads=True) as opened:
+            status = await Watch(opened.context).begin()
+        return status, await examine(str(whole))
+
+    status, report = asyncio.run(look())
+    told = [*status.alerts, *report.findings]
+    assert told
+    assert {"owners", "learners"} & {one.about for one in told} == set()
 
 
 def test_names_are_hashed_and_all_of_it_still_verified(run, tmp_path, capsys):

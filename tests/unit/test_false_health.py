@@ -1,6 +1,7 @@
 """Each sentence that says that something is well, and the run of which it must not be said."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ from runlab import RUN, Lab
 
 from diloco.aggregator.settings import change_settings
 from diloco.check import doctor, members, symptoms
-from diloco.check.audit import audit
+from diloco.check.audit import Breach, audit
 from diloco.check.rules import Judged
 from diloco.check.symptoms import Finding
 from diloco.common import names, wire
@@ -17,6 +18,7 @@ from diloco.common.config import RunSettings
 from diloco.common.health import Health
 from diloco.common.service import cancel
 from diloco.look.status import Status, Watch
+from diloco.model.scores import all_kept, keep
 from diloco.projections.history import History, read_history
 from diloco.projections.learners import Learner, read_learners
 from diloco.projections.live import LastHeartbeat
@@ -341,6 +343,161 @@ def test_settings_that_were_changed_are_judged_and_not_those_of_the_file() -> No
     found = [*doctor.in_force(file, history)]
     assert {one.severity for one in found} == {"warning"}
     assert len(found) > len([one for one in file if one.severity != "ok"])
+
+
+# A score that somebody made better
+
+
+def test_a_kept_score_that_was_edited_is_none() -> None:
+    async def edits() -> tuple[list[float], list[float]]:
+        lab = Lab()
+        await lab.create()
+        score = wire.Score(
+            run=RUN, epoch=0, versions=(0,), record_seqs=(2,), global_step=0, tokens=0, at_s=1.0,
+            loss=9.5,
+        )  # fmt: skip
+        await keep(lab.context, score)
+        before = [one.loss for one in await all_kept(lab.context)]
+        (name,) = lab.objects(names.scores_prefix(RUN))
+        lab.store.delete(name)
+        lab.store.put(name, wire.encode(score.model_copy(update={"loss": 0.5})))
+        return before, [one.loss for one in await all_kept(lab.context)]
+
+    assert ask(edits()) == ([9.5], [])
+
+
+# Whoever was there when a run ended has sent all that it had
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_whom_the_end_overtook_has_broken_nothing(*, in_time: bool) -> None:
+    async def ends(lab: Lab) -> None:
+        await _joins(lab)
+        await stop(lab)
+        word = wire.Leave(
+            run=RUN, learner="odd", incarnation=lab.lives["odd"], position=3, fragments=()
+        )
+        record, seq = await lab.newest()
+        end = wire.End(run=RUN, versions=(record.version,), record_seqs=(seq,))
+        said = [(names.leave(RUN, "odd"), word), (names.end(RUN), end)]
+        for subject, body in said if in_time else said[::-1]:
+            await say(lab, subject, body)
+
+    broken = [one.what for one in audit(history_of(ends)).breaches if one.where.startswith("odd")]
+    assert broken == (["sent up to 0, left at 3"] if in_time else [])
+
+
+# A newest record, of which no record behind it has the digest
+
+
+@functools.cache
+def five_versions() -> History:
+    """A tape of versions 0 to 5 with stored states of 0 and 3."""
+
+    async def sends_more(lab: Lab) -> None:
+        await lab.send_many("well", 4)
+
+    return history_of(sends_more)
+
+
+def breaches_if(index: int, change: Callable[[wire.Record], wire.Record]) -> list[Breach]:
+    """What an audit says of the five versions if one of their records were another."""
+    history = five_versions()
+    chain: Any = history.records[0]
+    seq, record = chain[index]
+    chain[index] = (seq, change(record))
+    try:
+        return audit(history).breaches
+    finally:
+        chain[index] = (seq, record)
+
+
+def but(**fields: Any) -> Callable[[wire.Record], wire.Record]:
+    return lambda record: record.model_copy(update=fields)
+
+
+def of(version: int) -> wire.Record:
+    return five_versions().records[0][version][1]
+
+
+def with_input(**fields: Any) -> Callable[[wire.Record], wire.Record]:
+    """The record with other fields of its first input."""
+
+    def change(record: wire.Record) -> wire.Record:
+        inputs = (record.inputs[0].model_copy(update=fields), *record.inputs[1:])
+        return record.model_copy(update={"inputs": inputs})
+
+    return change
+
+
+LIES: dict[str, Callable[[wire.Record], wire.Record]] = {
+    "an old view": lambda record: but(snapshot=of(0).snapshot)(record),
+    "an old view, and its version": lambda record: but(
+        snapshot=of(0).snapshot,
+        snapshot_version=0,
+        deltas=tuple(of(version).delta for version in range(1, 6)),
+    )(record),
+    "an old outer state": lambda record: but(outer=of(0).outer)(record),
+    "an old outer state, and its version": lambda record: but(
+        outer=of(0).outer, outer_version=0, outer_seq=five_versions().records[0][0][0]
+    )(record),
+    "another record's outer state": but(outer_seq=1),
+    "an outer state that it committed itself": but(outer_seq=0),
+    "the view as the outer state": lambda record: but(outer=record.snapshot)(record),
+    "a view of the version that is the one before": lambda record: but(
+        snapshot_version=5, outer_version=5, outer_seq=0, deltas=()
+    )(record),
+    "no delta": but(delta=None),
+    "an old delta": lambda record: but(delta=of(4).delta)(record),
+    "an old delta, in its list too": lambda record: but(
+        delta=of(4).delta, deltas=(of(4).delta, of(4).delta)
+    )(record),
+    "a list that ends with an old delta": lambda record: but(
+        deltas=(*record.deltas[:-1], of(4).delta)
+    )(record),
+    "a list in another order": lambda record: but(deltas=record.deltas[::-1])(record),
+    "another loss": with_input(loss=0.5),
+    "another codec": with_input(codec="int4"),
+    "more steps than were claimed": with_input(steps_credited=9),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_the_newest_record_says_of_stored_state_is_not_believed(lie: str) -> None:
+    assert breaches_if(-1, but()) == []
+    assert breaches_if(-1, LIES[lie])
+
+
+def restored(**fields: Any) -> Callable[[wire.Record], wire.Record]:
+    """The record as a rollback to version 3 with these fields."""
+
+    def own(ref: wire.ObjectRef) -> wire.ObjectRef:
+        return ref.model_copy(update={"name": ref.name.replace("/00000003-", "/00000005-")})
+
+    def change(record: wire.Record) -> wire.Record:
+        source, before = of(3), of(4)
+        said = {
+            "what": "restore", "restored_version": 3, "inputs": (), "delta": None, "deltas": (),
+            "snapshot": own(source.snapshot), "snapshot_version": 5, "outer": own(source.outer),
+            "outer_version": 5, "outer_seq": 0, "view_digest": source.view_digest,
+            "outer_digest": source.outer_digest, "global_step": source.global_step,
+            "position": before.position, "totals": before.totals,
+        }  # fmt: skip
+        return record.model_copy(update=said | fields)
+
+    return change
+
+
+@pytest.mark.parametrize("field", ["outer_digest", "view_digest", "global_step"])
+def test_a_rollback_goes_back_to_all_of_a_version(field: str) -> None:
+    assert breaches_if(-1, restored()) == []
+    assert breaches_if(-1, restored(**{field: getattr(of(2), field)}))
+
+
+def test_the_record_that_committed_an_outer_state_is_not_taken_on_trust() -> None:
+    """Its sequence is in no digest: whoever recovers merges again from there on."""
+    assert breaches_if(-2, but(outer_seq=1))
+    assert breaches_if(3, but(outer_seq=1))
 
 
 # An aggregator takes nobody for live who has said that it is over
