@@ -157,6 +157,11 @@ def rates_table(results: Results) -> None:
         print(f"| {name} | {len(losses)} | {np.mean(list(losses.values())):.4f} |")
 
 
+def _proof_label(name: str) -> str:
+    system, blended, share = name.partition(", blend ")
+    return PROOF_LABELS[system] + (f", blend {share}" if blended else "")
+
+
 def proof_plot(results: Results, path: Path) -> None:
     """What each system of the proof exceeds data-parallel AdamW by, the best first."""
     rows = []
@@ -164,7 +169,7 @@ def proof_plot(results: Results, path: Path) -> None:
         base = results.losses("proof", PROOF_BASES[0], budget)
         mean, error, seeds = excess(results.losses("proof", name, budget), base)
         if seeds:
-            rows.append((mean, error if seeds > 1 else 0.0, f"{PROOF_LABELS[name]} ({seeds})"))
+            rows.append((mean, error if seeds > 1 else 0.0, f"{_proof_label(name)} ({seeds})"))
     rows.sort(reverse=True)
     with style.look():
         figure, (axes,) = style.panels(1, 0.5 + 0.3 * len(rows))
