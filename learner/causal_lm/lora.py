@@ -169,7 +169,8 @@ def with_adapters(
             drawn = jax.random.fold_in(layer[_DRAWN], lora.targets.index(name))
             x_BxLxI = _dropped(lora.dropout, x_BxLxI, drawn)
         low_BxLxR = x_BxLxI @ halves[DOWN].astype(x_BxLxI.dtype)
-        return y_BxLxO + (low_BxLxR @ halves[UP].astype(x_BxLxI.dtype)) * lora.scale
+        added_BxLxO: jax.Array = low_BxLxR @ halves[UP].astype(x_BxLxI.dtype)
+        return y_BxLxO + added_BxLxO * lora.scale
 
     return variables.frozen, Beside(product, beside)
 
