@@ -104,7 +104,7 @@ test-stores: install ## test s3:// and az:// against moto and Azurite, in .venv-
 # The oracle is transformers, in an environment that has nothing of the project.
 test-models: install ## hold models against transformers, in .venv-models; TORCH="torch==..." as test-extras
 	@test -d .venv-models || $(PYTHON) -m venv .venv-models
-	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
 		-r locks/oracle.lock
 	@.venv-models/bin/python -m pip install --quiet --disable-pip-version-check \
 		$(if $(TORCH),"$(TORCH)",--no-deps --require-hashes -r locks/torch.lock)

@@ -97,7 +97,7 @@ class Held:
             IntegrityError: it is another one.
         """
         leaf = self.leaves[name]
-        found = shards.digest(np.ascontiguousarray(array).tobytes())
+        found = shards.digest(np.asarray(array))
         if (str(array.dtype), array.shape, (found,)) != (leaf.dtype, leaf.shape, leaf.digests):
             raise IntegrityError(
                 f"the frozen leaf {name!r} that was loaded here is not the run's: {array.dtype}"
@@ -124,7 +124,7 @@ def store_held(
     Args:
         run: its name.
         put: stores an object.
-        arrays: by name.
+        arrays: by name; those that are loaded may be leaves that have not been read.
         loaded: names of those that each learner loads by itself.
     """
     if not arrays:
@@ -140,8 +140,9 @@ def store_held(
 
 
 def _named(name: str, array: np.ndarray) -> Leaf:
-    digest = shards.digest(np.ascontiguousarray(array).tobytes())
-    return _leaf(name, array, tile=array.shape, digests=(digest,), stored=False)
+    return _leaf(
+        name, array, tile=array.shape, digests=(shards.digest(np.asarray(array)),), stored=False
+    )
 
 
 def _stored(run: str, put: Callable[[str, bytes], None], name: str, array: np.ndarray) -> Leaf:

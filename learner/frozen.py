@@ -10,6 +10,9 @@ from diloco.learner.task import Task, Variables, params_shapes, signature, tree_
 def loaded_frozen(task: Task) -> dict[str, Any]:
     """What `Task.load_frozen` gives, by the leaves' names; empty without one.
 
+    A leaf may be one that is read as it is asked for: it has a shape and a dtype, is sliced as an
+    array is, and becomes one by `numpy.asarray`.
+
     Raises:
         TaskError: it is not shaped as `init` says.
     """

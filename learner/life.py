@@ -275,8 +275,8 @@ def read_held(host: Host, context: Context, name: str | None) -> Params:
 
 def _slice(held: Held, loaded: Mapping[str, Any], name: str, index: Index) -> np.ndarray:
     if name in loaded:
-        part: np.ndarray = np.asarray(loaded[name])[index]
-        return part
+        # Of a leaf that has not been read, only this part is.
+        return np.asarray(loaded[name][index])
     return held.read(name, index)
 
 

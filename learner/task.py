@@ -27,7 +27,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,14 @@ class Files(Protocol):
 
     def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
         """Write a new folder of parameters by name, with floats of a dtype."""
+
+
+@runtime_checkable
+class MergedFiles(Files, Protocol):
+    """Files of a task with adapters, which can also be written into what they adapt."""
+
+    def write_merged(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
+        """As `write`, of trained and frozen leaves: a model that needs no other."""
 
 
 class Variables(NamedTuple):

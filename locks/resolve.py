@@ -10,6 +10,7 @@ daemons need: what a bundle has, without the tools of developers.
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -19,7 +20,9 @@ EXTRAS = ("arrow", "cuda", "notebook", "tensorboard", "tokens", "torch", "tpu", 
 # Of the bundles: which extras runtime.lock has.
 RUNTIME = ("buckets",)
 # Programs for tests, each in an environment of its own: they need other versions than ours.
-APART = {"oracle": "transformers>=5.23\njinja2>=3", "stores": "moto[s3,server]>=5"}
+APART = {"oracle": "transformers>=5.23\njinja2>=3\npeft>=0.18", "stores": "moto[s3,server]>=5"}
+# torch.lock has it; or a build for this machine, as the Makefile says.
+WITHOUT_TORCH = "torch ; python_version < '3'"
 OPTIONS = ("--universal", "--python-version", "3.11", "--fork-strategy", "fewest",
            "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--no-header",
            "--no-annotate")  # fmt: skip
@@ -56,10 +59,13 @@ def resolve_runtime(uv: str, *options: str) -> str:
 
 def resolve_apart(uv: str, requirement: str, *options: str) -> str:
     """The entries of an environment that has nothing of ours."""
-    done = subprocess.run(
-        [uv, "pip", "compile", "-", "--quiet", *OPTIONS, *options],
-        cwd=ROOT, input=requirement, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as override:
+        override.write(WITHOUT_TORCH)
+        override.flush()
+        done = subprocess.run(
+            [uv, "pip", "compile", "-", "--quiet", "--override", override.name, *OPTIONS, *options],
+            cwd=ROOT, input=requirement, capture_output=True, text=True, check=True,
+        )  # fmt: skip
     return done.stdout
 
 

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -18,14 +19,13 @@ from diloco.common.layout import layout_bytes
 from diloco.common.tape import RunContext, load_specification
 from diloco.model.load import Arrays, arrays_of, read_held
 
-if TYPE_CHECKING:
-    from diloco.learner.task import Files
-
 FORMATS = ("safetensors", "orbax", "hf")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check_target(folder: Path, form: str = "safetensors", dtype: str | None = None) -> None:
+def check_target(
+    folder: Path, form: str = "safetensors", dtype: str | None = None, *, merge: bool = False
+) -> None:
     """Refuse what cannot be written, before anything is computed.
 
     Raises:
@@ -37,6 +37,11 @@ def check_target(folder: Path, form: str = "safetensors", dtype: str | None = No
         raise ConfigError(
             f"--dtype {dtype!r} with --format {form}: expected {', '.join(DTYPES)}, of format hf",
             hint="the other formats keep the dtypes of the run",
+        )
+    if merge and form != "hf":
+        raise ConfigError(
+            f"--merge with --format {form}: expected hf",
+            hint="the other formats have adapters and base by their names",
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{str(folder)!r} already exists", hint="give a new folder")
@@ -51,6 +56,7 @@ async def write_model(
     *,
     settings: RunSettings | None = None,
     dtype: str | None = None,
+    merge: bool = False,
 ) -> None:
     """Write the model that the views of all fragments make.
 
@@ -67,11 +73,13 @@ async def write_model(
         records: that made them.
         settings: what they were made under, if not the specification's.
         dtype: of `DTYPES`, that floats are written in; for the format `hf`.
+        merge: adapters are added to their base, of the format `hf`.
 
     Raises:
         ConfigError: it cannot be written, or the task has no such format.
+        IntegrityError: the base that is merged into is not the run's.
     """
-    check_target(folder, form, dtype)
+    check_target(folder, form, dtype, merge=merge)
     settings = settings or context.settings
     # By the layout alone: what is exported needs neither the task nor its data.
     arrays = arrays_of(context.layout, [views[fragment] for fragment in sorted(views)])
@@ -79,8 +87,15 @@ async def write_model(
     if specification.constants is not None:
         arrays |= await context.runtime.call(read_held, context, specification.constants)
     if form == "hf":
-        files = _files_of(settings)
-        await context.runtime.call(files.write, folder, arrays, dtype or DTYPES[0])
+        from diloco.model.others import write_for_others
+
+        write = partial(
+            write_for_others,
+            constants=specification.constants,
+            dtype=dtype or DTYPES[0],
+            merge=merge,
+        )
+        await context.runtime.call(write, folder, context, settings, arrays)
         _write_json(folder / "about.json", _about(context, records))
         return
     try:
@@ -92,18 +107,6 @@ async def write_model(
         await context.runtime.call(_write_params, folder, form, arrays)
     except OSError as error:
         raise ConfigError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
-
-
-def _files_of(settings: RunSettings) -> "Files":
-    from diloco.learner.contract import model_of
-
-    files = model_of(settings).files
-    if files is None:
-        raise ConfigError(
-            f"--format hf: the run's task, {settings.task.build!r}, writes no format of others",
-            hint="diloco.learner.causal_lm:build does; safetensors and orbax are for every task",
-        )
-    return files
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ class GlobalModel:
         specification = await load_specification(context.bus, context.run)
         if specification.constants is not None:
             arrays = await context.runtime.call(read_held, context, specification.constants)
-            arrays |= loaded_frozen(task)
+            arrays |= {name: np.asarray(leaf) for name, leaf in loaded_frozen(task).items()}
             held = tree.from_names(held, arrays)
         return cls(context, task, held)
 

@@ -53,15 +53,27 @@ def create(config: Config, source: Path | None, *, tasked: bool = True) -> Layou
     layout = tree.task_layout(task, settings.sync)
     if (folder := _folder(task, source)) is not None:
         assert task.files is not None
-        run_to_end(_create(config, layout, _lying(task, task.files.read(folder))))
+        loaded = loaded_frozen(task)
+        leaves = {**task.files.read(folder), **loaded}
+        run_to_end(_create(config, layout, _lying(task, leaves), loaded))
         return layout
-    params = jax.jit(task.init)(jax.random.key(settings.run.seed))
+    loaded = loaded_frozen(task)
+    params = _beginning(task, settings.run.seed, bare=bool(loaded) and source is None)
     if source is not None:
         params = load_safetensors(source, params)
-    loaded = loaded_frozen(task)
-    params = tree.from_names(params, tree.by_name(params) | loaded)
+    params = _lying(task, {**tree.by_name(params), **loaded})
     run_to_end(_create(config, layout, params, loaded))
     return layout
+
+
+def _beginning(task: Task, seed: int, *, bare: bool) -> Params:
+    """What `init` gives; `bare`, without the frozen leaves, which nobody computes then."""
+
+    def begin(key: jax.Array) -> Params:
+        first = task.init(key)
+        return first._replace(frozen=None) if bare else first
+
+    return jax.jit(begin)(jax.random.key(seed))
 
 
 def _folder(task: Task, source: Path | None) -> Path | None:
@@ -164,7 +176,7 @@ async def create_run(
         positions={},
         layout=layout.digest,
         settings=settings.model_dump(),
-        constants=await runtime.call(store_held, run, store.put, _arrays(held), loaded),
+        constants=await runtime.call(store_held, run, store.put, _arrays(held, loaded), loaded),
         created_at_s=runtime.clock(),
     )
     try:
@@ -239,8 +251,10 @@ async def _check_unused(bus: Bus, store: ObjectStore, runtime: Runtime, run: str
             )
 
 
-def _arrays(held: Params) -> dict[str, Any]:
-    return {name: np.asarray(leaf) for name, leaf in tree.by_name(held).items()}
+def _arrays(held: Params, loaded: Collection[str]) -> dict[str, Any]:
+    """By name; those that learners load are read one at a time, as they are asked for."""
+    leaves = tree.by_name(held)
+    return {n: leaf if n in loaded else np.asarray(leaf) for n, leaf in leaves.items()}
 
 
 def load_safetensors(source: Path, like: Params) -> Params:

@@ -52,6 +52,9 @@ def export(
         str | None,
         typer.Option(help="of the floats of hf: float32, bfloat16, float16 [default: float32]"),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="hf: adapters are added to their base, one model")
+    ] = False,
     version: Annotated[
         str | None,
         typer.Option(
@@ -70,7 +73,7 @@ def export(
     from diloco.replay.export import run_export
 
     with working("loading and writing the model"):
-        run_export(run, to, form, version, dtype)
+        run_export(run, to, form, version, dtype, merge=merge)
 
 
 @command(app)

@@ -16,23 +16,29 @@ from diloco.model import files as model_file
 
 
 def run_export(
-    target: str, folder: Path, form: str, version: str | None, dtype: str | None = None
+    target: str,
+    folder: Path,
+    form: str,
+    version: str | None,
+    dtype: str | None = None,
+    *,
+    merge: bool = False,
 ) -> None:
     """Write a run's global model, as it is or as it was.
 
     Raises:
         DilocoError: it cannot be written, or is no longer stored.
     """
-    model_file.check_target(folder, form, dtype)
+    model_file.check_target(folder, form, dtype, merge=merge)
     console = Console()
     with console.status("reading the model ..."):
-        records = asyncio.run(_export(target, folder, form, version, dtype))
+        records = asyncio.run(_export(target, folder, form, version, dtype, merge))
     versions = ",".join(str(records[fragment].version) for fragment in sorted(records))
     console.print(f"versions {versions} are in {folder}", soft_wrap=True, highlight=False)
 
 
 async def _export(
-    target: str, folder: Path, form: str, version: str | None, dtype: str | None
+    target: str, folder: Path, form: str, version: str | None, dtype: str | None, merge: bool
 ) -> dict[int, wire.Record]:
     async with open_run(target, name="export", reads=True) as opened:
         context = opened.context
@@ -48,7 +54,9 @@ async def _export(
             else:
                 loaded = await load_view(context, fragment)
                 records[fragment], views[fragment] = loaded.record, loaded.view
-        await model_file.write_model(folder, form, context, views, records, dtype=dtype)
+        await model_file.write_model(
+            folder, form, context, views, records, dtype=dtype, merge=merge
+        )
         return records
 
 

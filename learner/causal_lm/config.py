@@ -195,14 +195,17 @@ class DecoderConfig:
         """N."""
         return len(self.sliding)
 
+    @property
+    def multiplied(self) -> int:
+        """Parameters that a token is multiplied with: of all matrices, the head's too."""
+        heads = (2 * self.heads + 2 * self.kv_heads) * self.head_width
+        return self.layers * self.width * (heads + 3 * self.mlp_width) + self.vocab * self.width
+
     def flops_per_token(self, length: int) -> float:
         """As of a task, in rows of that length."""
-        heads = (2 * self.heads + 2 * self.kv_heads) * self.head_width
-        layer = self.width * (heads + 3 * self.mlp_width)
-        multiplied = self.layers * layer + self.vocab * self.width
         near = min(length, self.window or length)
         positions = sum(near if slides else length for slides in self.sliding)
-        return flops_per_token(multiplied, self.heads * self.head_width * positions)
+        return flops_per_token(self.multiplied, self.heads * self.head_width * positions)
 
     @property
     def gemma(self) -> bool:

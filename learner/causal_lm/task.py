@@ -20,59 +20,32 @@ from jax.sharding import PartitionSpec
 from diloco.common.errors import TaskError
 from diloco.common.holdings import Sizes
 from diloco.common.layout import TensorHint
-from diloco.learner.causal_lm import checkpoint
+from diloco.learner import tree
 from diloco.learner.causal_lm.config import DecoderConfig, read_config
+from diloco.learner.causal_lm.files import Adapters, HuggingFace, read_base
+from diloco.learner.causal_lm.lora import (
+    ALONE,
+    FROZEN,
+    Beside,
+    Lora,
+    adapter_count,
+    base_dtypes,
+    half_partition,
+    init_adapters,
+    read_lora,
+    with_adapters,
+)
 from diloco.learner.causal_lm.model import Compute, init_params, logits_of
 from diloco.learner.causal_lm.names import LAYERS, table
 from diloco.learner.causal_lm.sizes import SIZES, size_named
 from diloco.learner.causal_lm.tokens import Data, TokenFolders, check_data
 from diloco.learner.optimizer import Matrices, adamw, muon, warmup_cosine
 from diloco.learner.reading import GrainData, require_grain
-from diloco.learner.task import Batch, Holder, Params, Task
+from diloco.learner.task import Batch, Holder, Params, Task, Variables, named_leaves
 
 Optimizer = Literal["adamw", "muon"]
 DTYPES = ("float32", "bfloat16")
 MESH_AXES = {"width": "fsdp", "heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-
-
-@dataclasses.dataclass(frozen=True)
-class HuggingFace:
-    """How this task's parameters are read and written in the format that others have.
-
-    Attributes:
-        config: of the decoder.
-        source: the folder that the task names, if it does.
-        fresh: whether its parameters begin at random all the same.
-    """
-
-    config: DecoderConfig
-    source: Path | None
-    fresh: bool
-
-    @property
-    def first(self) -> Path | None:
-        """As `task.Files.first`.
-
-        Raises:
-            TaskError: the folder has no tensors.
-        """
-        if self.source is None or self.fresh:
-            return None
-        if not checkpoint.has_weights(self.source):
-            raise TaskError(
-                f"model={str(self.source)!r} has a configuration, but no safetensors files",
-                hint="copy them there, name another folder by --from, or set fresh=true for random"
-                " parameters",
-            )
-        return self.source
-
-    def read(self, folder: Path) -> Mapping[str, Any]:
-        """As `task.Files.read`."""
-        return checkpoint.read_checkpoint(folder, self.config)
-
-    def write(self, folder: Path, leaves: Mapping[str, Any], dtype: str) -> None:
-        """As `task.Files.write`."""
-        checkpoint.write_checkpoint(folder, self.config, leaves, dtype=dtype, beside=self.source)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +87,7 @@ def build(
     digests: Sequence[str] = (),
     workers: int = 0,
     fresh: bool = False,
+    lora: Mapping[str, Any] | None = None,
 ) -> Task:
     """Train Llama 3, Qwen 3 or Gemma 3 on tokens; losses are nats per token.
 
@@ -142,15 +116,20 @@ def build(
             refused. None: whatever is there.
         workers: processes that read.
         fresh: parameters begin at random, though the folder may have some.
+        lora: rank, alpha, targets and dropout of adapters (`lora.Lora`): they alone are trained,
+            beside the folder's parameters, which each learner reads for itself.
 
     Raises:
         ConfigError: the folder's configuration is missing, or is not honoured.
         TaskError: an option has a wrong type or value.
     """
-    _check_options({name: value for name, value in locals().items() if value is not None})
+    given = {name: value for name, value in locals().items() if value is not None}
+    _check_options({name: value for name, value in given.items() if name != "lora"})
     source = None if model in SIZES else Path(model)
     config = size_named(model) if source is None else read_config(source)
     compute = Compute(dtype, remat)
+    adapters = read_lora(lora, config)
+    stored = source is None or fresh
 
     # Who creates a run, or exports from one, has no data.
     @functools.cache
@@ -167,10 +146,17 @@ def build(
     def held_out() -> list[np.ndarray]:
         return folders().held_out(eval_batches * batch)
 
-    def loss_of(params: Params, windows_BxL1: Any) -> jax.Array:
+    def loss_of(params: Params, windows_BxL1: Any, key: jax.Array | None = None) -> jax.Array:
         last = folders().end if end is None else end
-        given = None if last == -1 else last
-        return next_token_loss(config, params, windows_BxL1, compute=compute, end=given)
+        base, beside = with_adapters(adapters, params, key)
+        return next_token_loss(
+            config,
+            base,
+            windows_BxL1,
+            compute=compute,
+            end=None if last == -1 else last,
+            beside=beside,
+        )
 
     eval_loss = jax.jit(loss_of)
 
@@ -179,13 +165,13 @@ def build(
         return sum(float(eval_loss(params, row)) for row in rows) / len(rows)
 
     return Task(
-        init=functools.partial(init_params, config),
-        loss=lambda params, windows, key: (loss_of(params, windows), {}),  # noqa: ARG005
+        init=functools.partial(_init, config, adapters, dtype),
+        loss=lambda params, windows, key: (loss_of(params, windows, key), {}),
         batches=lambda learner, position: train().batches(learner, position),
         rows=lambda *given: train().rows(*given),
         evaluate=evaluate,
         tokens_per_batch=batch * length,
-        flops_per_token=config.flops_per_token(length),
+        flops_per_token=_flops_per_token(config, adapters, length),
         optimizer=_direction(optimizer, weight_decay, clip),
         schedule=warmup_cosine(
             steps=steps,
@@ -194,25 +180,56 @@ def build(
             final_fraction=final_fraction,
         ),
         hint=hint,
-        partition=functools.partial(_partition, config),
+        partition=functools.partial(_partition, config, adapters),
         accumulate=accumulate,
         shared=_Shared(train) if shares else None,
-        files=HuggingFace(config, source, fresh),
+        load_frozen=functools.partial(read_base, Path(model), config, dtype)
+        if adapters is not None and not stored
+        else None,
+        files=HuggingFace(config, source, fresh)
+        if adapters is None
+        else Adapters(config, adapters, None if stored else source, model),
     )
 
 
+def _init(config: DecoderConfig, adapters: Lora | None, dtype: str, key: jax.Array) -> Params:
+    if adapters is None:
+        return init_params(config, key)
+    held = base_dtypes(config, dtype)
+    base = init_params(config, jax.random.fold_in(key, 0))
+    leaves = {name: leaf.astype(held[name]) for name, leaf in named_leaves(base)}
+    trained = init_adapters(config, adapters, jax.random.fold_in(key, 1))
+    return Variables(trained=trained, frozen=tree.from_names(base, leaves))
+
+
+def _flops_per_token(config: DecoderConfig, adapters: Lora | None, length: int) -> float:
+    """As of a task. A frozen matrix is multiplied with once backward: it has no gradient."""
+    whole = config.flops_per_token(length)
+    if adapters is None:
+        return whole
+    return whole - 2.0 * config.multiplied + 6.0 * adapter_count(config, adapters)
+
+
 def next_token_loss(
-    config: DecoderConfig, params: Params, windows_BxL1: Any, *, compute: Compute, end: int | None
+    config: DecoderConfig,
+    params: Params,
+    windows_BxL1: Any,
+    *,
+    compute: Compute,
+    end: int | None,
+    beside: Beside = ALONE,
 ) -> jax.Array:
     """Mean cross entropy in nats per predicted token, float32[]; windows are int[B, L + 1]."""
     tokens_BxL, targets_BxL = windows_BxL1[:, :-1], windows_BxL1[:, 1:]
     if end is None:
-        logits_BxLxV = logits_of(config, params, tokens_BxL, compute=compute)
+        logits_BxLxV = logits_of(config, params, tokens_BxL, compute=compute, **beside._asdict())
         return jnp.mean(_losses(logits_BxLxV, targets_BxL))
     ended_BxL = tokens_BxL == end
     # A document's end is of the document; what follows it is of the next.
     segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
-    logits_BxLxV = logits_of(config, params, tokens_BxL, segments_BxL, compute=compute)
+    logits_BxLxV = logits_of(
+        config, params, tokens_BxL, segments_BxL, compute=compute, **beside._asdict()
+    )
     losses_BxL = jnp.where(ended_BxL, 0, _losses(logits_BxLxV, targets_BxL))
     return jnp.sum(losses_BxL) / jnp.maximum(1, jnp.sum(~ended_BxL))
 
@@ -235,9 +252,15 @@ def matrices(name: str, shape: tuple[int, ...]) -> Matrices | None:
     return Matrices(shape, inputs=(1,), outputs=(2,))
 
 
-def _partition(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+def _partition(
+    config: DecoderConfig, adapters: Lora | None, name: str, shape: tuple[int, ...]
+) -> PartitionSpec:
     """How a tensor is cut over a learner's mesh: by what its axes are; vectors are whole."""
-    entry = table(config)[name]
+    entries = table(config)
+    if adapters is not None and (name := name.removeprefix(FROZEN)) not in entries:
+        matrix, _, half = name.rpartition("/")
+        return half_partition(half, _partition(config, None, matrix, entries[matrix].shape))
+    entry = entries[name]
     if len(shape) - entry.stacked < 2:
         return PartitionSpec()
     return PartitionSpec(*(MESH_AXES.get(axis) for axis in entry.axes))

@@ -1,5 +1,6 @@
 """Models beside transformers itself: `make test-models`, which names the oracle's Python."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import pytest
 from diloco.learner import tree
 from diloco.learner.causal_lm import checkpoint, model
 from diloco.learner.causal_lm.config import parse_config
+from diloco.learner.causal_lm.lora import read_lora, with_adapters
 from diloco.learner.causal_lm.names import table
+from diloco.learner.task import Variables
+from diloco.model.load import load
 from tests.models.cases import CASES
 from tests.models.weights import tokens
 
@@ -74,22 +78,27 @@ def test_logits_loss_and_gradient_are_those_of_transformers(made, case):
             assert apart(found, wanted[f"gradient/{foreign}"]) <= TOLERANCE, foreign
 
 
-@pytest.mark.parametrize("case", ["llama-3.1", "qwen3-layers", "gemma3-4b"])
-def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
-    """From a folder over two learners, and back: the same logits as the run's global view."""
-    data = tmp_path / "data"
+def train(checkpoint, folder, *more):
+    """Two learners on random tokens; the run is in `folder / "run"`."""
+    data = folder / "data"
     data.mkdir()
     rng = np.random.default_rng(0)
     for side in ("train", "held_out"):
         np.save(data / f"{side}.npy", rng.integers(96, size=4_000).astype(np.uint16))
-    options = {"model": made / case, "data": data}
+    options = {"model": checkpoint, "data": data}
     given = [f'task.options.{name}="{value}"' for name, value in options.items()]
     given += ["task.options.length=64", "task.options.batch=2", "task.options.learning_rate=1e-2"]
-    given += ["sync.fragments=2", "sync.interval_steps=10", "sync.overlap_steps=2"]
+    given += ["sync.fragments=2", "sync.interval_steps=10", "sync.overlap_steps=2", *more]
     settings = [word for each in given for word in ("--set", each)]
-    task = ["--task", "diloco.learner.causal_lm:build", "--run-dir", tmp_path / "run"]
+    task = ["--task", "diloco.learner.causal_lm:build", "--run-dir", folder / "run"]
     options = ["--cpu", "--learners", 2, "--steps", 40, "--kill", "none", *settings]
     diloco("local", *task, *options)
+
+
+@pytest.mark.parametrize("case", ["llama-3.1", "qwen3-layers", "gemma3-4b"])
+def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
+    """From a folder over two learners, and back: the same logits as the run's global view."""
+    train(made / case, tmp_path)
     diloco("export", tmp_path / "run", tmp_path / "out", "--format", "hf")
     asked("logits", tmp_path / "out", tmp_path / "logits.npz")
     config, params = loaded(tmp_path / "out")
@@ -98,3 +107,29 @@ def test_what_a_run_exports_is_its_model_in_transformers(made, case, tmp_path):
     assert apart(found, wanted) <= TOLERANCE
     _, first = loaded(made / case)
     assert apart(params["norm"], np.asarray(first["norm"])) > 1e-3  # it was trained
+
+
+@pytest.mark.parametrize("case", ["llama-3.1", "gemma3-4b"])
+def test_an_exported_adapter_is_the_runs_model_in_peft(made, case, tmp_path):
+    """Beside its base in peft, and merged in transformers alone: the run's global view."""
+    lora = {"rank": 4, "alpha": 6, "targets": ["q_proj", "o_proj", "up_proj", "down_proj"]}
+    more = [f"task.options.lora.{name}={json.dumps(value)}" for name, value in lora.items()]
+    train(made / case, tmp_path, *more)
+    base, run = made / case, tmp_path / "run"
+    diloco("export", run, tmp_path / "adapter", "--format", "hf")
+    diloco("export", run, tmp_path / "merged", "--format", "hf", "--merge")
+    asked("logits", base, tmp_path / "adapter.npz", tmp_path / "adapter")
+    asked("logits", tmp_path / "merged", tmp_path / "merged.npz")
+
+    config, frozen = loaded(base)
+    views = load(run)
+    assert all(name.startswith("trained/") for name in views)
+    like = {"layers": {name: {"a": 0, "b": 0} for name in ("q", "o", "up", "down")}}
+    halves = {name.removeprefix("trained/"): leaf for name, leaf in views.items()}
+    variables = Variables(trained=tree.from_names(like, halves), frozen=frozen)
+    params, beside = with_adapters(read_lora(lora, config), variables, None)
+    seen = tokens("any", config.vocab)
+    found = model.logits_of(config, params, seen, **beside._asdict())
+    for name in ("adapter", "merged"):
+        assert apart(found, np.load(tmp_path / f"{name}.npz")["logits"]) <= TOLERANCE
+    assert apart(found, model.logits_of(config, frozen, seen)) > 1e-3  # it was trained

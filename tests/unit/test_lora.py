@@ -1,0 +1,241 @@
+"""Adapters in the task of decoders: what they compute, what travels, the folders they become."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco.common.errors import ConfigError, IntegrityError, TaskError
+from diloco.common.held import Held, store_held
+from diloco.learner import tree
+from diloco.learner.causal_lm import checkpoint, model
+from diloco.learner.causal_lm.config import parse_config
+from diloco.learner.causal_lm.lora import init_adapters, read_lora, with_adapters
+from diloco.learner.contract import load_task
+from diloco.learner.frozen import loaded_frozen
+from diloco.learner.task import Variables, named_leaves
+from tests.models.cases import CASES, GEMMA3, LLAMA
+
+BUILD = "diloco.learner.causal_lm:build"
+LORA = {"rank": 4, "alpha": 6.0}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A tiny model's folder with tensors, and one of tokens."""
+    config = parse_config(LLAMA, source="")
+    params = jax.jit(lambda key: model.init_params(config, key))(jax.random.key(3))
+    arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(params)}
+    checkpoint.write_checkpoint(tmp_path / "model", config, arrays, file_bytes=20_000)
+    (tmp_path / "data").mkdir()
+    rng = np.random.default_rng(0)
+    for name in ("train", "held_out"):
+        np.save(tmp_path / "data" / f"{name}.npy", rng.integers(96, size=2_000).astype(np.uint16))
+    return tmp_path
+
+
+def loaded(folders, lora=LORA, **options):
+    given = {"model": str(folders / "model"), "data": str(folders / "data"), "lora": lora}
+    given |= {"batch": 2, "length": 16, "eval_batches": 1} | options
+    return load_task(BUILD, steps=20, seed=0, options=given)
+
+
+def drawn(like):
+    rng = np.random.default_rng(7)
+    return jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), like)
+
+
+def variables_of(task, key=0):
+    """Of the task, with adapters that do something, and the base that it loads."""
+    first = jax.jit(task.init)(jax.random.key(key))
+    trained = drawn(first.trained)
+    base = (
+        first.frozen if task.load_frozen is None else jax.tree.map(np.asarray, task.load_frozen())
+    )
+    return Variables(trained=trained, frozen=jax.tree.map(jnp.asarray, base))
+
+
+def leaves_of(variables):
+    return {name: np.asarray(leaf) for name, leaf in tree.by_name(variables).items()}
+
+
+def logits_of(config, variables, tokens, lora=LORA):
+    def logits(variables):
+        params, beside = with_adapters(read_lora(lora, config), variables, None)
+        return model.logits_of(config, params, tokens, **beside._asdict())
+
+    return jax.jit(logits)(variables)
+
+
+def plain_logits(config, params, tokens):
+    return jax.jit(lambda params: model.logits_of(config, params, tokens))(params)
+
+
+TOKENS = np.arange(4, 36, dtype=np.int32).reshape(2, 16)
+
+
+@pytest.mark.parametrize(
+    ("document", "targets"), [(LLAMA, None), (GEMMA3, ["q_proj", "down_proj"])]
+)
+def test_adapters_compute_what_the_merged_model_does(document, targets):
+    config = parse_config(document, source="")
+    given = LORA if targets is None else LORA | {"targets": targets}
+    lora = read_lora(given, config)
+    trained = drawn(jax.eval_shape(lambda: init_adapters(config, lora, jax.random.key(1))))
+    base = jax.jit(lambda key: model.init_params(config, key))(jax.random.key(0))
+    found = logits_of(config, Variables(trained=trained, frozen=base), TOKENS, given)
+    merged = dict(base["layers"])
+    for name in lora.targets:
+        halves = trained["layers"][name]
+        merged[name] = merged[name] + 1.5 * halves["a"] @ halves["b"]
+    wanted = plain_logits(config, base | {"layers": merged}, TOKENS)
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+    assert np.abs(found - plain_logits(config, base, TOKENS)).max() > 0.1
+
+
+def test_version_0_is_the_base(folders):
+    task = loaded(folders)
+    first = jax.jit(task.init)(jax.random.key(0))
+    base = jax.tree.map(np.asarray, task.load_frozen())
+    config, rows = checkpoint.open_folder(folders / "model")
+    for name, leaf in tree.by_name(base).items():
+        np.testing.assert_array_equal(leaf, np.asarray(rows[name]))
+    given = Variables(trained=first.trained, frozen=base)
+    np.testing.assert_allclose(
+        logits_of(config, given, TOKENS), plain_logits(config, base, TOKENS), rtol=0, atol=0
+    )
+
+
+def test_only_adapters_travel(folders):
+    task = loaded(folders)
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    marks = tree.division_of(task, shapes)
+    synced = {
+        name for (name, _), is_it in zip(named_leaves(shapes), marks.synced, strict=True) if is_it
+    }
+    assert synced == {name for name, _ in named_leaves(shapes) if name.startswith("trained/")}
+    assert len(synced) == 14
+
+
+def test_a_base_in_the_dtype_of_products_computes_the_same(folders):
+    task = loaded(folders, dtype="bfloat16")
+    held = variables_of(task)
+    assert held.frozen["layers"]["q"].dtype == "bfloat16"
+    assert held.frozen["layers"]["attn_norm"].dtype == "float32"
+    wide = held._replace(frozen=jax.tree.map(np.asarray, loaded(folders).load_frozen()))
+    assert task.evaluate(held) == task.evaluate(wide)
+
+
+def test_a_base_that_is_not_the_runs_is_refused(folders):
+    task = loaded(folders)
+    objects = {}
+    leaves = loaded_frozen(task)
+    name = store_held("r", objects.__setitem__, leaves, set(leaves))
+    held = Held("r", objects.__getitem__, name)
+    assert len(objects) == 1
+    for leaf in leaves:
+        held.check(leaf, leaves[leaf])
+    config, rows = checkpoint.open_folder(folders / "model")
+    arrays = {leaf: np.array(values) for leaf, values in rows.items()}
+    arrays["layers/up"][2, 3, 5] += 1
+    for path in (folders / "model").iterdir():
+        path.unlink()
+    checkpoint.write_checkpoint(folders / "model", config, arrays)
+    others = loaded_frozen(loaded(folders))
+    held.check("frozen/layers/q", others["frozen/layers/q"])
+    with pytest.raises(IntegrityError, match="layers/up"):
+        held.check("frozen/layers/up", others["frozen/layers/up"])
+
+
+def test_parts_of_the_base_are_read_as_slices(folders):
+    for leaf in loaded_frozen(loaded(folders)).values():
+        whole = np.asarray(leaf)
+        assert (whole.shape, whole.dtype) == (leaf.shape, leaf.dtype)
+        index = tuple(slice(size // 3, size // 3 + 2) for size in leaf.shape)
+        np.testing.assert_array_equal(leaf[index], whole[index])
+        np.testing.assert_array_equal(leaf[1], whole[1])
+
+
+def test_an_adapter_is_written_and_read(folders):
+    task = loaded(folders)
+    variables = variables_of(task)
+    trained = {n: leaf for n, leaf in leaves_of(variables).items() if n.startswith("trained/")}
+    task.files.write(folders / "out", trained, "float32")
+    found = task.files.read(folders / "out")
+    assert set(found) == set(trained)
+    for name, leaf in trained.items():
+        np.testing.assert_array_equal(found[name], leaf)
+    document = json.loads((folders / "out" / "adapter_config.json").read_text())
+    assert document["base_model_name_or_path"] == str(folders / "model")
+    with pytest.raises(ConfigError, match="rank"):
+        loaded(folders, {"rank": 2}).files.read(folders / "out")
+    with pytest.raises(ConfigError, match="gate_proj"):
+        loaded(folders, LORA | {"targets": ["q_proj"]}).files.read(folders / "out")
+
+
+def test_what_is_merged_is_a_checkpoint(folders):
+    task = loaded(folders)
+    variables = variables_of(task)
+    task.files.write_merged(folders / "out", leaves_of(variables) | loaded_frozen(task), "float32")
+    config, rows = checkpoint.open_folder(folders / "out")
+    params = tree.from_names(variables.frozen, {n: np.asarray(leaf) for n, leaf in rows.items()})
+    found, wanted = plain_logits(config, params, TOKENS), logits_of(config, variables, TOKENS)
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_dropout_follows_from_the_key(folders):
+    task = loaded(folders, LORA | {"dropout": 0.5})
+    variables, batch = variables_of(task), next(task.batches("a", 0))
+
+    def loss(number):
+        return float(task.loss(variables, batch, jax.random.key(number))[0])
+
+    assert loss(1) == loss(1) != loss(2)
+    assert task.evaluate(variables) == loaded(folders).evaluate(variables)
+
+
+def test_every_half_is_cut_as_its_matrix(folders):
+    task = loaded(folders)
+    for name, leaf in named_leaves(jax.eval_shape(task.init, jax.random.key(0))):
+        cuts = tuple(task.partition(name.removeprefix("trained/"), leaf.shape))
+        if name == "trained/layers/o/a":
+            assert cuts == (None, "tensor")
+        if name == "trained/layers/o/b":
+            assert cuts == (None, None, "fsdp")
+        if name == "frozen/layers/o":
+            assert cuts == (None, "tensor", "fsdp")
+
+
+def test_an_adapter_of_random_parameters_has_no_folder_to_name(folders):
+    task = loaded(folders, fresh=True)
+    assert task.load_frozen is None
+    leaves = leaves_of(variables_of(task))
+    with pytest.raises(ConfigError, match="--merge"):
+        task.files.write(folders / "out", leaves, "float32")
+    task.files.write_merged(folders / "out", leaves, "float32")
+    assert checkpoint.has_weights(folders / "out")
+
+
+@pytest.mark.parametrize(
+    ("lora", "word"),
+    [
+        ({}, "lora.rank"),
+        ({"rank": 0}, "lora.rank"),
+        ({"rank": 4, "alpha": 0}, "lora.alpha"),
+        ({"rank": 4, "dropout": 1.0}, "lora.dropout"),
+        ({"rank": 4, "targets": ["q"]}, "q_proj"),
+        ({"rank": 4, "targets": []}, "lora.targets"),
+        ({"rank": 4, "r": 4}, "rank, alpha"),
+        (16, "a table of"),
+    ],
+)
+def test_options_of_other_kinds_are_refused(folders, lora, word):
+    with pytest.raises(TaskError, match=word):
+        loaded(folders, lora)
+
+
+def test_all_matrices_of_every_decoder_have_names():
+    for document in CASES.values():
+        assert len(read_lora(LORA, parse_config(document, source="")).targets) == 7
