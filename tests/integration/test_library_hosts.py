@@ -53,7 +53,10 @@ def test_done_is_true_at_the_same_step_on_all_hosts(two_hosts):
 
 @pytest.mark.parametrize(
     ("does", "words"),
-    [("fail", "of a user's own program"), ("end", "ended before `done`")],
+    [
+        pytest.param("fail", "of a user's own program", marks=pytest.mark.long),
+        ("end", "ended before `done`"),
+    ],
 )
 def test_a_host_that_ends_early_ends_the_learner(two_hosts, does, words):
     _, zero, one = two_hosts(does)

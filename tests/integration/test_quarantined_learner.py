@@ -65,6 +65,7 @@ def answer(world: World, sent: Sent) -> str:
     return world.until(resolved, f"a verdict on {sent}", every_s=0.1)
 
 
+@pytest.mark.long
 def test_a_broken_learner_is_shut_out_until_an_operator_releases_it(new_world):
     world = new_world(
         run=ENDLESS,

@@ -77,7 +77,11 @@ TOKENS = np.arange(4, 36, dtype=np.int32).reshape(2, 16)
 
 
 @pytest.mark.parametrize(
-    ("document", "targets"), [(LLAMA, None), (GEMMA3, ["q_proj", "down_proj"])]
+    ("document", "targets"),
+    [
+        (LLAMA, None),
+        pytest.param(GEMMA3, ["q_proj", "down_proj"], marks=pytest.mark.long),
+    ],
 )
 def test_adapters_compute_what_the_merged_model_does(document, targets):
     config = parse_config(document, source="")
@@ -119,6 +123,7 @@ def test_only_adapters_travel(folders):
     assert len(synced) == 14
 
 
+@pytest.mark.long
 def test_a_base_in_the_dtype_of_products_computes_the_same(folders):
     task = loaded(folders, dtype="bfloat16")
     held = variables_of(task)

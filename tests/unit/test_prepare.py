@@ -31,7 +31,10 @@ def settings(**sections):
 
 @pytest.mark.parametrize(
     ("codec", "delta_codec", "optimizer", "merge"),
-    [("int4", "int4", "nesterov", "rda"), ("float32", "int8", "sgd", "centered_clipping")],
+    [
+        ("int4", "int4", "nesterov", "rda"),
+        pytest.param("float32", "int8", "sgd", "centered_clipping", marks=pytest.mark.long),
+    ],
 )
 def test_a_round_compiles_nothing_more(codec, delta_codec, optimizer, merge):
     run = settings(
