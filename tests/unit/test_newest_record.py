@@ -56,7 +56,8 @@ def another(value: Any) -> Any:
         case int() | float():
             return value + 1
         case bytes():
-            return bytes([value[0] ^ 1]) + value[1:] if value else bytes(4)
+            # A float's last byte has its exponent: in its first is what rounding may take away.
+            return value[:-1] + bytes([value[-1] ^ 1]) if value else bytes(4)
         case str():
             return value[:-1] + ("0" if value[-1:] != "0" else "1")
     return 1
