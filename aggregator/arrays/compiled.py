@@ -18,11 +18,14 @@ What was compiled is kept on disk, and made again when the file of a kernel chan
 another does that it imports from: what changes belongs beside its kernel.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
+
+from diloco.aggregator.arrays.kept import KeptKernel
 
 
 def lanes(count: int) -> tuple[int, ...]:
@@ -32,13 +35,10 @@ def lanes(count: int) -> tuple[int, ...]:
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel, compiled at its first call with arrays of some types, and kept on disk."""
-    try:
-        kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)(
-            function
-        )
-    except RuntimeError:
-        # Neither this package's folder nor the user's cache can be written.
-        kernel = numba.njit(nogil=True, error_model="numpy")(function)
+    kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(function)
+    # Where neither this package's folder nor the user's cache can be written, it is not kept.
+    with contextlib.suppress(RuntimeError):
+        kernel._cache = KeptKernel(function)  # type: ignore[attr-defined]  # noqa: SLF001 - as "cache=True" does
     return kernel
 
 
