@@ -25,7 +25,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from diloco.aggregator.arrays.kept import KeptKernel
+from diloco.aggregator.kernel_cache import KeptKernel
 
 
 def lanes(count: int) -> tuple[int, ...]:
@@ -38,7 +38,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(function)
     # Where neither this package's folder nor the user's cache can be written, it is not kept.
     with contextlib.suppress(RuntimeError):
-        kernel._cache = KeptKernel(function)  # type: ignore[attr-defined]  # noqa: SLF001 - as "cache=True" does
+        # As "cache=True" does.
+        kernel._cache = KeptKernel(function)  # type: ignore  # noqa: SLF001, PGH003
     return kernel
 
 

@@ -1,4 +1,4 @@
-"""What Numba keeps on disk of a kernel: cut short, in no place to be written, written by two at once."""
+"""What Numba keeps of a kernel: cut short, in no place to be written, written by two at once."""
 
 import importlib.util
 import os

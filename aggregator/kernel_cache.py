@@ -17,24 +17,24 @@ from numba.core.caching import FunctionCache
 _LOCK: Final = "lock"
 
 
-class KeptKernel(FunctionCache):  # type: ignore[misc]  # Numba has no types
-    """One kernel's compiled forms: what cannot be read is compiled, what cannot be stored is not."""
+class KeptKernel(FunctionCache):
+    """One kernel's compiled forms: what cannot be read is compiled again."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The form for arguments of some types; None: compile it."""
         try:
             with self._alone():
-                return super().load_overload(sig, target_context)
+                return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception:  # noqa: BLE001 - what the start of a pickle gives may be any
             # Nothing of this index is believed any more; what is compiled now replaces it.
             with contextlib.suppress(OSError), self._alone():
-                self.flush()
+                self.flush()  # type: ignore[no-untyped-call]
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Store a form that was compiled, if that can be: it works from memory all the same."""
         with contextlib.suppress(OSError), self._alone():
-            super().save_overload(sig, data)
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
