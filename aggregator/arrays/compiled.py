@@ -24,6 +24,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
 from diloco.aggregator.kernel_cache import KeptKernel
 
@@ -47,3 +50,27 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def wide(bits: Any) -> Any:
     """A bfloat16, given by its bits, as float32."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+def _fetch(_typing: Any, array: Any, offset: Any) -> Any:
+    """Have the processor read what stands some bytes from an array's begin, and not wait for it.
+
+    A loop that does much with each byte looks too little ahead by itself. Beyond the end it does
+    nothing.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        place = builder.gep(builder.bitcast(data, byte), [arguments[1]])
+        prefetch = builder.module.declare_intrinsic(
+            "llvm.prefetch", (byte,), ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        )
+        read, keep, not_code = (ir.Constant(number, value) for value in (0, 3, 1))
+        builder.call(prefetch, [place, read, keep, not_code])
+        return context.get_dummy_value()
+
+    return types.void(array, offset), generate
+
+
+fetch: Any = intrinsic(_fetch)

@@ -8,10 +8,10 @@ from typing import Any, Final
 import numpy as np
 from numba.extending import overload
 
-from diloco.aggregator.arrays.compiled import compiled, wide
+from diloco.aggregator.arrays.compiled import compiled, fetch, wide
 
 f32, i8, i16, i32 = np.float32, np.int8, np.int16, np.int32
-u64 = np.uint64
+u16, u64 = np.uint16, np.uint64
 
 # What is added to a sum is zero or not below this: then all that is added, and so the sum, is a
 # whole multiple of 2^-126, and no sum is a denormal number, which some machines flush.
@@ -22,6 +22,11 @@ GREATEST_PRODUCT: Final = f32(2.0**100)
 MOST_UPDATES: Final = 8
 # Blocks that all updates are added to while they are in the nearest cache.
 _TILE: Final = u64(8)
+# Blocks whose whole numbers are summed before their scales are looked at: compilers make better
+# vectors of a loop that has nothing else in it.
+_STAGED: Final = u64(16)
+# Bytes ahead that codes are fetched which are read once: half of the time of norms was waiting.
+_AHEAD: Final = u64(2048)
 
 
 @compiled
@@ -88,26 +93,46 @@ def _squares_by_codes(
 
 def _squares_int4(start: Any, stop: Any, items: Any, scales: Any, codes: Any, squares: Any) -> Any:
     total = 0.0
-    for b in range(start, stop):
-        whole = i32(0)
-        for j in range(len(items)):
-            low = i16(i16(codes[b, j] & 15) - i16(8))
-            high = i16(i16(codes[b, j] >> 4) - i16(8))
-            whole = i32(whole + i32(i16(i16(low * low) + i16(high * high))))
-        scale = np.float64(wide(scales[b]))
-        total += whole * (scale * scale)
+    wholes = np.zeros(_STAGED, np.int32)
+    while start < stop:
+        count = min(_STAGED, stop - start)
+        for k in range(count):
+            fetch(codes, (start + k) * u64(len(items)) + _AHEAD)
+            # At most 256 pairs of at most 2 x 8^2 each.
+            whole = u16(0)
+            for j in range(len(items)):
+                low = i16(i16(codes[start + k, j] & 15) - i16(8))
+                high = i16(i16(codes[start + k, j] >> 4) - i16(8))
+                whole = u16(whole + u16(i16(low * low) + i16(high * high)))
+            wholes[k] = whole
+        total = _scaled(total, start, count, wholes, scales)
+        start += count
     return total
 
 
 def _squares_int8(start: Any, stop: Any, items: Any, scales: Any, codes: Any, squares: Any) -> Any:
     total = 0.0
-    for b in range(start, stop):
-        whole = i32(0)
-        for j in range(len(items)):
-            code = i32(codes[b, j])
-            whole = i32(whole + i32(code * code))
-        scale = np.float64(wide(scales[b]))
-        total += whole * (scale * scale)
+    wholes = np.zeros(_STAGED, np.int32)
+    while start < stop:
+        count = min(_STAGED, stop - start)
+        for k in range(count):
+            fetch(codes, (start + k) * u64(len(items)) + _AHEAD)
+            whole = i32(0)
+            for j in range(len(items)):
+                code = i16(codes[start + k, j])
+                whole = i32(whole + i32(i16(code * code)))
+            wholes[k] = whole
+        total = _scaled(total, start, count, wholes, scales)
+        start += count
+    return total
+
+
+@compiled
+def _scaled(total: Any, start: Any, count: Any, wholes: Any, scales: Any) -> Any:
+    """Add the squares of some blocks' whole numbers, each with its block's scale."""
+    for k in range(count):
+        scale = np.float64(wide(scales[start + k]))
+        total += wholes[k] * (scale * scale)
     return total
 
 
@@ -171,7 +196,7 @@ def add(
         at: block of the fragment that the shards begin with.
         items: as many `lanes` as a block has codes.
         elements: as many `lanes` as a block has elements.
-        count: of the updates; a multiple of 4 for int4, whose coefficients may be zeros.
+        count: of the updates.
         scales: bits of bfloat16s of each of `MOST_UPDATES`.
         codes: [blocks, items] of each; uint16 are bits of bfloat16s.
         coefficients_UxS: float32.
@@ -213,42 +238,19 @@ def _add_by_codes(
     return _ADD[str(codes.dtype.dtype)]
 
 
-@compiled
-def _add_four(
-    start: Any, stop: Any, at: Any, items: Any, first: Any, scales: Any, codes: Any, factors: Any,
-    total_Bxb: Any,
-) -> None:  # fmt: skip
-    """Four int4 updates: the sum is read and written once for them."""
-    second, third, fourth = first + u64(1), first + u64(2), first + u64(3)
-    c0, c1, c2, c3 = codes[first], codes[second], codes[third], codes[fourth]
-    s0, s1, s2, s3 = scales[first], scales[second], scales[third], scales[fourth]
-    high = len(items)
-    for b in range(start, stop):
-        own = b - at
-        p0, p1 = _step_of(s0[own], factors[first]), _step_of(s1[own], factors[second])
-        p2, p3 = _step_of(s2[own], factors[third]), _step_of(s3[own], factors[fourth])
-        for j in range(len(items)):
-            value = total_Bxb[b, j] + _low(c0[own, j]) * p0
-            value += _low(c1[own, j]) * p1
-            value += _low(c2[own, j]) * p2
-            value += _low(c3[own, j]) * p3
-            total_Bxb[b, j] = value
-        for j in range(len(items)):
-            value = total_Bxb[b, high + j] + _high(c0[own, j]) * p0
-            value += _high(c1[own, j]) * p1
-            value += _high(c2[own, j]) * p2
-            value += _high(c3[own, j]) * p3
-            total_Bxb[b, high + j] = value
-
-
 def _add_int4(
     start: Any, stop: Any, at: Any, items: Any, count: Any, scales: Any, codes: Any, factors: Any,
     total_Bxb: Any,
 ) -> None:  # fmt: skip
-    first = u64(0)
-    while first < u64(count):
-        _add_four(start, stop, at, items, first, scales, codes, factors, total_Bxb)
-        first += u64(4)
+    high = len(items)
+    for update in range(u64(count)):
+        own_codes, own_scales = codes[update], scales[update]
+        for b in range(start, stop):
+            step = _step_of(own_scales[b - at], factors[update])
+            for j in range(len(items)):
+                pair = own_codes[b - at, j]
+                total_Bxb[b, j] += _low(pair) * step
+                total_Bxb[b, high + j] += _high(pair) * step
 
 
 def _add_int8(
