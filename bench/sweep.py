@@ -9,6 +9,7 @@ Cases that FILE has are not run again, so a sweep that was stopped goes on where
 import argparse
 import functools
 import json
+import re
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -120,7 +121,8 @@ def known(path: Path) -> dict[str, dict[str, Any]]:
 def _is_wanted(case: Case, options: argparse.Namespace) -> bool:
     groups = options.only.split(",") if options.only else [case.group]
     seeds = options.seeds.split(",") if options.seeds else [str(case.seed)]
-    return case.group in groups and str(case.seed) in seeds and options.named in case.name
+    named = re.search(options.named, case.name)
+    return case.group in groups and str(case.seed) in seeds and named is not None
 
 
 def main() -> None:
@@ -130,7 +132,9 @@ def main() -> None:
     parser.add_argument("--task", default="language", choices=get_args(Kind))
     parser.add_argument("--only", default="", help="groups, joined by commas")
     parser.add_argument("--seeds", default="", help="joined by commas")
-    parser.add_argument("--named", default="", help="a part of the names of the cases to run")
+    parser.add_argument(
+        "--named", default="", help="regular expression: a part of the names of the cases to run"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     options = parser.parse_args()
     wanted = [case for case in cases.matrix(options.task) if _is_wanted(case, options)]
