@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="groups, joined by commas")
     parser.add_argument("--seeds", default="", help="joined by commas")
     parser.add_argument(
-        "--named", default="", help="regular expression: a part of the names of the cases to run"
+        "--named", default="", help="cases whose names match this, a regular expression"
     )
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     options = parser.parse_args()
