@@ -35,6 +35,7 @@ from diloco.common.nats_server import NatsServer
 from diloco.common.quantize import encode
 from diloco.common.service import Runtime, cancel
 from diloco.common.store import open_store
+from diloco.common.tape.records import record_in
 from diloco.learner import sync
 from diloco.operate.create import create_run
 from diloco.plan import traffic as plan_traffic
@@ -44,6 +45,7 @@ from tests.gcs_server import GcsServer
 
 RUN = "protocol"
 BUCKET, PREFIX = "bench", "runs/"
+STORE_URL = f"gs://{BUCKET}/{PREFIX}"
 TENSORS = 8
 TOKENS = 8192
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -168,7 +170,7 @@ class Client:
 
     async def _read(self) -> None:
         async for message in self.bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
-            record = _record(message.payload)
+            record = _record(message.subject, message.payload)
             marks = {(m.learner, m.incarnation): m.seq for m in record.policy.marks}
             ready = sync.Ready(
                 record.fragment, message.seq, record.version, record.view_digest,
@@ -187,19 +189,22 @@ class Client:
 
 
 @lru_cache(maxsize=64)
-def _record(payload: bytes) -> wire.Record:
-    """Decoded once for all learners of this process."""
-    return wire.decode(wire.Record, payload)
+def _record(subject: str, payload: bytes) -> wire.Record:
+    """Decoded, and read from the store if it is long, once for all learners of this process."""
+    found = wire.decode_record(payload)
+    if isinstance(found, wire.RecordPointer):
+        return record_in(open_store(STORE_URL, emulator=True), subject, found)
+    return found
 
 
 def configure(folder: Path, url: str, options: argparse.Namespace) -> Config:
     """The run's file, read."""
     document = {
-        "run": {"name": RUN, "steps": 1 << 40},
+        "run": {"name": RUN, "steps": (1 << 31) - 1},
         "sync": {"fragments": options.fragments, "interval_steps": options.interval},
         "quorum": {"min_learners": options.least, "liveness_timeout_s": 1e6},
         "bus": {"url": url},
-        "store": {"url": f"gs://{BUCKET}/{PREFIX}", "emulator": True},
+        "store": {"url": STORE_URL, "emulator": True},
         "gc": {"enabled": False},
         "task": {"options": {"parameters": options.fragment * options.fragments}},
     }
@@ -216,14 +221,14 @@ async def create(config: Config, bus: Bus, options: argparse.Namespace) -> Layou
     layout = make_layout(tensors, fragments=options.fragments, block=config.sync.block)
     zeros = jnp.zeros(shape)
     params = {tensor.name: zeros for tensor in tensors}
-    store = open_store(config.store.url, emulator=True)
+    store = open_store(STORE_URL, emulator=True)
     await create_run(config.settings(), config.bus, layout, params, bus, store, Runtime())
     return layout
 
 
 def store_updates(config: Config, layout: Layout) -> list[tuple[wire.Shard, ...]]:
     """An update of each fragment, stored once."""
-    store, rng = open_store(config.store.url, emulator=True), np.random.default_rng(0)
+    store, rng = open_store(STORE_URL, emulator=True), np.random.default_rng(0)
     codec, block = config.sync.codec, config.sync.block
     found = []
     for fragment in layout.fragments:
@@ -248,11 +253,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-async def observe(bus: Bus, server: GcsServer, pid: int, versions: int) -> list[Seen]:
+async def observe(store: Store, bus: Bus, pid: int, versions: int) -> list[Seen]:
     """The versions of fragment 0 as they come."""
-    found = []
+    found, server = [], store.server
     async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, 0)], 1):
-        record = _record(message.payload)
+        record = _record(message.subject, message.payload)
         if record.rejected:
             sys.exit(f"rejected: {record.rejected[0].reason}: {record.rejected[0].detail}")
         if record.what != "version" or not record.version:
@@ -343,7 +348,7 @@ async def measure(
     for fragment in range(options.fragments):
         message = await bus.last(names.tape_stream(RUN), names.record(RUN, fragment))
         assert message is not None
-        record = _record(message.payload)
+        record = _record(message.subject, message.payload)
         starts.append(sync.Start(0, record.view_digest, message.seq, 0))
     buses: list[Bus] = [
         await jetstream.connect(url, name=f"learner-{n}") for n in range(options.learners)
@@ -352,7 +357,7 @@ async def measure(
     fleet = clients(config, layout, store, buses, tuple(starts), options)
     living = [asyncio.ensure_future(client.live()) for client in fleet]
     try:
-        seen = await observe(bus, server, process.pid, options.settle + options.versions)
+        seen = await observe(store, bus, process.pid, options.settle + options.versions)
     finally:
         for life in living:
             await cancel(life)
