@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -28,9 +28,13 @@ class Run(NamedTuple):
     shard: int
 
 
+# Pieces that are not worth a thread's start: a million elements at most.
+LEAST_PIECES: Final = 16
+
+
 def shared(pieces: Pieces, threads: int) -> list[Run]:
     """All pieces; several runs a thread, so that one that is held up does not hold up all."""
-    longest = -(-len(pieces.segment_P) // (4 * threads))
+    longest = max(LEAST_PIECES, -(-len(pieces.segment_P) // (4 * threads)))
     return [
         Run(first, min(first + longest, last), shard)
         for shard, (start, last) in enumerate(pieces.of_ranges)
