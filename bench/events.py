@@ -2,29 +2,34 @@
 
 Sixteen learners in step; each round is 16 manifests, 16 verified payloads and a commit. No IO, no
 arrays, no decoding: what is left is the machine itself. A second table has larger fleets: a
-version's cost should grow as they do, and no faster.
+version's cost should grow as they do, and no faster. A third has the bytes of such fleets' records,
+and the time to write and to read one: of a version that is of one update, and of one that is of
+everybody's.
 """
 
 import cProfile
 import pstats
 import sys
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
-from diloco.aggregator.core import events, machine, policy
+from diloco.aggregator.core import events, machine, memory, policy
 from diloco.aggregator.core.effects import Fetch
 from diloco.aggregator.core.state import State
 from diloco.aggregator.core.updates import UpdateId
 from diloco.common import names, shards, slices, wire
 from diloco.common.config import make_config
 from diloco.common.layout import Tensor, make_layout
+from tests.records import make_input, make_record
 
 LEARNERS = 16
 FRAGMENTS = 24
 BLOCK = 64
 ROUNDS = 400
 REPEATS = 5
-FLOOR_EVENTS_PER_S = 50_000
+FLOOR_EVENTS_PER_S = 10_000
 FLEETS = (16, 128, 1000, 4000)
 
 
@@ -38,7 +43,7 @@ class Measured(NamedTuple):
 def make_rules(shard_elements: int) -> policy.FragmentRules:
     """Rules of the first of 24 fragments of a model of 400 M parameters."""
     document = {
-        "run": {"name": "bench", "steps": 1 << 40},
+        "run": {"name": "bench", "steps": (1 << 31) - 1},
         "sync": {"fragments": FRAGMENTS, "interval_steps": 24, "shard_elements": shard_elements},
         "quorum": {"min_learners": LEARNERS},
         "store": {"url": "unused"},
@@ -139,6 +144,62 @@ def fleet(
     ]
 
 
+def record(learners: int, merged: int) -> wire.Record:
+    """Of a fleet of as many, and a version of so many updates; each has 16 segments."""
+    everybody = range(learners)
+    member: dict[str, Any] = {
+        "incarnation": 1, "live": True, "left": False, "final": False, "step_time_s": 1.25,
+        "weight": 1e6 / 3, "heard_at_s": 1e9 / 3, "offences": 0, "tokens_per_step": 8192.0,
+        "read_at_s": 1e9 / 3, "speed": 1 / 3, "unused_s": 1 / 3, "norm": 1 / 3, "missed": 0,
+    }  # fmt: skip
+    shard = wire.Shard(
+        name=names.shard("bench", f"learner-{learners}", 0, 0, 1, 1, 0),
+        size_bytes=1, crc32c=1 << 31, slices=slices.of_range(0, 1 << 20, BLOCK),
+    )  # fmt: skip
+    policy = memory.beginning().model_copy(
+        update={
+            "members": tuple(wire.MemberState(learner=f"learner-{i}", **member) for i in everybody),
+            "marks": tuple(
+                wire.Mark(learner=f"learner-{i}", incarnation=1 << 20, seq=99, stream_seq=1 << 24)
+                for i in everybody
+            ),
+            "allowances": tuple(
+                wire.Allowance(learner=f"learner-{i}", left=1 / 3, at_s=1e9 / 3) for i in everybody
+            ),
+        }
+    )
+    inputs = tuple(
+        make_input(learner=f"learner-{i}", shards=(shard,), coefficients=bytes(32))
+        for i in range(merged)
+    )
+    return make_record(policy=policy, inputs=inputs)
+
+
+def _print_records() -> None:
+    columns = ("learners", "updates", "record kB", "encode ms", "decode ms")
+    print("\n" + " ".join(f"{name:>12}" for name in columns))
+    for learners in FLEETS:
+        for merged in (1, learners):
+            made = record(learners, merged)
+            encoded = wire.encode(made)
+            encode_s = _processor_s(partial(wire.encode, made))
+            decode_s = _processor_s(partial(wire.decode, wire.Record, encoded))
+            print(
+                f"{learners:>12} {merged:>12} {len(encoded) / 1e3:>12.1f} {1e3 * encode_s:>12.1f} "
+                f"{1e3 * decode_s:>12.1f}"
+            )
+
+
+def _processor_s(work: Callable[[], object]) -> float:
+    """Of the fastest of five."""
+    taken = []
+    for _ in range(5):
+        began_s = time.process_time()
+        work()
+        taken.append(time.process_time() - began_s)
+    return min(taken)
+
+
 def main() -> None:
     """Print the tables; `--profile` shows where the time goes."""
     print(f"{'updates of':>12} {'events':>8} {'events/s':>10} {'us/event':>9}  floor")
@@ -159,6 +220,7 @@ def main() -> None:
         first = first or each
         version = best.seconds / len(manifests)
         print(f"{learners:>12} {1e3 * version:>10.1f} {1e6 * each:>9.1f} {each / first:>6.2f}")
+    _print_records()
     if "--profile" in sys.argv:
         manifests = fleet(rules)
         profile = cProfile.Profile()

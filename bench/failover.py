@@ -152,7 +152,7 @@ class Fleet:
 def prepare(folder: Path, url: str, parameters: int, *, deadline_s: float = 600.0) -> Config:
     """The run's file."""
     document = {
-        "run": {"name": "failover", "steps": 1 << 40},
+        "run": {"name": "failover", "steps": (1 << 31) - 1},
         "sync": {"fragments": FRAGMENTS},
         "quorum": {
             "pace": 0.1,
