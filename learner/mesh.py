@@ -72,6 +72,12 @@ def constrain(values: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Arr
     return lying
 
 
+def parts_along(axis: str) -> int:
+    """Parts into which an axis of the mesh cuts; 1 where `constrain` says nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(axis, 1)
+
+
 # --- Parameters
 
 
