@@ -60,8 +60,8 @@ def single(device: Any = None) -> Mesh:
     return make_mesh(MeshSection(), [device or jax.local_devices()[0]])
 
 
-def constrain(values: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-    """Say how an activation is cut, one item for each leading axis.
+def constrain(values: jax.Array, *axes: Any) -> jax.Array:
+    """Say how an activation is cut, one item of a `PartitionSpec` for each leading axis.
 
     Says nothing outside of a mesh, and within `shard_map`, whose body has its own part already.
     """
