@@ -27,6 +27,11 @@ from diloco.common.errors import ConfigError, IntegrityError
 # assignment is within 4/3 of the optimum for what remains (Graham's bound, P App. C).
 OVERSIZE = 1.25
 
+# Rows from which on a part of a split tensor begins at a multiple of a power of two, and of how
+# many such multiples it consists at least.
+LONG_PART = 4096
+PARTS_OF_A_PART = 64
+
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 Kind = Literal["trained", "frozen", "local", "averaged"]
@@ -318,12 +323,25 @@ def _cuts(tensors: tuple[Tensor, ...], fragments: int, hint: Hint) -> list[_Cut]
         parts = 1
         if tensor.size > OVERSIZE * mean:
             parts = min(rows, math.ceil(tensor.size / mean))
-        edges = [rows * part // parts for part in range(parts + 1)]
+        edges = _edges(rows, parts)
         tensor_hint = hint(tensor.name, tensor.shape)
         cuts += [
             _Cut(tensor, tensor_hint, start, stop) for start, stop in itertools.pairwise(edges)
         ]
     return cuts
+
+
+def _edges(rows: int, parts: int) -> list[int]:
+    """Where parts of about equal size begin and end.
+
+    Long ones begin at multiples of a power of two, so that a mesh whose size is one divides each if
+    it divides the tensor; they differ by a PARTS_OF_A_PART-th at most.
+    """
+    even = [rows * part // parts for part in range(parts + 1)]
+    if rows < LONG_PART * parts:
+        return even
+    grain = 1 << (rows // parts // PARTS_OF_A_PART).bit_length() - 1
+    return [0, *(round(edge / grain) * grain for edge in even[1:-1]), rows]
 
 
 def _whole(tensor: Tensor, hint: Hint) -> _Cut:

@@ -207,7 +207,8 @@ def by_clock(state: Any, global_step: Any) -> Any:
 
 def _product(one: Params, other: Params) -> jax.Array:
     """The inner product of two trees, float32."""
+    # Not `vdot`: it flattens what it is given, and a tensor that lies on a mesh is gathered for it.
     products = jax.tree.map(
-        lambda a, b: jnp.vdot(a.astype(jnp.float32), b.astype(jnp.float32)), one, other
+        lambda a, b: jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32)), one, other
     )
     return jnp.asarray(sum(jax.tree.leaves(products)))

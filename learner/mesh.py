@@ -60,8 +60,8 @@ def single(device: Any = None) -> Mesh:
     return make_mesh(MeshSection(), [device or jax.local_devices()[0]])
 
 
-def constrain(values: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-    """Say how an activation is cut, one item for each leading axis.
+def constrain(values: jax.Array, *axes: Any) -> jax.Array:
+    """Say how an activation is cut, one item of a `PartitionSpec` for each leading axis.
 
     Says nothing outside of a mesh, and within `shard_map`, whose body has its own part already.
     """
@@ -70,6 +70,12 @@ def constrain(values: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Arr
         return values
     lying: jax.Array = jax.lax.with_sharding_constraint(values, PartitionSpec(*axes))
     return lying
+
+
+def parts_along(axis: str) -> int:
+    """Parts into which an axis of the mesh cuts; 1 where `constrain` says nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty or mesh.manual_axes else mesh.shape.get(axis, 1)
 
 
 # --- Parameters

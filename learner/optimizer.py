@@ -17,6 +17,7 @@ import optax.contrib
 
 from diloco.common.errors import TaskError
 from diloco.common.layout import Hint, default_hint
+from diloco.learner.orthogonal import orthogonalized
 from diloco.learner.task import Params, named_leaves
 
 # Root mean square of an entry of Muon's direction: that of AdamW's in practice, so that one peak
@@ -147,37 +148,28 @@ def _decay_of_matrices(weight_decay: float, hint: Hint) -> optax.GradientTransfo
 
 
 def _orthogonal(apart: MatrixHint, beta: float) -> optax.GradientTransformation:
-    """Optax's Muon over each matrix of each tensor.
+    """Optax's Muon over each matrix of each tensor, whose state it keeps.
 
     Its momentum is kept in the tensors' own shapes, so that it lies on a mesh as they do and a
     checkpoint tells whose it is.
     """
-
-    def three_axes(tree: Params) -> Params:
-        return jax.tree.map(
-            lambda _: optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2), tree
-        )
-
-    core = optax.contrib.scale_by_muon(beta=beta, weight_dimension_numbers=three_axes)
-
-    def cut(tree: Params) -> Params:
-        return _by_name(tree, lambda name, leaf: _taken_apart(leaf, _asked(apart, name, leaf)))
+    core = optax.contrib.scale_by_muon(beta=beta)
 
     def update(gradient: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
         del params
-        orthogonal_GxIxO, new = core.update(cut(gradient), state._replace(mu=cut(state.mu)))
-        pieces = iter(jax.tree.leaves(orthogonal_GxIxO))
-        moments = iter(jax.tree.leaves(new.mu))
+        moment = optax.tree.update_moment(gradient, state.mu, beta, 1)
+        count = optax.safe_increment(state.count)
+        ahead = optax.tree.bias_correction(moment, beta, optax.safe_increment(count))
+        now = optax.tree.bias_correction(gradient, beta, count)
 
         def direction(name: str, leaf: jax.Array) -> jax.Array:
-            piece_GxIxO = next(pieces)
-            scale = MUON_RMS * math.sqrt(max(piece_GxIxO.shape[1:]))
-            return _put_together(scale * piece_GxIxO, leaf, _asked(apart, name, leaf))
+            matrices = _asked(apart, name, leaf)
+            pieces_GxIxO = orthogonalized(_taken_apart(leaf, matrices), state.ns_coeffs)
+            scale = MUON_RMS * math.sqrt(max(pieces_GxIxO.shape[1:]))
+            return _put_together(scale * pieces_GxIxO, leaf, matrices)
 
-        def moment(name: str, leaf: jax.Array) -> jax.Array:
-            return _put_together(next(moments), leaf, _asked(apart, name, leaf))
-
-        return _by_name(gradient, direction), new._replace(mu=_by_name(gradient, moment))
+        looked = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+        return _by_name(looked, direction), state._replace(count=count, mu=moment)
 
     return optax.GradientTransformation(core.init, update)
 

@@ -18,13 +18,21 @@ from diloco.common.errors import ConfigError
 _TABLES = {"dict_type", "model_type", "model_attributes_type"}
 
 
-def load_config(path: Path | str) -> Config:
+def load_config(path: Path | str, *, connects: bool = True) -> Config:
     """The configuration in the TOML file `path`.
+
+    Args:
+        path: of the file.
+        connects: False for who looks at shapes and figures alone: the file may leave out the
+            store, as one does that Terraform completes.
 
     Raises:
         ConfigError: no such file, not TOML, or a key that is missing, unknown or out of range.
     """
-    return make_config(with_environment(read_document(Path(path))), source=str(path))
+    document = with_environment(read_document(Path(path)))
+    if not connects:
+        document = {"store": {"url": "unused"}, **document}
+    return make_config(document, source=str(path))
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -180,18 +180,26 @@ def _learner_config(options: LearnerOptions) -> "Config":
         "cpu_devices": options.cpu_devices,
     }
     metrics = {"port": options.metrics_port}
-    config = _load(options.config, options.log_level, metrics=metrics, learner=hardware)
+    config = _load(
+        options.config,
+        options.log_level,
+        connects=not options.dry_run,
+        metrics=metrics,
+        learner=hardware,
+    )
     from diloco.common.config import with_mesh
 
     return config if options.mesh is None else with_mesh(config, options.name, options.mesh)
 
 
-def _load(path: Path, level: str, **options: Mapping[str, object]) -> "Config":
+def _load(
+    path: Path, level: str, *, connects: bool = True, **options: Mapping[str, object]
+) -> "Config":
     """The file, with the keys that options of the command line set: section={key: value}."""
     log.configure(level)
     from diloco.common.config import load_config, make_config
 
-    loaded = load_config(path)
+    loaded = load_config(path, connects=connects)
     for section, keys in options.items():
         given = {key: value for key, value in keys.items() if value is not None}
         if given:

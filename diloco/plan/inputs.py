@@ -42,7 +42,7 @@ def read_settings(options: PlanOptions) -> RunSettings:
     """Of the file, or the defaults; --set goes before both."""
     document: dict[str, Any] = {"run": {"name": "plan", "steps": 1}}
     if options.config is not None:
-        document = load_config(options.config).settings().model_dump()
+        document = load_config(options.config, connects=False).settings().model_dump()
     for assignment in options.settings:
         assign(document, assignment)
     return parse_assigned(document)
@@ -51,10 +51,10 @@ def read_settings(options: PlanOptions) -> RunSettings:
 def read_model(options: PlanOptions, settings: RunSettings) -> Model:
     """Of the options, else of the file's task, else the paper's of five billion."""
     if options.parameters is None and options.config is not None:
-        from diloco.learner.contract import run_task
+        from diloco.learner.contract import model_of
         from diloco.learner.tree import task_layout
 
-        task = run_task(settings)
+        task = model_of(settings)
 
         def of_task(settings: RunSettings) -> Sizes:
             layout = task_layout(task, settings.sync)

@@ -8,6 +8,7 @@ from diloco.provision.files import check_auth, check_bundles, check_names, read_
 from diloco.provision.findings import Finding
 from diloco.provision.fleet import Fleet, read_fleet
 from diloco.provision.known import known
+from diloco.provision.meshes import check_meshes
 from diloco.provision.places import check_places
 from diloco.provision.sizing import check_memory, machines, memory_needed
 
@@ -51,6 +52,7 @@ def check(path: Path) -> Checked:
     needed = memory_needed(fleet, config.settings())
     findings += check_names(fleet, run)
     findings += check_memory(fleet, table, needed)
+    findings += check_meshes(fleet, config)
     findings += check_auth(fleet, files["auth_folder"], run)
     checked = Checked(findings, None)
     if checked.refused:

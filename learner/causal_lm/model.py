@@ -101,32 +101,42 @@ def logits_of(
         product: multiplies by a matrix of a layer; of adapters, it adds theirs.
         beside: what else `product` needs of each layer, stacked as layers are; by name.
     """
-    hidden_BxLxD = _hidden(
+    hidden_BxLxD = hidden_of(
         config, params, tokens_BxL, segments_BxL, compute=compute, product=product, beside=beside
     )
-    head_VxD = params["embed"] if config.tied else params["head"]
     logits_BxLxV = jnp.einsum(
         "bld,vd->blv",
         hidden_BxLxD,
-        head_VxD.astype(compute.dtype),
+        head_of(config, params).astype(compute.dtype),
         preferred_element_type=jnp.float32,
     )
+    return capped(config, logits_BxLxV)
+
+
+def head_of(config: DecoderConfig, params: Params) -> jax.Array:
+    """The matrix whose products with hidden states are logits, [V, D]."""
+    head_VxD: jax.Array = params["embed"] if config.tied else params["head"]
+    return head_VxD
+
+
+def capped(config: DecoderConfig, logits: jax.Array) -> jax.Array:
+    """Logits as the decoder bounds them."""
     if config.logit_cap is None:
-        return logits_BxLxV
-    return jnp.tanh(logits_BxLxV / config.logit_cap) * config.logit_cap
+        return logits
+    return jnp.tanh(logits / config.logit_cap) * config.logit_cap
 
 
-def _hidden(
+def hidden_of(
     config: DecoderConfig,
     params: Params,
     tokens_BxL: jax.Array,
-    segments_BxL: jax.Array | None,
+    segments_BxL: jax.Array | None = None,
     *,
-    compute: Compute,
-    product: Product,
-    beside: Params,
+    compute: Compute = DEFAULT,
+    product: Product = plain_product,
+    beside: Params = None,
 ) -> jax.Array:
-    """What the last block gives, normed, [B, L, D]."""
+    """What the last block gives, normed, [B, L, D]; arguments are those of `logits_of`."""
     x_BxLxD = params["embed"][tokens_BxL].astype(compute.dtype)
     if config.gemma:
         x_BxLxD = x_BxLxD * jnp.asarray(config.width**0.5, compute.dtype)

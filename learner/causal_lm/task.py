@@ -35,7 +35,8 @@ from diloco.learner.causal_lm.lora import (
     read_lora,
     with_adapters,
 )
-from diloco.learner.causal_lm.model import Compute, init_params, logits_of
+from diloco.learner.causal_lm.loss import token_losses
+from diloco.learner.causal_lm.model import Compute, head_of, hidden_of, init_params
 from diloco.learner.causal_lm.names import LAYERS, table
 from diloco.learner.causal_lm.sizes import SIZES, size_named
 from diloco.learner.causal_lm.tokens import Data, TokenFolders, check_data
@@ -221,21 +222,18 @@ def next_token_loss(
 ) -> jax.Array:
     """Mean cross entropy in nats per predicted token, float32[]; windows are int[B, L + 1]."""
     tokens_BxL, targets_BxL = windows_BxL1[:, :-1], windows_BxL1[:, 1:]
+    told = {"compute": compute, **beside._asdict()}
+    head_VxD = head_of(config, params)
     if end is None:
-        logits_BxLxV = logits_of(config, params, tokens_BxL, compute=compute, **beside._asdict())
-        return jnp.mean(_losses(logits_BxLxV, targets_BxL))
+        hidden_BxLxD = hidden_of(config, params, tokens_BxL, **told)
+        return jnp.mean(token_losses(config, head_VxD, hidden_BxLxD, targets_BxL, compute=compute))
     ended_BxL = tokens_BxL == end
     # A document's end is of the document; what follows it is of the next.
     segments_BxL = 1 + jnp.cumsum(ended_BxL, axis=1) - ended_BxL
-    logits_BxLxV = logits_of(
-        config, params, tokens_BxL, segments_BxL, compute=compute, **beside._asdict()
-    )
-    losses_BxL = jnp.where(ended_BxL, 0, _losses(logits_BxLxV, targets_BxL))
+    hidden_BxLxD = hidden_of(config, params, tokens_BxL, segments_BxL, **told)
+    losses_BxL = token_losses(config, head_VxD, hidden_BxLxD, targets_BxL, compute=compute)
+    losses_BxL = jnp.where(ended_BxL, 0, losses_BxL)
     return jnp.sum(losses_BxL) / jnp.maximum(1, jnp.sum(~ended_BxL))
-
-
-def _losses(logits_BxLxV: jax.Array, targets_BxL: jax.Array) -> jax.Array:
-    return jnp.asarray(optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL))
 
 
 def hint(name: str, shape: tuple[int, ...]) -> TensorHint:  # noqa: ARG001 - the Task's contract

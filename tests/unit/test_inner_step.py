@@ -1,13 +1,19 @@
 """The inner step: whose clock the learning rate follows, and what goes uphill."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from diloco.common.config import MeshSection
 from diloco.common.errors import TaskError
+from diloco.learner.dry_run import exchanges
 from diloco.learner.inner_step import by_clock, make_inner_step
+from diloco.learner.mesh import make_mesh, within
 from diloco.learner.task import Task
 from diloco.learner.train import Judge
 
@@ -108,3 +114,20 @@ def test_a_step_that_does_not_judge_moves_as_one_that_does():
         assert (outcome.descent is not None) is judging
         moved.append(np.asarray(params["w"]))
     np.testing.assert_array_equal(*moved)
+
+
+def test_judging_gathers_nothing():
+    """On a mesh each device judges its own part, and one number goes round."""
+    mesh = make_mesh(MeshSection(data=1, fsdp=8))
+    cut = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    task = dataclasses.replace(
+        task_of(optax.sgd(RATE)),
+        init=lambda key: {"w": jnp.ones((4, 64, 8))},
+        loss=lambda params, batch: jnp.square(params["w"] * batch).sum(),
+    )
+    shape = jax.ShapeDtypeStruct((4, 64, 8), jnp.float32, sharding=cut)
+    with within(mesh):
+        lowered = make_inner_step(task).lower(
+            {"w": shape}, task.optimizer.init({"w": shape}), shape, np.int32(0)
+        )
+    assert max(exchanges(lowered.compile().as_text())) < 64

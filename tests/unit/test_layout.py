@@ -146,6 +146,25 @@ def test_the_largest_fragment_is_within_four_thirds_of_the_optimum(sizes, count)
     assert largest <= 4 / 3 * optimum
 
 
+@pytest.mark.parametrize(("rows", "parts"), [(262_208, 3), (128_256, 5), (151_936, 2)])
+def test_parts_of_long_tensors_are_cut_by_a_mesh_that_cuts_the_tensor(rows, parts):
+    embed = Tensor(name="embed", shape=(rows, 2), dtype="float32")
+    layout = make_layout([embed], fragments=parts, block=64)
+    pieces = [piece for fragment in layout.fragments for piece in fragment.pieces]
+    lengths = [piece.stop - piece.start for piece in pieces]
+    assert sum(lengths) == rows
+    assert {length % 64 for length in lengths} == {0}
+    assert max(lengths) - min(lengths) <= rows / parts / 64
+
+
+@given(st.integers(1, 4095), st.integers(1, 12))
+def test_parts_of_other_tensors_are_as_even_as_rows_allow(rows, parts):
+    layout = laid_out([Tensor(name="t", shape=(rows, 3), dtype="float32")], parts, 16, {})
+    if layout is not None:
+        starts = sorted(one.start for fragment in layout.fragments for one in fragment.pieces)
+        assert starts == [rows * part // len(starts) for part in range(len(starts))]
+
+
 @settings(max_examples=150)
 @given(models, st.integers(2, 6))
 def test_what_is_much_larger_than_the_mean_is_split_by_rows(model, count):

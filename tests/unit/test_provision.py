@@ -1,6 +1,7 @@
 """`diloco provision`: what is refused, with which sentence, and what Terraform is given."""
 
 import json
+import math
 import re
 import shutil
 import tomllib
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import tomli_w
 from small_bundle import bundle, packed
@@ -15,12 +17,16 @@ from typer.testing import CliRunner
 
 from diloco.auth import files as auth
 from diloco.common.errors import ConfigError
+from diloco.learner.contract import build_task
+from diloco.learner.task import params_shapes
 from diloco.program import app
+from diloco.provision.files import read_run
 from diloco.provision.known import known
 from diloco.provision.plan import check
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "infra" / "terraform" / "examples"
+MODELS = ROOT / "docs" / "models.md"
 HOSTS = ["10.64.0.11", "10.64.0.12", "10.64.0.13"]
 LEARNERS = ("central", "east", "east-two", "europe", "tokyo", "slice", "tester")
 SLICE = {"zone": "us-east5-a", "kind": "v6e", "chips": 4}
@@ -28,11 +34,12 @@ Document = dict[str, Any]
 
 
 def make_auth(folder: Path, **changed: Any) -> None:
+    learners = changed.pop("learners", LEARNERS)
     given = {"installed_at": Path("/etc/nats"), "streams_at": Path("/var/lib/nats/jetstream")}
     auth.init(folder, changed.pop("run", "demo"), changed.pop("hosts", HOSTS), **(given | changed))
     for name in ("aggregator-a", "aggregator-b"):
         auth.add(folder, name, "aggregator")
-    for name in LEARNERS:
+    for name in learners:
         auth.add(folder, name, "learner")
 
 
@@ -323,6 +330,14 @@ WRONG: dict[str, tuple[Callable[[Document, Path], None], str]] = {
         text("run.toml", "fragments = 8", "fragments = 0"),
         "fragments",
     ),
+    "a mesh of another slice": (
+        text("run.toml", "[quorum]", '[learner]\nmesh = "fsdp=8"\n[quorum]'),
+        "learners.east: the mesh of the run's file (data=1, fsdp=8, tensor=1) does not fit its 4",
+    ),
+    "an island's mesh that leaves a part of a device": (
+        text("run.toml", "[quorum]", '[learner.islands.east]\nmesh = "tensor=3"\n[quorum]'),
+        "does not fit its 4 chips",
+    ),
     "a section that Terraform writes": (text("run.toml", "[quorum]", "[bus]\n[quorum]"), "[bus]"),
     "a run that ends in a hyphen": (text("run.toml", '"demo"', '"demo-"'), "ends in a hyphen"),
     "names too long for a bucket": (
@@ -411,7 +426,50 @@ def test_the_shipped_fleets_are_right(place: Path, name: str) -> None:
     assert checked.variables["run"] == "demo"
 
 
-@pytest.mark.parametrize("name", ["small", "mixed"])
+def test_islands_of_nobody_are_a_warning(place: Path) -> None:
+    text("run.toml", "[quorum]", '[learner.islands.esat]\nmesh = "4"\n[quorum]')({}, place)
+    checked = check(write(place, example()))
+    assert not checked.refused
+    assert any("[learner.islands.esat]" in one.sentence for one in checked.findings)
+
+
+def test_the_fleet_of_the_12b_is_right_and_its_links_and_aggregators_hold_it(
+    tmp_path: Path,
+) -> None:
+    """What `diloco provision` and `diloco plan` say of the shipped files of one run."""
+    document = example("gemma-12b")
+    make_auth(tmp_path / "auth", run="gemma-12b", learners=document["learners"])
+    for kind in ("cpu", "tpu"):
+        bundle(tmp_path / f"{kind}.tar.gz", kind=kind)
+    shutil.copy(EXAMPLES / "gemma-12b-run.toml", tmp_path / "run.toml")
+    checked = check(write(tmp_path, document))
+    assert checked.findings == []
+    assert checked.variables is not None
+    assert len({one["zone"].rpartition("-")[0] for one in document["learners"].values()}) == 4
+    assert {one["kind"] for one in document["learners"].values()} == {"v5p", "v6e"}
+    config = read_run(tmp_path / "run.toml")
+    batches = []
+    for name in document["learners"]:
+        options = config.learner.island(name).options
+        task = build_task(config.task.build, steps=1, seed=0, options=config.task.options | options)
+        batches.append(task.tokens_per_batch)
+        assert task.tokens_per_batch % (64 * config.task.options["length"]) == 0
+    leaves = jax.tree.leaves(params_shapes(task))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == document["parameters"]
+    # As the page of the models gives it.
+    command = re.search(r"diloco plan infra\S+((?:[ \\\n]+--[\w-]+ \S+)+)", MODELS.read_text())
+    assert command is not None
+    options = command[1].replace("\\", "").split()
+    assert options[options.index("--step-tokens") + 1] == ",".join(map(str, batches))
+    done = CliRunner().invoke(app, ["plan", str(tmp_path / "run.toml"), *options, "--json"])
+    assert done.exit_code == 0, done.output
+    planned = json.loads(done.output)
+    assert planned["parameters"] == document["parameters"]
+    assert planned["participants"] == 4
+    assert [one["carried"] for one in planned["intervals"] if one["steps"] == 24] == [True]
+
+
+@pytest.mark.parametrize("name", ["small", "mixed", "gemma-12b"])
 def test_the_shipped_variables_have_the_learners_of_the_shipped_fleets(name: str) -> None:
     lines = re.findall(
         r'^  ([\w-]+) += \{ zone = "([\w-]+)", kind = "(\w+)"',
