@@ -209,6 +209,15 @@ def _bind(
             hint="set the run's own steps and seed instead",
         )
     signature = inspect.signature(function)
+    # Who names a task may be a stranger, whose run is in a bundle: what takes any keyword, as many
+    # a function of Python's own does, is no task.
+    any_keyword = given.keys() - signature.parameters.keys()
+    if any_keyword and any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        raise TaskError(
+            f"{build} must name {' and '.join(sorted(any_keyword))} among its parameters, and it "
+            "takes any keyword instead",
+            hint="def build(*, steps, seed, ...)",
+        )
     try:
         signature.bind(**given, **options)
     except TypeError as error:

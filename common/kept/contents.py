@@ -35,8 +35,13 @@ class Whole:
 
     @property
     def complete(self) -> bool:
-        """Whether all its pieces are there."""
-        return sum(piece.stop - piece.start for piece in self.pieces) == self.size_bytes
+        """Whether all its pieces are there, each where the one before ends."""
+        ends = 0
+        for piece in self.pieces:
+            if piece.start != ends:
+                return False
+            ends = piece.stop
+        return ends == self.size_bytes
 
 
 @dataclass

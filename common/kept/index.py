@@ -13,8 +13,9 @@ from diloco.common import names
 from diloco.common.bus import Message
 from diloco.common.errors import IntegrityError
 from diloco.common.increasing import Increasing
+from diloco.common.kept.check import check_header, check_nesting, check_oldest, check_piece
 from diloco.common.kept.contents import Contents, Piece, Whole
-from diloco.common.tape.file import MAGIC, as_message, begins_with, run_in
+from diloco.common.tape.file import MAGIC, as_message, begins_with, check_of_run
 from diloco.common.tape.frames import (
     HEAD,
     Frame,
@@ -53,7 +54,7 @@ def read_header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         frame = next(read_frames(path, file, magic), None)
     content: Any = frame.content if frame else None
-    run_in(path, content)
+    check_header(path, content, bundle=magic == BUNDLE)
     return dict(content)
 
 
@@ -158,10 +159,19 @@ class Kept:
         Raises:
             KeyError: it holds none of that name.
         """
+        return b"".join(self.parts(name))
+
+    def parts(self, name: str) -> Iterator[bytes]:
+        """A file that it holds, piece by piece.
+
+        Raises:
+            KeyError: it holds none of that name.
+        """
         whole = self.files.get(name)
         if whole is None:
             raise KeyError(name)
-        return self.read(whole, 0, whole.size_bytes)
+        for piece in whole.pieces:
+            yield self.content(piece.frame_at)["data"]
 
     def read(self, whole: Whole, start: int, stop: int) -> bytes:
         """Bytes of an object or a file."""
@@ -209,54 +219,71 @@ def _fill(kept: Kept, *, salvage: bool) -> None:
         _take_all(kept, whole_frames(kept.path, magic), strict=False)
         kept.objects.drop_damaged()
         kept.files.drop_damaged()
-        run_in(kept.path, kept.header)
+        check_header(kept.path, kept.header, bundle=magic == BUNDLE)
 
 
 def _take_all(kept: Kept, frames: Iterator[Frame], *, strict: bool = True) -> bool:
     """Note where everything stands; whether the file's end is there."""
     for at, content in frames:
         if not kept.header:
-            run_in(kept.path, content)
+            check_header(kept.path, content, bundle=kept.bundle)
             kept.header = content
-        elif isinstance(content, list):
-            message = as_message(kept.path, content)
-            if kept.tape.seqs and message.seq <= kept.tape.seqs[-1]:
-                if strict:
-                    before = kept.tape.seqs[-1]
-                    raise damaged(kept.path, f"sequence {message.seq} comes after {before}")
-                continue
-            kept.tape.add(at, message)
-        elif "messages" in content:
+        elif isinstance(content, dict) and "messages" in content:
             _check_end(kept, content, strict=strict)
             if strict and next(frames, None) is not None:
                 raise damaged(kept.path, "goes on behind its end")
             return True
         else:
-            _take(kept, at, content)
+            try:
+                _take(kept, at, content)
+            except IntegrityError:
+                if strict:
+                    raise
     return False
 
 
-def _take(kept: Kept, at: int, content: dict[str, Any]) -> None:
+def _take(kept: Kept, at: int, content: Any) -> None:
+    if isinstance(content, list):
+        _take_message(kept, kept.tape, at, content)
+        return
+    if not isinstance(content, dict):
+        raise damaged(kept.path, f"has a frame that is a {type(content).__name__}")
     if "ops" in content:
-        kept.ops.add(at, as_message(kept.path, content["ops"]))
+        _take_message(kept, kept.ops, at, content["ops"])
         return
     named = next((kind for kind in ("object", "file") if kind in content), None)
     if named is None:
-        raise damaged(kept.path, f"has a frame with {sorted(content)}")
+        raise damaged(kept.path, f"has a frame with {sorted(map(str, content))[:8]}")
+    check_piece(kept.path, named, content)
     of = kept.objects if named == "object" else kept.files
     begin = content["at"]
     of.add(content[named], content["of"], Piece(at, begin, begin + len(content["data"])))
 
 
+def _take_message(kept: Kept, log: Log, at: int, content: Any) -> None:
+    message = as_message(kept.path, content)
+    if log.seqs and message.seq <= log.seqs[-1]:
+        raise damaged(kept.path, f"sequence {message.seq} comes after {log.seqs[-1]}")
+    if not log.ids(message.subject):
+        check_of_run(kept.path, kept.run, message)
+    log.add(at, message)
+
+
 def _check_end(kept: Kept, content: dict[str, Any], *, strict: bool) -> None:
     counted = {"messages": len(kept.tape.seqs)}
-    if "objects" in content:
+    if kept.bundle:
         counted["objects"] = len(kept.objects)
-    said = {key: content[key] for key in counted}
+    said = {key: content.get(key) for key in counted}
     if strict and (said != counted or kept.objects.damaged() or kept.files.damaged()):
-        raise damaged(kept.path, f"ends with {said} and holds {counted}")
+        raise damaged(
+            kept.path,
+            f"ends with {said} and holds {counted}, {kept.objects.damaged()} objects and "
+            f"{kept.files.damaged()} files of them in part or twice",
+        )
+    if strict:
+        check_nesting(kept.path, [*kept.files])
     # What was collected from the tape while the objects were copied is not of this copy.
-    oldest = content.get("oldest", {})
+    oldest = check_oldest(kept.path, content.get("oldest", {}))
     below = {names.record(kept.run, fragment): seq for fragment, seq in oldest.items()}
     if below:
         kept.tape.drop(below)

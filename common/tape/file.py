@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco.common.bus import Message
+from diloco.common import names
+from diloco.common.bus import Message, subject_matches
 from diloco.common.errors import ConfigError
 from diloco.common.tape.frames import damaged, read_frames, write_frame
 
 MAGIC = b"DLTAPE1\n"
+# Of times in seconds since the epoch, and of sequences: later than any run, and of 64 bits.
+LATEST_S, LAST_SEQ = 1e11, (1 << 63) - 1
 
 
 def is_tape_file(path: Path) -> bool:
@@ -74,8 +77,8 @@ def read_tape_file(path: Path) -> Iterator[Message]:
     """
     with path.open("rb") as file:
         frames = (frame.content for frame in read_frames(path, file, MAGIC))
-        run_in(path, next(frames, None))
-        count = before = 0
+        run = run_in(path, next(frames, None))
+        known, count, before = set[str](), 0, 0
         for content in frames:
             if isinstance(content, dict):
                 if content != {"messages": count} or next(frames, None) is not None:
@@ -84,6 +87,9 @@ def read_tape_file(path: Path) -> Iterator[Message]:
             message = as_message(path, content)
             if message.seq <= before:
                 raise damaged(path, f"sequence {message.seq} comes after {before}")
+            if message.subject not in known:
+                check_of_run(path, run, message)
+                known.add(message.subject)
             before = message.seq
             count += 1
             yield message
@@ -110,4 +116,25 @@ def as_message(path: Path, content: Any) -> Message:
     kinds = (str, int, float, bytes, str)
     if not isinstance(content, list) or [type(part) for part in content] != list(kinds):
         raise damaged(path, "holds what is no message")
-    return Message(*content)
+    message = Message(*content)
+    if not 1 <= message.seq <= LAST_SEQ:
+        raise damaged(path, f"has a message of sequence {message.seq}")
+    if not 0 <= message.time_s <= LATEST_S:
+        raise damaged(path, f"has a message, {message.seq}, of time {message.time_s}")
+    # Its id becomes a header where the tape is imported.
+    if not {"\r", "\n", "\0"}.isdisjoint(message.msg_id):
+        raise damaged(path, f"has a message, {message.seq}, with an id that no server gave it")
+    return message
+
+
+def check_of_run(path: Path, run: str, message: Message) -> None:
+    """Refuse a message that the stream of a run could not have taken.
+
+    Raises:
+        IntegrityError: it is of another run, or its subject is none.
+    """
+    subject, patterns = message.subject, (*names.tape_subjects(run), *names.ops_subjects(run))
+    if len(subject.split()) != 1 or not any(subject_matches(p, subject) for p in patterns):
+        raise damaged(
+            path, f"is of run {run!r} and has a message, {message.seq}, of {subject[:80]!r}"
+        )

@@ -338,6 +338,7 @@ async def _examine_run(
         *await service.look(context, history, now_s),
         *symptoms.fragments(history, found, read_at_s),
         *symptoms.quiet(history, views, read_at_s),
+        *((_copy(),) if copied else ()),
         # A file has no leases.
         *(() if copied else symptoms.owners(history, await read_leases(context))),
         *symptoms.tape(history, found),
@@ -345,6 +346,16 @@ async def _examine_run(
         *symptoms.objects(objects, deep=deep),
         *(symptoms.rules(judged) if judged is not None else ()),
     ]
+
+
+def _copy() -> Finding:
+    """What a file has that nothing makes again."""
+    return Finding(
+        severity="note", about="file",
+        sentence="this is a copy in a file: what it has of heartbeats, held-out losses and logs is "
+        "its maker's word",
+        advice="`diloco replay FILE` verifies its tape and its objects",
+    )  # fmt: skip
 
 
 def in_force(findings: list[Finding], history: History) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -222,13 +223,41 @@ async def all_kept(
     return sorted(found.values(), key=lambda score: score.at_s)
 
 
-async def kept_losses(context: RunContext) -> dict[int, float]:
-    """Loss of every score that was kept, by the hash of its records' sequences.
+class Losses:
+    """Losses of models by the sequences of their records: 16 bytes for each.
+
+    Args:
+        hashes: of the sequences, as Python's `hash` of their tuple.
+        losses: theirs, in the same order.
+    """
+
+    def __init__(self, hashes: Sequence[int] = (), losses: Sequence[float] = ()) -> None:
+        known = np.asarray(hashes, np.int64)
+        order = np.argsort(known, kind="stable")
+        self._hashes, self._losses = known[order], np.asarray(losses, np.float64)[order]
+
+    def get(self, seqs: tuple[int, ...]) -> float | None:
+        """The loss of the model after these records, if it is known; of several the newest."""
+        wanted = hash(seqs)
+        index = int(np.searchsorted(self._hashes, wanted, side="right")) - 1
+        return float(self._losses[index]) if index >= 0 and self._hashes[index] == wanted else None
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._hashes)
+
+
+async def kept_losses(context: RunContext) -> Losses:
+    """Loss of every score that was kept.
 
     Raises:
         StoreError: the store is away.
     """
-    return {hash(score.record_seqs): score.loss async for score in _read_kept(context)}
+    hashes, losses = array("q"), array("d")
+    async for score in _read_kept(context):
+        hashes.append(hash(score.record_seqs))
+        losses.append(score.loss)
+    return Losses(hashes, losses)
 
 
 async def _read_kept(

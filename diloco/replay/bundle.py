@@ -24,7 +24,7 @@ from diloco.cli.versions import find_targets
 from diloco.common import names, wire
 from diloco.common.bus import Message
 from diloco.common.errors import ConfigError, ObjectMissingError, StreamMissingError
-from diloco.common.kept import BundleWriter, open_kept
+from diloco.common.kept import BundleWriter, is_file_name, open_kept
 from diloco.common.release import packages, release
 from diloco.common.store import ObjectStore
 from diloco.common.tape import Entry, Item, RunContext, messages_of, read_item, records_of
@@ -86,12 +86,16 @@ def run_unpack(path: Path, folder: Path) -> None:
         raise ConfigError(f"{str(folder)!r} exists already", hint="give another name")
     kept = open_kept(path)
     with contextlib.closing(kept):
+        # A file whose names lead elsewhere is not opened (`common/kept/check.py`).
         for name in kept.files:
-            if ".." in Path(name).parts or Path(name).is_absolute():
-                raise ConfigError(f"{str(path)!r} has a file {name!r}: nothing of it is written")
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(kept.file(name))
-    Console().print(f"{len(kept.files)} files are in {folder}", soft_wrap=True)
+            with (folder / name).open("xb") as file:
+                file.writelines(kept.parts(name))
+    Console().print(
+        f"{len(kept.files)} files are in {folder}, as the bundle's maker has them: nothing "
+        "has checked what they say",
+        soft_wrap=True,
+    )  # fmt: skip
 
 
 class Done(NamedTuple):
@@ -351,7 +355,7 @@ def _logs(target: str, given: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
     """Logs of a local run, and those that are given.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or a bundle cannot hold one of its name.
     """
     path = Path(target)
     own = (path if path.is_dir() else path.parent) / "logs"
@@ -361,7 +365,11 @@ def _logs(target: str, given: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
             raise ConfigError(f"there is no log {str(place)!r}", hint="journalctl -u UNIT > FILE")
         for file in sorted(place.iterdir()) if place.is_dir() else [place]:
             if file.is_file():
-                yield f"{LOGS}{file.name}", file.read_bytes()
+                if not is_file_name(name := f"{LOGS}{file.name}"):
+                    raise ConfigError(
+                        f"{str(file)!r} is not a name that a bundle can hold", hint="rename it"
+                    )
+                yield name, file.read_bytes()
 
 
 def _earlier(opened: OpenRun, new: Iterable[str]) -> list[tuple[str, bytes]]:

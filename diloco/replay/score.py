@@ -19,10 +19,11 @@ from rich.table import Table
 
 from diloco.common import wire
 from diloco.common.errors import ConfigError, IntegrityError, ObjectMissingError, StoreError
+from diloco.common.kept import KeptBus
 from diloco.common.tape import RunContext
 from diloco.figures import curves
 from diloco.figures.curves import Curve, Curves
-from diloco.model.scores import Scorer, kept_losses
+from diloco.model.scores import Losses, Scorer, kept_losses
 from diloco.model.scores import keep as keep_score
 from diloco.projections.history import Chain, History, in_order, up_to
 from diloco.replay.bar import progress_bar
@@ -178,17 +179,18 @@ def _newest(chain: Chain, seq: int) -> tuple[int, wire.Record]:
 class _Scores:
     """Scores moments, from what was kept or anew; a moment whose objects are gone has none."""
 
-    def __init__(self, context: RunContext, scorer: Scorer, kept: dict[int, float]) -> None:
+    def __init__(self, context: RunContext, scorer: Scorer, kept: Losses) -> None:
         self._context = context
         self._scorer = scorer
         self._kept = kept
         self._keeps = True
-        self.gone = self.damaged = 0
+        self.gone = self.damaged = self.believed = 0
 
     async def of(self, at: Sequence[tuple[int, wire.Record]]) -> float | None:
         """The held-out loss of a model."""
         seqs, records = [seq for seq, _ in at], [record for _, record in at]
-        if (known := self._kept.get(hash(tuple(seqs)))) is not None:
+        if (known := self._kept.get(tuple(seqs))) is not None:
+            self.believed += 1
             return known
         try:
             score = await self._scorer.of(records, seqs)
@@ -232,11 +234,13 @@ async def run_score(
             hint="garbage collection keeps what gc.replay_window_s says; see diloco replay RUN",
         )
     if options.json:
-        tell_json(history, found)
+        tell_json(history, found, scores.believed)
         return 0
     console.print(table(found))
     for line in sentences(history, found, scores.gone, scores.damaged):
         console.print(line, soft_wrap=True, highlight=False)
+    if scores.believed and isinstance(context.bus, KeptBus):
+        console.print(came_along(scores.believed), soft_wrap=True, highlight=False)
     if options.plot is not None:
         draw(history.run, found, options.plot)
         console.print(f"the figure is {options.plot}", soft_wrap=True)
@@ -338,8 +342,16 @@ def table(found: Scored) -> Table:
     return rows
 
 
-def tell_json(history: History, found: Scored) -> None:
-    """Every score and the largest rises, for scripts."""
+def came_along(count: int) -> str:
+    """Of losses that whoever made a file has put into it."""
+    return (
+        f"{count} of the losses came with the file: nothing here has made them again "
+        "(diloco evaluate RUN --version VERSION does)"
+    )
+
+
+def tell_json(history: History, found: Scored, kept: int) -> None:
+    """Every score, how many of them were kept before, and the largest rises, for scripts."""
     points = [
         {
             **{key: value for key, value in moment._asdict().items() if key != "stored"},
@@ -353,7 +365,7 @@ def tell_json(history: History, found: Scored) -> None:
         for rise, i, j in found.rises(RISES)
         for at in [found.moments[j]]
     ]  # fmt: skip
-    document = {"run": history.run, "scores": points, "rises": rises}
+    document = {"run": history.run, "kept": kept, "scores": points, "rises": rises}
     print(json_module.dumps(document), flush=True)  # noqa: T201 - the result itself
 
 

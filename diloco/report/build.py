@@ -205,7 +205,7 @@ async def _read(target: str, stage: Stage, *, pairs: bool) -> Shown:
             run.specification.created_at_s,
             lambda done, total: stage("reading the tape", done, total),
         )
-        shown = Shown(series, make_lanes(series))
+        shown = Shown(series, make_lanes(series), copied=run.kept is not None)
         if pairs:
             shown.pairs = await sample_pairs(context, series, stage)
         shown.scores = await kept(context)

@@ -22,12 +22,13 @@ PHASES = ("wait", "open", "grace", "merge", "publish")
 
 @dataclass
 class Shown:
-    """Everything that the figures show."""
+    """Everything that the figures show; `copied`: of a file, which its maker may have written."""
 
     series: TimeSeries
     lanes: list[Lane]
     scores: list[wire.Score] = field(default_factory=list)
     pairs: Pairs | None = None
+    copied: bool = False
 
     @property
     def begin_s(self) -> float:

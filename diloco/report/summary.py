@@ -47,6 +47,12 @@ def warnings(shown: Shown) -> list[str]:
         )
     if series.garbage:
         found.append(f"{series.garbage} message(s) of the tape are none of the protocol.")
+    if shown.copied:
+        found.append(
+            "This run was read from a file: what its learners said of themselves, and held-out "
+            "losses that came with it, are the word of the file's maker. diloco replay "
+            "verifies the tape and the objects."
+        )
     return found
 
 
