@@ -51,10 +51,12 @@ class StreamLimits(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """How much a stream holds, and the most that it may (0: no limit)."""
+    """How much a stream holds and how many read it, and the most that may (0: none is known)."""
 
     size_bytes: int
     max_bytes: int
+    readers: int = 0
+    max_readers: int = 0
 
 
 class Bus(Protocol):

@@ -259,6 +259,7 @@ async def _probe_bus(context: RunContext) -> list[Finding]:
         Finding(severity="ok", about="bus", sentence="NATS answers and stores messages"),
         symptoms.clock("this machine's clock", ahead_s, liveness_timeout_s),
         *symptoms.room(filled),
+        *symptoms.readers(filled),
     ]
 
 

@@ -40,6 +40,9 @@ QUARANTINED_LEARNER = "runbooks/quarantined-learner.md"
 RESTORE = "runbooks/restore-from-bucket.md"
 NO_LEARNERS = "runbooks/no-learners.md"
 
+# Of a stream that names no number, as those of earlier releases: what a server without accounts
+# takes (from 2.15 on; jetstream.limits.default_max_consumers).
+USUAL_READERS = 1000
 # Clocks that differ by more confuse deadlines and people; what breaks is
 # `quorum.liveness_timeout_s`.
 SKEW_S = 1.0
@@ -294,6 +297,22 @@ def room(filled: Filled) -> Iterator[Finding]:
         sentence=f"nearly full: {sizes}; a full tape accepts no message",
         advice="find out who fills it, and let garbage collection or a larger limit make room",
         runbook=TAPE_FULL,
+    )
+
+
+def readers(filled: Filled) -> Iterator[Finding]:
+    """How near the tape is to as many readers as the server gives it; each process is one."""
+    most = filled.max_readers or USUAL_READERS
+    if filled.readers < NEARLY_FULL * most:
+        return
+    unless = "" if filled.max_readers else ", unless its account says another number"
+    yield Finding(
+        severity="warning",
+        about="tape",
+        sentence=f"{filled.readers} processes read it, and the server lets {most} of them{unless}: "
+        "then no learner joins, and no aggregator starts",
+        advice="raise the number in the server's configuration (docs/operations.md, Large fleets)",
+        runbook=NO_LEARNERS,
     )
 
 

@@ -37,6 +37,15 @@ authorization { users: [
 """
 
 
+# An account whose number is less than a stream asks for, and one that names none.
+FEW_READERS = """
+accounts {
+  few: {users: [{user: few, password: few}], jetstream: {max_file: 100M, max_consumers: 2}}
+  any: {users: [{user: any, password: any}], jetstream: enabled}
+}
+"""
+
+
 @contextlib.asynccontextmanager
 async def connected(server: NatsServer | Proxy, **options: Any) -> AsyncIterator[NatsBus]:
     bus = await connect(server.url, name="test", **options)
@@ -595,3 +604,32 @@ def test_a_port_that_was_asked_for_is_never_left_for_another(tmp_path):
         server = NatsServer(tmp_path / "nats", port=stranger.getsockname()[1])
         with pytest.raises(BusError, match="address already in use"):
             server.start()
+
+
+@pytest.mark.parametrize(("user", "most"), [("few", 0), ("any", 65_536)])
+def test_a_stream_takes_as_many_readers_as_its_account_allows(
+    run_async: Run, tmp_path: Path, user: str, most: int
+) -> None:
+    async def scenario(server: NatsServer) -> None:
+        url = server.url.replace("nats://", f"nats://{user}:{user}@")
+        bus = await connect(url, name="test")
+        for _ in range(2):
+            await bus.create_stream("s", ["s.>"], StreamLimits())
+        await bus.publish("s.a", b"1")
+        readers = [bus.read("s", ["s.>"], 1) for _ in range(3)]
+        for reader in readers[:2]:
+            assert (await anext(reader)).seq == 1
+        filled = await bus.filled("s")
+        assert (filled.readers, filled.max_readers) == (2, most)
+        if user == "few":
+            with pytest.raises(BusError, match="maximum consumers limit reached") as caught:
+                await anext(readers[2])
+            assert "Large fleets" in (caught.value.hint or "")
+        else:
+            assert (await anext(readers[2])).seq == 1
+        for reader in readers:
+            await reader.aclose()
+        await bus.close()
+
+    with NatsServer(tmp_path, extra_config=FEW_READERS) as server:
+        run_async(scenario(server))

@@ -65,3 +65,14 @@ def test_the_doctor_says_how_full_it_is() -> None:
     (finding,) = symptoms.room(Filled(80, 100))
     assert finding.severity == "warning"
     assert finding.runbook == "runbooks/tape-full.md"
+
+
+@pytest.mark.parametrize(
+    ("taken", "most", "said"),
+    [(799, 0, ""), (800, 0, "lets 1000 of them, unless its account"), (800, 65_536, ""),
+     (60_000, 65_536, "lets 65536 of them:")],
+)  # fmt: skip
+def test_the_doctor_says_how_many_read_it(taken: int, most: int, said: str) -> None:
+    found = list(symptoms.readers(Filled(0, 0, taken, most)))
+    assert [one.severity for one in found] == ["warning"] * bool(said)
+    assert all(said in one.sentence for one in found)

@@ -21,6 +21,7 @@ from diloco.common.errors import (
 
 WRONG_LAST_SEQUENCE = (10071, 10164)
 STREAM_EXISTS = 10058
+TOO_MANY_READERS = 10026
 _STREAM_NOT_FOUND = 10059
 # Without a majority a cluster holds an earlier attempt of a message, neither stored nor lost.
 _STILL_IN_PROCESS = 10158
@@ -70,9 +71,7 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
     if isinstance(error, APIError) and not passing:
         if error.err_code == _STREAM_NOT_FOUND:
             return NoStreamError(text, hint="create the run first, or use the server it is on")
-        full = error.err_code in _NO_ROOM
-        hint = "the server's disk, or its limit for streams, is full: runbooks/disk-full.md"
-        refused = RefusedError(text, hint=hint if full else None)
+        refused = RefusedError(text, hint=_hint(error.err_code))
         refused.err_code = error.err_code or 0
         # A direct get says only 404; from the leader it is 10037, where 10059 is 'no stream'.
         refused.no_message = isinstance(error, NotFoundError) and error.err_code in {None, 10037}
@@ -82,3 +81,15 @@ def ours(error: nats.errors.Error, subject: str) -> BusError:
     if isinstance(error, nats.errors.BadSubjectError | nats.errors.BadHeaderError):
         return BusError(text)
     return BusUnavailableError(text)
+
+
+def _hint(err_code: int | None) -> str | None:
+    """What to do about an answer of the server's, where that is known."""
+    if err_code in _NO_ROOM:
+        return "the server's disk, or its limit for streams, is full: runbooks/disk-full.md"
+    if err_code == TOO_MANY_READERS:
+        return (
+            "the stream has as many readers as server or account allow, and each process is one: "
+            "raise the number in the server's configuration (docs/operations.md, Large fleets)"
+        )
+    return None

@@ -12,10 +12,16 @@ from nats.js import api
 from diloco.common.bus.jetstream.address import Address, Pause, check_address
 from diloco.common.bus.jetstream.connection import Connection
 from diloco.common.bus.jetstream.cursor import Cursor, Cursors
-from diloco.common.bus.jetstream.faults import STREAM_EXISTS, WRONG_LAST_SEQUENCE, RefusedError
+from diloco.common.bus.jetstream.faults import (
+    STREAM_EXISTS,
+    TOO_MANY_READERS,
+    WRONG_LAST_SEQUENCE,
+    RefusedError,
+)
 from diloco.common.bus.jetstream.link import Link
 from diloco.common.bus.jetstream.listening import listen_on
 from diloco.common.bus.jetstream.streams import (
+    MOST_READERS,
     fill,
     message_of,
     settings_of,
@@ -70,16 +76,26 @@ class NatsBus:
         """
         check_patterns(subjects)
         check_limits(limits)
-        wanted = stream_config(stream, subjects, limits, first_seq)
         try:
-            await self._connection.call(
-                f"{self._api}.STREAM.CREATE.{stream}", lambda js: js.add_stream(wanted)
-            )
+            try:
+                await self._add_stream(
+                    stream_config(stream, subjects, limits, first_seq, MOST_READERS)
+                )
+            except RefusedError as error:
+                if error.err_code != TOO_MANY_READERS:
+                    raise
+                # The account allows fewer: it decides.
+                await self._add_stream(stream_config(stream, subjects, limits, first_seq, -1))
         except RefusedError as error:
             if error.err_code != STREAM_EXISTS:
                 raise
             info = await stream_info(self._connection, stream)
             check_settings(stream, settings_of(info.config), stream_settings(subjects, limits))
+
+    async def _add_stream(self, wanted: api.StreamConfig) -> None:
+        await self._connection.call(
+            f"{self._api}.STREAM.CREATE.{wanted.name}", lambda js: js.add_stream(wanted)
+        )
 
     async def streams(self) -> list[str]:
         """The names of all streams, sorted.
@@ -180,7 +196,12 @@ class NatsBus:
             BusError: no such stream, or not permitted.
         """
         info = await stream_info(self._connection, stream)
-        return Filled(info.state.bytes, max(info.config.max_bytes or 0, 0))
+        return Filled(
+            info.state.bytes,
+            max(info.config.max_bytes or 0, 0),
+            info.state.consumer_count,
+            max(info.config.max_consumers or 0, 0),
+        )
 
     async def trim(self, stream: str, subject: str, below_seq: int) -> None:
         """Remove messages of `subject` (no wildcards) below `below_seq`, but never its last one.

@@ -13,6 +13,9 @@ from diloco.common.errors import BusError
 # Headers of a message that was imported: when it was stored at first, and its message id.
 _STORED_AT, _EXPORTED_ID = "Diloco-Stored-At", "Diloco-Msg-Id"
 _RESTORED_AT_ONCE = 256
+# Readers that a stream takes: as many as a record can name learners. A server that is asked for no
+# number takes 1,000.
+MOST_READERS = 65_536
 
 _Entry = tuple[int, str, bytes, dict[str, str]]
 
@@ -47,9 +50,9 @@ async def store(
 
 
 def stream_config(
-    stream: str, subjects: list[str], limits: StreamLimits, first_seq: int
+    stream: str, subjects: list[str], limits: StreamLimits, first_seq: int, most_readers: int
 ) -> api.StreamConfig:
-    """What a server is asked for."""
+    """What a server is asked for; `most_readers` of -1 leaves them to the server."""
     bounded = (limits.max_age_s > 0 or limits.max_bytes > 0) and not limits.keep_old
     return api.StreamConfig(
         name=stream,
@@ -59,6 +62,7 @@ def stream_config(
         max_age=limits.max_age_s,
         max_bytes=limits.max_bytes or -1,
         max_msg_size=limits.max_message_bytes or -1,
+        max_consumers=most_readers,
         duplicate_window=limits.duplicate_window_s,
         num_replicas=limits.replicas,
         first_seq=first_seq,
