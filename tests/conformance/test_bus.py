@@ -795,7 +795,7 @@ def test_a_stream_that_keeps_what_is_old_takes_nothing_when_full(play: Play) -> 
         limits = StreamLimits(max_bytes=20_000, keep_old=True)
         await bus.create_stream(token, [f"{token}.>"], limits)
         await bus.create_stream(token, [f"{token}.>"], limits)
-        assert await bus.filled(token) == (0, 20_000)
+        assert (await bus.filled(token))[:2] == (0, 20_000)
         taken, refusal = 0, None
         while refusal is None:
             try:
