@@ -14,8 +14,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from diloco.learner.causal_lm.attention import ROWS
 from diloco.learner.causal_lm.config import DecoderConfig
-from diloco.learner.causal_lm.model import ROWS, Compute, capped
+from diloco.learner.causal_lm.model import Compute, capped
 from diloco.learner.mesh import constrain, parts_along
 
 # A smaller vocabulary is one part. Published ones have a divisor that leaves a little less.

@@ -13,19 +13,20 @@ values, K width of a head, F width of the MLP, V vocabulary, N layers.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco.learner.causal_lm.attention import ROWS, by_kind, make_attention
 from diloco.learner.causal_lm.config import DecoderConfig
 from diloco.learner.causal_lm.names import table
 from diloco.learner.causal_lm.rope import Rope
 from diloco.learner.mesh import constrain
 from diloco.learner.task import Params
 
-ROWS = ("data", "fsdp")
 EMBED_STD = 0.02
 # (name of a matrix of layers, input, the layer's tensors) -> product.
 Product = Callable[[str, jax.Array, Mapping[str, jax.Array]], jax.Array]
@@ -37,21 +38,22 @@ class Compute(NamedTuple):
     Attributes:
         dtype: of activations and matrix products; norms, softmax, logits and loss are float32.
         remat: recompute each block in the backward pass.
+        attention: of `attention.KINDS`.
     """
 
     dtype: str = "float32"
     remat: bool = True
+    attention: str = "auto"
 
 
 DEFAULT = Compute()
 
 
-class _Seen(NamedTuple):
-    """What a kind of layer needs of the positions: turns [B, L, K/2], mask [B, 1, L, M]."""
+class _Turns(NamedTuple):
+    """By how much a kind of layer turns at each position, [B, L, K/2]."""
 
     cos: jax.Array
     sin: jax.Array
-    mask: jax.Array
 
 
 def init_params(config: DecoderConfig, key: jax.Array) -> Params:
@@ -143,12 +145,13 @@ def hidden_of(
     x_BxLxD = constrain(x_BxLxD, ROWS)
     if segments_BxL is None:
         segments_BxL = jnp.ones_like(tokens_BxL)
-    seen = _seen(config, segments_BxL)
+    near, full = _seen(config, _positions(segments_BxL))
+    attend = make_attention(config, segments_BxL, compute.attention)
 
     def block(x_BxLxD: jax.Array, scanned: Any) -> tuple[jax.Array, None]:
         layer, slides = scanned
-        here = seen[0] if len(seen) == 1 else _choose(slides, *seen)
-        return _block(config, x_BxLxD, layer, here, product), None
+        turns = by_kind(config, slides, near, full)
+        return _block(config, x_BxLxD, layer, turns, partial(attend, slides), product), None
 
     step = jax.checkpoint(block, prevent_cse=False) if compute.remat else block
     layers = {**params["layers"], **(beside or {})}
@@ -156,26 +159,15 @@ def hidden_of(
     return _norm(config, x_BxLxD, params["norm"])
 
 
-def _choose(slides: jax.Array, full: _Seen, sliding: _Seen) -> _Seen:
-    chosen = [jnp.where(slides, one, other) for one, other in zip(sliding, full, strict=True)]
-    return _Seen(*chosen)
-
-
-def _seen(config: DecoderConfig, segments_BxL: jax.Array) -> tuple[_Seen, ...]:
-    """Of each kind of layer there is: full ones first."""
-    place_L = jnp.arange(segments_BxL.shape[1])
-    distance_LxM = place_L[:, None] - place_L[None, :]
-    same_BxLxM = segments_BxL[:, :, None] == segments_BxL[:, None, :]
-    mask_BxLxM = same_BxLxM & (distance_LxM >= 0)
-    positions_BxL = _positions(segments_BxL)
-    kinds = []
+def _seen(config: DecoderConfig, positions_BxL: jax.Array) -> tuple[_Turns, _Turns]:
+    """Of a layer that slides, and of one that does not; one stands for the other where none is."""
+    full = near = None
     if not all(config.sliding):
-        kinds.append(_Seen(*_turns(config.rope, config, positions_BxL), mask_BxLxM[:, None]))
-    if config.window is not None:
-        near_BxLxM = mask_BxLxM & (distance_LxM < config.window)
-        turns = _turns(config.local_rope, config, positions_BxL)
-        kinds.append(_Seen(*turns, near_BxLxM[:, None]))
-    return tuple(kinds)
+        full = _turns(config.rope, config, positions_BxL)
+    if any(config.sliding):
+        near = _turns(config.local_rope, config, positions_BxL)
+    found = [each for each in (near, full) if each is not None]
+    return found[0], found[-1]
 
 
 def _positions(segments_BxL: jax.Array) -> jax.Array:
@@ -186,24 +178,23 @@ def _positions(segments_BxL: jax.Array) -> jax.Array:
     return place_BxL - first_BxL
 
 
-def _turns(
-    rope: Rope, config: DecoderConfig, positions_BxL: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _turns(rope: Rope, config: DecoderConfig, positions_BxL: jax.Array) -> _Turns:
     frequencies_K2 = rope.frequencies(config.head_width)
     angles_BxLxK2 = positions_BxL[..., None].astype(jnp.float32) * frequencies_K2
-    return jnp.cos(angles_BxLxK2), jnp.sin(angles_BxLxK2)
+    return _Turns(jnp.cos(angles_BxLxK2), jnp.sin(angles_BxLxK2))
 
 
 def _block(
     config: DecoderConfig,
     x_BxLxD: jax.Array,
     layer: Mapping[str, jax.Array],
-    seen: _Seen,
+    turns: _Turns,
+    attend: Callable[..., jax.Array],
     product: Product,
 ) -> jax.Array:
     """One layer."""
     given_BxLxD = _norm(config, x_BxLxD, layer["attn_norm"])
-    told_BxLxD = _attention(config, given_BxLxD, layer, seen, product)
+    told_BxLxD = _attention(config, given_BxLxD, layer, turns, attend, product)
     if config.gemma:
         told_BxLxD = _norm(config, told_BxLxD, layer["attn_post_norm"])
     x_BxLxD = constrain(x_BxLxD + told_BxLxD, ROWS)
@@ -217,7 +208,8 @@ def _attention(
     config: DecoderConfig,
     x_BxLxD: jax.Array,
     layer: Mapping[str, jax.Array],
-    seen: _Seen,
+    turns: _Turns,
+    attend: Callable[..., jax.Array],
     product: Product,
 ) -> jax.Array:
     def heads(name: str) -> jax.Array:
@@ -228,21 +220,14 @@ def _attention(
     if config.head_norms:
         q_BxLxHxK = _norm(config, q_BxLxHxK, layer["q_norm"])
         k_BxLxGxK = _norm(config, k_BxLxGxK, layer["k_norm"])
-    y_BxLxHxK = jax.nn.dot_product_attention(
-        _rotate(q_BxLxHxK, seen),
-        _rotate(k_BxLxGxK, seen),
-        v_BxLxGxK,
-        mask=seen.mask,
-        scale=config.query_scale,
-        implementation="xla",
-    )
+    y_BxLxHxK = attend(_rotate(q_BxLxHxK, turns), _rotate(k_BxLxGxK, turns), v_BxLxGxK)
     return product("o", y_BxLxHxK.reshape(*x_BxLxD.shape[:2], -1), layer)
 
 
-def _rotate(x_BxLxHxK: jax.Array, seen: _Seen) -> jax.Array:
+def _rotate(x_BxLxHxK: jax.Array, turns: _Turns) -> jax.Array:
     """Turn each pair (x[i], x[i + K/2]) of every head by its position's angle."""
-    cos_BxLx1xK2 = seen.cos[:, :, None].astype(x_BxLxHxK.dtype)
-    sin_BxLx1xK2 = seen.sin[:, :, None].astype(x_BxLxHxK.dtype)
+    cos_BxLx1xK2 = turns.cos[:, :, None].astype(x_BxLxHxK.dtype)
+    sin_BxLx1xK2 = turns.sin[:, :, None].astype(x_BxLxHxK.dtype)
     a, b = jnp.split(x_BxLxHxK, 2, axis=-1)
     turned = [a * cos_BxLx1xK2 - b * sin_BxLx1xK2, b * cos_BxLx1xK2 + a * sin_BxLx1xK2]
     return jnp.concatenate(turned, axis=-1)

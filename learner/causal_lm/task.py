@@ -21,6 +21,7 @@ from diloco.common.errors import TaskError
 from diloco.common.holdings import Sizes
 from diloco.common.layout import TensorHint
 from diloco.learner import tree
+from diloco.learner.causal_lm.attention import KINDS
 from diloco.learner.causal_lm.config import DecoderConfig, read_config
 from diloco.learner.causal_lm.files import Adapters, HuggingFace, read_base
 from diloco.learner.causal_lm.lora import (
@@ -83,6 +84,7 @@ def build(
     eval_batches: int = 16,
     dtype: str = "float32",
     remat: bool = True,
+    attention: str = "auto",
     accumulate: int = 1,
     shares: int = 0,
     digests: Sequence[str] = (),
@@ -111,6 +113,7 @@ def build(
         eval_batches: batches of held-out rows, the same ones each time.
         dtype: "float32" or "bfloat16": of activations and products; parameters stay float32.
         remat: recompute each block in the backward pass.
+        attention: "auto", "plain" or "splash" (`attention.make_attention`).
         accumulate: parts of a batch, one after the other.
         shares: in how many shares each epoch is divided, which learners claim; 0: each reads all.
         digests: SHA-256 of `tokens.json` of each folder: learners that have other data are
@@ -128,7 +131,7 @@ def build(
     _check_options({name: value for name, value in given.items() if name != "lora"})
     source = None if model in SIZES else Path(model)
     config = size_named(model) if source is None else read_config(source)
-    compute = Compute(dtype, remat)
+    compute = Compute(dtype, remat, attention)
     adapters = read_lora(lora, config)
     stored = source is None or fresh
 
@@ -284,7 +287,7 @@ _LEAST = {
     "end": -1,
     "seed": 0,
 }
-_CHOICES = {"dtype": DTYPES, "optimizer": get_args(Optimizer)}
+_CHOICES = {"attention": KINDS, "dtype": DTYPES, "optimizer": get_args(Optimizer)}
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
