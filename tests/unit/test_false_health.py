@@ -169,7 +169,7 @@ def test_who_has_not_taken_a_step_or_hangs_does_not_train() -> None:
     now_s[0] += 90.0
     hangs = "the main loop has not turned for 90 s"
     assert health.line() == hangs
-    assert about(history, "odd", trouble=health.line()) == [("warning", hangs)]
+    assert about(history, "odd", trouble=health.line()) == [("warning", f"says: {hangs}")]
 
 
 # `diloco status` and `diloco learners`
