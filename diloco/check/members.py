@@ -157,7 +157,7 @@ def unborn(
                 about=f"learner {name}",
                 sentence=f"sends heartbeats of incarnation {life}, which never joined: they count "
                 "for nothing",
-                advice="end that process; if it is none of yours, revoke the learner's credential",
+                advice="end that process; if you did not start it, revoke the learner's credential",
                 runbook=LAGGING_LEARNER,
             )
 
