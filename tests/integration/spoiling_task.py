@@ -1,7 +1,8 @@
 """The tiny task, and what makes a learner of it do harm: an option of that learner's own.
 
 "labels": it trains on the targets of other inputs; "rate": its learning rate is fifty times the
-others'; "noise": it takes steps as long as its honest ones, in directions of their own.
+others'; "noise": it takes steps as long as its honest ones, in directions of their own, once the
+learner has looked at where its first steps go.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import tiny_task
 from diloco.learner.task import Task
 
 RATE = 0.01
+HONEST_STEPS = 8
 
 
 def build(*, steps, seed, notes="", sleep_s=0.0, spoiled=""):
@@ -42,18 +44,19 @@ def as_noise(seed: int) -> optax.GradientTransformation:
     """Steps of the same length for each tensor, which say nothing of the loss."""
 
     def init(_params):
-        return jax.random.key_data(jax.random.key(seed))
+        return jax.random.key_data(jax.random.key(seed)), jnp.zeros((), jnp.int32)
 
-    def update(updates, state, params=None):
-        key, *keys = jax.random.split(
-            jax.random.wrap_key_data(state), 1 + len(jax.tree.leaves(updates))
-        )
+    def update(updates, state, params=None):  # noqa: ARG001 - as optax calls it
+        data, taken = state
         leaves, form = jax.tree.flatten(updates)
+        key, *keys = jax.random.split(jax.random.wrap_key_data(data), 1 + len(leaves))
         noise = [jax.random.normal(one, leaf.shape) for one, leaf in zip(keys, leaves, strict=True)]
         found = [
-            each * jnp.linalg.norm(leaf) / jnp.linalg.norm(each)
+            jnp.where(
+                taken < HONEST_STEPS, leaf, each * jnp.linalg.norm(leaf) / jnp.linalg.norm(each)
+            )
             for each, leaf in zip(noise, leaves, strict=True)
         ]
-        return jax.tree.unflatten(form, found), jax.random.key_data(key)
+        return jax.tree.unflatten(form, found), (jax.random.key_data(key), taken + 1)
 
     return optax.GradientTransformation(init, update)
