@@ -3,10 +3,11 @@
 from diloco.common import metrics
 from diloco.common.health import View
 from diloco.common.metrics import Metrics
+from diloco.common.wire import LEARNER_STATES
 from diloco.learner import sync
 from diloco.learner.synchronizer import Meter, Synchronizer
 
-STATES = ("starting", "training", "paused", "flushing", "leaving", "failed")
+STATES = LEARNER_STATES
 # States that are no training, as whoever asks for health reads them.
 WHY_NOT = {
     "starting": "it loads versions and compiles",

@@ -134,7 +134,9 @@ def check_of_run(path: Path, run: str, message: Message) -> None:
         IntegrityError: it is of another run, or its subject is none.
     """
     subject, patterns = message.subject, (*names.tape_subjects(run), *names.ops_subjects(run))
-    if len(subject.split()) != 1 or not any(subject_matches(p, subject) for p in patterns):
+    if not {*" \t\r\n"}.isdisjoint(subject) or not any(
+        subject_matches(pattern, subject) for pattern in patterns
+    ):
         raise damaged(
             path, f"is of run {run!r} and has a message, {message.seq}, of {subject[:80]!r}"
         )

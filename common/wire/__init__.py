@@ -8,6 +8,7 @@ proportion to the message's length, whatever lengths are claimed in it.
 """
 
 from diloco.common.wire.beside import (
+    LEARNER_STATES,
     Heartbeat,
     Lease,
     Rejection,
@@ -86,6 +87,7 @@ from diloco.common.wire.updates import (
 __all__ = [
     "GREATEST",
     "GREATEST_S",
+    "LEARNER_STATES",
     "MAX_AXES",
     "MAX_ITEMS",
     "MAX_KEYS",

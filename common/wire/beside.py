@@ -70,6 +70,9 @@ class RoundOpen(Body):
     version: Count = Field(description="the version that the round makes")
 
 
+LEARNER_STATES = ("starting", "training", "paused", "flushing", "leaving", "failed")
+
+
 class Heartbeat(Body):
     """A learner is alive, and how it fares.
 

@@ -256,6 +256,9 @@ def _check_resolved(found: Audit, fragment: int, chain: Chain, sent: Updates) ->
     # By row the record that resolves an update, once that is passed; of others by identity.
     resolved_by, others = array("q", bytes(8 * len(sent))), dict[Sent, int]()
     due = [row for row in range(len(sent)) if not turns.old[row]]
+    # A rejection counts ten times against the limit of a sender's rate, and what is beyond it is
+    # dropped: of a learner that is shut out that may be anything.
+    unread = {row for row in due if _is_shut_out(found.history, sent, row)}
     passed, first_seq = 0, chain[0][0]
     for seq, record in chain[1:]:
         where = f"fragment {fragment}, record {seq}"
@@ -273,7 +276,7 @@ def _check_resolved(found: Audit, fragment: int, chain: Chain, sent: Updates) ->
                 resolved_by[row] = seq
         while passed < len(due) and sent.stream_seq(due[passed]) < record.position:
             row = due[passed]
-            met = bool(resolved_by[row]) or row in turns.ignored
+            met = bool(resolved_by[row]) or row in turns.ignored or row in unread
             found.hold(
                 met, "position", where, f"{record.position} leaves {sent.update(row)} behind"
             )
@@ -282,12 +285,21 @@ def _check_resolved(found: Audit, fragment: int, chain: Chain, sent: Updates) ->
     end = found.history.end
     if end is not None:
         flying = {row for row in flying if sent.stream_seq(row) < end[0]}
-        for row in sorted(flying):
+        for row in sorted(flying - unread):
             what = f"{sent.update(row)} was never resolved"
             found.hold(False, "resolved", f"fragment {fragment}", what)
     found.in_flight.update({sent.update(row): sent.at(row) for row in sorted(flying)})
     counted = [row for row in range(len(sent)) if resolved_by[row] or row in flying]
     _balance(found, fragment, chain, sent, counted, flying)
+
+
+def _is_shut_out(history: History, sent: Updates, row: int) -> bool:
+    """Whether the sender of an update was quarantined, by the tape, when it announced it."""
+    if not history.quarantines:
+        return False
+    learner, at_seq = sent.update(row).learner, sent.stream_seq(row)
+    words = [word for seq, word in history.quarantines if seq < at_seq and word.learner == learner]
+    return bool(words) and words[-1].active
 
 
 class _Turns(NamedTuple):

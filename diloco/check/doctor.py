@@ -7,6 +7,7 @@ leaves nothing behind but one line among the rejected copies. `symptoms.py` has 
 import asyncio
 import json as json_module
 import secrets
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -325,12 +326,18 @@ async def _examine_run(
 ) -> None:
     """Tape, learners, fragments and objects."""
     history, read_at_s, found, objects, judged = await _look(context, deep=deep, progress=progress)
-    views = await read_heartbeats(context, {join.learner for _, join in history.joins})
+    lives = {join.learner: seq for seq, join in history.joins}
+    said = await read_heartbeats(context, lives)
+    # A copy may have been cut before the joins of those whose heartbeats it has.
+    last_seq = sys.maxsize if copied else await context.bus.last_sequence(context.tape)
+    unborn = [*members.unborn(said, lives, history.last_seq, last_seq)]
+    views = members.born(said, unborn)
     now_s = context.runtime.clock()
     report.account = found.account
     report.findings[:] = [*in_force(report.findings, history)]
     report.findings += [
         *symptoms.aggregator_clocks(history),
+        *unborn,
         *members.learners(history, views, now_s, copied=copied),
         *members.troubles(views),
         *fleet.strangers(_in_time(history)),

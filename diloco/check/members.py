@@ -21,6 +21,7 @@ from diloco.check.symptoms import (
 )
 from diloco.common import wire
 from diloco.common.reasons import find
+from diloco.common.wire import LEARNER_STATES, note
 from diloco.projections.history import History
 from diloco.projections.live import LastHeartbeat
 
@@ -133,6 +134,40 @@ def of_life(view: LastHeartbeat | None, life: int) -> LastHeartbeat | None:
     return view if view is not None and view.heartbeat.incarnation >= life else None
 
 
+def unborn(
+    views: Mapping[str, LastHeartbeat],
+    lives: Mapping[str, int],
+    read_seq: int,
+    last_seq: int,
+) -> Iterator[Finding]:
+    """Learners whose heartbeats are of a life that never joined: nothing that they say counts.
+
+    Args:
+        views: last heartbeats, by learner.
+        lives: each learner's newest life; 0 for none.
+        read_seq: where the tape was read to, of which `lives` are; 0 where only a part was read.
+        last_seq: the tape's last sequence, asked for behind the heartbeats: a life is the sequence
+            of its join, and none is beyond.
+    """
+    for name, view in sorted(views.items()):
+        life, newest = view.heartbeat.incarnation, lives.get(name, 0)
+        if life > last_seq or newest < life <= read_seq:
+            yield Finding(
+                severity="warning",
+                about=f"learner {name}",
+                sentence=f"sends heartbeats of incarnation {life}, which never joined: they count "
+                "for nothing",
+                advice="end that process; if you did not start it, revoke the learner's credential",
+                runbook=LAGGING_LEARNER,
+            )
+
+
+def born(views: Mapping[str, LastHeartbeat], unborn: Iterable[Finding]) -> dict[str, LastHeartbeat]:
+    """The heartbeats of lives that may have joined."""
+    named = {finding.about for finding in unborn}
+    return {name: view for name, view in views.items() if f"learner {name}" not in named}
+
+
 def failed(name: str, view: LastHeartbeat | None) -> Iterator[Finding]:
     """A learner whose newest life was ended by an error, in its own words."""
     if view is None or view.heartbeat.state != "failed":
@@ -140,7 +175,7 @@ def failed(name: str, view: LastHeartbeat | None) -> Iterator[Finding]:
     yield Finding(
         severity="warning",
         about=f"learner {name}",
-        sentence=f"an error has ended it: {view.heartbeat.trouble}",
+        sentence=f"an error has ended it: {note(view.heartbeat.trouble)}",
         advice="its log says more; repair that, and start it again",
         runbook=LAGGING_LEARNER,
     )
@@ -207,8 +242,13 @@ def _pace(name: str, view: LastHeartbeat | None) -> Iterator[Finding]:
     yield Finding(
         severity="ok" if trains else "note",
         about=f"learner {name}",
-        sentence=pace if trains else f"does not train: {beat.state}",
+        sentence=pace if trains else f"does not train: {state_of(beat)}",
     )
+
+
+def state_of(beat: wire.Heartbeat) -> str:
+    """A learner's own word for what it does, if it is one."""
+    return beat.state if beat.state in LEARNER_STATES else "unknown"
 
 
 def silence(
@@ -318,7 +358,7 @@ def troubles(views: dict[str, LastHeartbeat]) -> Iterator[Finding]:
             yield Finding(
                 severity="warning",
                 about=f"learner {name}",
-                sentence=view.heartbeat.trouble,
+                sentence=f"says: {note(view.heartbeat.trouble)}",
                 advice="its log says more; a crash would cost it what its newest checkpoint lacks",
                 runbook=DISK_FULL,
             )

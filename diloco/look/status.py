@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco.check import fleet, members, symptoms
 from diloco.check.members import Answer
@@ -21,7 +21,7 @@ from diloco.common.tape import (
     last_record,
     read_tape,
 )
-from diloco.projections.live import Follower, LiveState, read_heartbeats, read_leases
+from diloco.projections.live import Follower, LiveState, read_heartbeats, read_leases, share
 from diloco.projections.trend import Point
 
 # Messages at the end of the tape that rates and averages are taken of.
@@ -118,6 +118,7 @@ class Watch:
         self._next_seq = 1
         self._leases: dict[int, wire.Lease] = {}
         self._filled = Filled(0, 0)
+        self._last_seq = 0
         self._settings = context.settings
         self._as_of_s = 0.0
 
@@ -158,6 +159,7 @@ class Watch:
             self._leases = await read_leases(context)
             self._settings, _ = await effective_settings(context)
             self._filled = await context.bus.filled(context.tape)
+            self._last_seq = await context.bus.last_sequence(context.tape)
         except BusUnavailableError as error:
             away = symptoms.failed("bus", error, symptoms.NATS_AWAY)
             return self._status((away,), current=False)
@@ -168,8 +170,20 @@ class Watch:
         """The run as the bus last told of it."""
         return self._status((), current=False)
 
+    def _believed(self) -> tuple[LiveState, list[Finding]]:
+        """What was read without heartbeats of lives that cannot be, and what is said of those."""
+        observed = self._follower.state
+        if not self._last_seq or self._copied:
+            return observed, []
+        lives = _Lives(observed)
+        newest = {name: lives.newest(name) for name in observed.learners}
+        # The tape may have been read from its midst: of lives before that nothing is known.
+        unborn = [*members.unborn(observed.learners, newest, 0, self._last_seq)]
+        known = members.born(observed.learners, unborn)
+        return replace(observed, learners=known) if unborn else observed, unborn
+
     def _status(self, more: tuple[Finding, ...], *, current: bool) -> Status:
-        context, observed = self._context, self._follower.state
+        context, (observed, unborn) = self._context, self._believed()
         now_s = self._as_of_s
         lives, answers = _Lives(observed), members.answers(observed.recent)
         learners = tuple(
@@ -197,7 +211,7 @@ class Watch:
             tape_limit_bytes=self._filled.max_bytes,
             learners=learners,
             fragments=tuple(self._fragment(index, now_s) for index in sorted(observed.records)),
-            alerts=(*more, *self._alerts(now_s)),
+            alerts=(*more, *unborn, *self._alerts(observed, now_s)),
             trends={name: (*trend.points,) for name, trend in sorted(observed.trends.items())},
         )
 
@@ -228,8 +242,8 @@ class Watch:
         if stopping_s > symptoms.patience_s(self._context.settings):
             yield symptoms.stops_for_long(stopping_s)
 
-    def _nobody(self, lives: "_Lives", now_s: float) -> Iterator[Finding]:
-        observed, settings = self._follower.state, self._settings
+    def _nobody(self, observed: LiveState, lives: "_Lives", now_s: float) -> Iterator[Finding]:
+        settings = self._settings
         if settings.run.paused or self._copied:
             return
         there = {
@@ -239,8 +253,8 @@ class Watch:
         left = {name for name in there if lives.has_left(name)}
         yield from members.nobody(there, left, now_s, settings.quorum.liveness_timeout_s)
 
-    def _alerts(self, now_s: float) -> Iterator[Finding]:
-        observed, settings = self._follower.state, self._context.settings
+    def _alerts(self, observed: LiveState, now_s: float) -> Iterator[Finding]:
+        settings = self._context.settings
         yield from (found for found in symptoms.room(self._filled) if found.severity != "ok")
         if observed.ended:
             return
@@ -260,7 +274,7 @@ class Watch:
                 ended = [*members.failed(name, view)]
                 yield from ended or members.silence(name, view, now_s, timeout_s)
                 yield from members.usefulness(name, answers.get(name, ()))
-        yield from self._nobody(lives, now_s)
+        yield from self._nobody(observed, lives, now_s)
         yield from fleet.strangers(observed.recent)
         longest_s = symptoms.patience_s(settings)
         for fragment, waiting in sorted(observed.waiting.items()):
@@ -340,7 +354,7 @@ def _learner(
     there = beat is not None and not silent and not left and not failed
     memories = [item.record.policy for item in observed.records.values()]
     shut_out = any(members.shut_out(name, memories))
-    own = "silent" if beat is None or (silent and not failed) else beat.state
+    own = "silent" if beat is None or (silent and not failed) else members.state_of(beat)
     return LearnerStatus(
         name=name,
         state="shut out" if shut_out else "left" if left else own,
@@ -350,8 +364,8 @@ def _learner(
         metrics=beat.metrics if beat else {},
         tokens_per_s=beat.tokens_per_s if there and beat else 0.0,
         step_time_s=beat.step_time_s if beat else 0.0,
-        stall_fraction=beat.stall_s / beat.run_s if beat and beat.run_s else 0.0,
-        data_fraction=beat.data_s / beat.run_s if beat and beat.run_s else 0.0,
+        stall_fraction=share(beat.stall_s, beat.run_s) if beat else 0.0,
+        data_fraction=share(beat.data_s, beat.run_s) if beat else 0.0,
         staleness=sum(stale) / len(stale) if stale else None,
         rejected=sum(bool(answer.reason) for answer in answers),
         updates_sent=beat.updates_sent if beat else 0,

@@ -5,6 +5,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diloco.common import names, wire
 from diloco.common.errors import StreamMissingError, WireError
@@ -38,11 +39,58 @@ class LastHeartbeat:
     heard_at_s: float
 
 
+def share(part_s: float, whole_s: float) -> float:
+    """A share of a time, 0 to 1, of what a learner says: it may say that a part is the longer."""
+    return min(part_s / whole_s, 1.0) if whole_s else 0.0
+
+
+class Spent(NamedTuple):
+    """What lives of a learner say that they took: bytes read, seconds stalled and in all."""
+
+    bytes_down: int = 0
+    stall_s: float = 0.0
+    run_s: float = 0.0
+
+    def and_of(self, beat: wire.Heartbeat) -> "Spent":
+        """With what another life says."""
+        return Spent(
+            self.bytes_down + beat.bytes_down,
+            self.stall_s + beat.stall_s,
+            self.run_s + beat.run_s,
+        )
+
+
+@dataclass
+class LifeSums:
+    """One learner's lives, in the same memory however many there are, or are made up.
+
+    Attributes:
+        newest: the last heartbeat of the newest life.
+        earlier: what all those before it took.
+    """
+
+    newest: wire.Heartbeat
+    earlier: Spent = field(default_factory=Spent)
+
+    def take(self, beat: wire.Heartbeat) -> None:
+        """The next heartbeat; one of a life that a newer has superseded adds nothing."""
+        if beat.incarnation < self.newest.incarnation:
+            return
+        if beat.incarnation > self.newest.incarnation:
+            self.earlier = self.earlier.and_of(self.newest)
+        self.newest = beat
+
+    @property
+    def spent(self) -> Spent:
+        """What all of them took."""
+        return self.earlier.and_of(self.newest)
+
+
 @dataclass
 class LiveState:
     """Sums and newest facts of a run.
 
-    `heartbeats` holds the last one of every incarnation: sums over all lives are taken of it.
+    `lives` holds what each learner's lives took: sums over all of them are taken of it.
     `records` are the newest of each fragment, and when they were stored; `waiting` the updates
     that these do not answer, and when they were announced (seconds since the epoch); `joined` the
     newest incarnations and `left` those that have ended on purpose, by learner; `trends` what was
@@ -58,7 +106,7 @@ class LiveState:
     joined: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     learners: dict[str, LastHeartbeat] = field(default_factory=dict)
-    heartbeats: dict[tuple[str, int], wire.Heartbeat] = field(default_factory=dict)
+    lives: dict[str, LifeSums] = field(default_factory=dict)
     updates_sent: int = 0
     bytes_up: int = 0
     stopped: bool = False
@@ -97,13 +145,14 @@ class LiveState:
     @property
     def bytes_down(self) -> int:
         """Bytes that learners have read."""
-        return sum(beat.bytes_down for beat in self.heartbeats.values())
+        return sum(sums.spent.bytes_down for sums in self.lives.values())
 
     @property
     def stall_fraction(self) -> float:
         """Share of the learners' time that synchronization took from training."""
-        total_s = sum(beat.run_s for beat in self.heartbeats.values())
-        return sum(beat.stall_s for beat in self.heartbeats.values()) / total_s if total_s else 0.0
+        spent = [sums.spent for sums in self.lives.values()]
+        total_s = sum(one.run_s for one in spent)
+        return share(sum(one.stall_s for one in spent), total_s)
 
     @property
     def staleness(self) -> float:
@@ -223,7 +272,7 @@ class Follower:
                 beat = decode_as(wire.Heartbeat, message.subject, message.payload)
             except WireError:
                 continue
-            self.state.heartbeats[beat.learner, beat.incarnation] = beat
+            self.state.lives.setdefault(beat.learner, LifeSums(beat)).take(beat)
             self.state.learners[beat.learner] = LastHeartbeat(beat, message.time_s)
             self.changed.set()
 

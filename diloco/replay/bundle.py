@@ -304,6 +304,11 @@ class _Copy:
             newest, last_seq = self._newest, self._last_seq
             found = newer_than(context.run, context.epoch, newest, there, last_seq)
             wanted = wanted | {*found}
+        # Of a run that goes on the tape came further than the list, whose objects it names.
+        late = wanted.difference(there)
+        if late:
+            listed = await context.runtime.call(context.store.list, f"{context.run}/")
+            await self.objects(info.name for info in listed if info.name in late)
         prefixes = (names.scores_prefix(context.run), names.epoch_prefix(context.run))
         await self.objects(
             name for name in there if name in wanted or name.startswith((*prefixes, *self._pinned))

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from diloco.cli.units import byte_unit, human_count, human_time
+from diloco.projections.live import share
 from diloco.projections.timeseries import TimeSeries
 from diloco.report.numbers import Shown, goodput, spent
 from diloco.report.page import Fact, Table
@@ -222,7 +223,7 @@ def _part(series: TimeSeries, learner: str, field: Literal["stall_s", "data_s"])
     heard = series.beats.get(learner)
     if heard is None or not heard.heartbeat.run_s:
         return "-"
-    return f"{getattr(heard.heartbeat, field) / heard.heartbeat.run_s:.2%}"
+    return f"{share(getattr(heard.heartbeat, field), heard.heartbeat.run_s):.2%}"
 
 
 def refusals(shown: Shown) -> Table:

@@ -14,6 +14,7 @@ from diloco.common.tape import (
     Item,
     RunContext,
     decode_as,
+    last_record,
     messages_of,
     read_item,
     read_tape,
@@ -66,6 +67,9 @@ class Tracker:
 
     async def follow(self, *, once: bool) -> None:
         """Until the run's end, or to what is there now."""
+        for fragment in range(len(self._context.layout.fragments)):
+            record, _ = await last_record(self._context, fragment)
+            self._points.reached(record.global_step)
         if once:
             await self._now()
         else:

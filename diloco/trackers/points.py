@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from diloco.common import wire
 from diloco.common.tape import Entry
+from diloco.projections.live import share
 
 
 class Point(NamedTuple):
@@ -24,13 +25,19 @@ class Points:
 
     def __init__(self) -> None:
         self._step = 0
+        self._furthest: int | None = None
         self._tokens: dict[int, int] = {}
+
+    def reached(self, step: int) -> None:
+        """The run's records have come to a global step: no learner's word is beyond it."""
+        self._furthest = max(step, self._furthest or 0)
 
     def of_entry(self, entry: Entry) -> Iterator[Point]:
         """What a message of the tape says."""
         match entry.body:
             case wire.Record() as record if record.inputs:
                 self._step = max(self._step, record.global_step)
+                self.reached(self._step)
                 self._tokens[record.fragment] = record.totals.tokens_merged
                 yield Point(self._step, entry.time_s, self._of_round(record))
             case wire.Manifest() as manifest if not manifest.attempt:
@@ -41,9 +48,11 @@ class Points:
         """What a learner says of itself."""
         figures = {"tokens_per_second": beat.tokens_per_s, **beat.metrics}
         if beat.run_s:
-            figures["stall_share"] = beat.stall_s / beat.run_s
-            figures["data_wait_share"] = beat.data_s / beat.run_s
-        return Point(beat.global_step, at_s, _named(beat.learner, figures))
+            figures["stall_share"] = share(beat.stall_s, beat.run_s)
+            figures["data_wait_share"] = share(beat.data_s, beat.run_s)
+        # A step of its own making would be the end of every tracker's axis.
+        step = beat.global_step if self._furthest is None else min(beat.global_step, self._furthest)
+        return Point(step, at_s, _named(beat.learner, figures))
 
     def of_score(self, score: wire.Score) -> Point:
         """What was measured on held-out data."""

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from diloco.cli.opening import Place, open_run, use_place
 from diloco.common.errors import BusError, ConfigError, IntegrityError, StoreError
 from diloco.common.kept import KeptBus, KeptStore, open_kept
 from diloco.look.status import Status, Watch
-from diloco.replay import looking
+from diloco.replay import bundle, looking
 from diloco.replay.bundle import Wanted, run_bundle, run_unpack
 from diloco.replay.options import Options
 from diloco.replay.run import run_replay
@@ -96,6 +97,28 @@ def test_objects_that_are_gone_are_missing_from_the_file_too(run, tmp_path):
     damaged = spoiled.Run(run.name, run.tape, store)
     status, text = replay(made(damaged, tmp_path / "damaged.bundle"))
     assert (status, "MISSING" in text) == (1, True), text
+
+
+def test_what_is_stored_while_the_tape_is_read_is_in_the_file_too(run, tmp_path, monkeypatch):
+    """A run goes on while it is copied: the tape names objects that the list does not have yet."""
+    store, later = tmp_path / "store", tmp_path / "later"
+    shutil.copytree(run.store, store)
+    held = sorted(path for path in store.rglob("*") if path.is_file() and "/update/" in str(path))
+    # A folder keeps what was merged under a second name.
+    late = {path.name for path in held[-3:]}
+    for path in [path for path in held if path.name in late]:
+        (later / path.relative_to(store)).parent.mkdir(parents=True, exist_ok=True)
+        path.rename(later / path.relative_to(store))
+    began = bundle._part
+
+    async def stored_meanwhile(context, wanted):
+        shutil.copytree(later, store, dirs_exist_ok=True)
+        return await began(context, wanted)
+
+    monkeypatch.setattr(bundle, "_part", stored_meanwhile)
+    going_on = spoiled.Run(run.name, run.tape, store)
+    status, text = replay(made(going_on, tmp_path / "run.bundle"))
+    assert (status, "bit for bit" in text) == (0, True), text
 
 
 def test_of_a_run_in_a_file_nobody_is_told_to_start_an_aggregator(whole):

@@ -169,7 +169,7 @@ def test_who_has_not_taken_a_step_or_hangs_does_not_train() -> None:
     now_s[0] += 90.0
     hangs = "the main loop has not turned for 90 s"
     assert health.line() == hangs
-    assert about(history, "odd", trouble=health.line()) == [("warning", hangs)]
+    assert about(history, "odd", trouble=health.line()) == [("warning", f"says: {hangs}")]
 
 
 # `diloco status` and `diloco learners`
@@ -532,3 +532,30 @@ def test_the_last_word_of_a_life_is_no_sign_of_life() -> None:
                 await cancel(speaking)
 
     ask(run())
+
+
+# What is dropped unread of a learner that is shut out is no fault of the aggregator's
+
+
+def test_of_who_is_shut_out_updates_may_be_left_behind() -> None:
+    """A rejection counts ten times against the limit of its rate: it is soon over it."""
+
+    async def run() -> History:
+        lab = Lab(sections={"bounds": {"max_updates_per_s": 1.0}})
+        await lab.create()
+        async with lab.aggregating():
+            await lab.join("odd")
+            await lab.join("well")
+            await lab.send("well")
+            word = wire.Quarantine(run=RUN, learner="odd", active=True, reason="test", by="me")
+            await say(lab, names.quarantine(RUN, "odd"), word)
+            refused = await lab.send("odd")
+            assert [one.reason for one in refused.rejected] == ["quarantined"]
+            await lab.announce(lab.upload("odd"))
+            await lab.send_many("well", 2)
+        return await read_history(lab.context)
+
+    history: History = ask(run())
+    assert len(history.announced(0)) == 5
+    assert history.records[0][-1][1].position > history.announced(0)[2][0]
+    assert audit(history).breaches == []

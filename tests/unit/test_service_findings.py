@@ -169,4 +169,4 @@ def test_what_a_learner_says_of_itself() -> None:
     )  # fmt: skip
     (found,) = members.troubles({"a": LastHeartbeat(heartbeat, 0.0)})
     assert found.severity == "warning"
-    assert found.sentence == "checkpoints fail: disk full"
+    assert found.sentence == "says: checkpoints fail: disk full"

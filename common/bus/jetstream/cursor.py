@@ -14,7 +14,7 @@ from nats.js import api
 from diloco.common.bus.jetstream.connection import Connection
 from diloco.common.bus.jetstream.faults import RefusedError, vendor_errors
 from diloco.common.bus.jetstream.link import CALL_TIMEOUT_S, Link
-from diloco.common.bus.jetstream.streams import message_of, stream_info
+from diloco.common.bus.jetstream.streams import imported_to, message_of, says_time, stream_info
 from diloco.common.bus.limits import stream_went_back
 from diloco.common.bus.protocol import Message
 from diloco.common.errors import BusError, BusUnavailableError
@@ -31,7 +31,12 @@ _PULL_ENDED = {"Batch Completed", "Message Size Exceeds MaxBytes"}
 class Cursor:
     """One pull consumer; every irregularity is a `BusUnavailableError`."""
 
-    def __init__(self, link: Link, stream: str, consumer: str, position: int) -> None:
+    def __init__(
+        self, connection: Connection, link: Link, stream: str, consumer: str, position: int
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._imported_to: int | None = None
         self._link = link
         self._path = f"{stream}.{consumer}"
         self._position = position
@@ -52,10 +57,12 @@ class Cursor:
             if self._granted == 0:
                 await self._pull()
             raw = await self._take()
-            status = (raw.headers or {}).get(api.Header.STATUS.value)
-            if status is None:
-                return self._accept(raw)
-            self._note(status, raw.headers or {})
+            # What is delivered is to be acknowledged somewhere, what the server says itself is not:
+            # by headers alone a message could pass for the latter, and stop all who read it.
+            if raw.reply:
+                return await self._accept(raw)
+            headers = raw.headers or {}
+            self._note(headers.get(api.Header.STATUS.value, ""), headers)
 
     async def close(self) -> None:
         """Remove the consumer, if there is still a connection to say so."""
@@ -114,8 +121,10 @@ class Cursor:
             raise BusUnavailableError("the connection is lost")
         return raw
 
-    def _accept(self, raw: Msg) -> Message:
+    async def _accept(self, raw: Msg) -> Message:
         """Check that nothing is missing before `raw`, and take it."""
+        if self._imported_to is None and says_time(raw.headers):
+            self._imported_to = await imported_to(self._connection, self._stream)
         seq, consumer_seq, time_ns = _place(raw.reply)
         if consumer_seq != self._delivered + 1 or seq < self._position:
             raise BusUnavailableError(
@@ -124,7 +133,8 @@ class Cursor:
         self._granted -= 1
         self._delivered, self._position = consumer_seq, seq + 1
         # Whole microseconds, as `last` has them, so that both give one message the same time.
-        return message_of(raw.subject, seq, time_ns // 1000 / 1e6, raw.data, raw.headers)
+        time_s = time_ns // 1000 / 1e6
+        return message_of(raw.subject, seq, time_s, raw.data, raw.headers, self._imported_to or 0)
 
 
 class Cursors:
@@ -150,7 +160,7 @@ class Cursors:
         if len(subjects) == 1:
             asked = f"{asked}.{subjects[0]}"
         await connection.call(asked, lambda js: js.add_consumer(stream, config))
-        return Cursor(link, stream, consumer, position)
+        return Cursor(connection, link, stream, consumer, position)
 
     async def _check_end(self, stream: str, position: int) -> None:
         """Refuse to wait beyond the end: a server would skip all messages up to the position."""

@@ -19,7 +19,28 @@ _CLOSE_S = 2.0
 
 
 class _Client(Client):
-    """nats-py's client, which hears a refusal: over TLS it would write on into a broken pipe."""
+    """nats-py's client, which hears a refusal: over TLS it would write on into a broken pipe.
+
+    And it outlives what a sender may write for headers and subjects: of headers that it cannot
+    read it has none, and of a subject's bytes that are no text it has the mark for those. nats-py
+    loses the connection, so that one stored message would end every connection on which it is read.
+    """
+
+    async def _process_headers(self, headers: Any) -> dict[str, str] | None:
+        """The headers of a message; None of what are none."""
+        try:
+            found: dict[str, str] | None = await super()._process_headers(headers)
+        except Exception:  # noqa: BLE001 - whatever a sender's bytes may raise
+            return None
+        return found
+
+    def _build_message(
+        self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
+    ) -> Msg:
+        """A message as the application has it."""
+        text = subject.decode(errors="replace").encode()
+        message: Msg = super()._build_message(sid, text, reply, data, headers)
+        return message
 
     def _connect_command(self) -> bytes:
         """CONNECT with the PING that nats-py sends after it, so that it reads before it writes."""

@@ -23,7 +23,10 @@ from diloco.common.bus.jetstream.listening import listen_on
 from diloco.common.bus.jetstream.streams import (
     MOST_READERS,
     fill,
+    imported_to,
+    mark_imported,
     message_of,
+    says_time,
     settings_of,
     store,
     stream_config,
@@ -177,7 +180,9 @@ class NatsBus:
                 return None
             raise
         assert raw.time is not None
-        return message_of(subject, raw.seq or 0, raw.time.timestamp(), raw.data, raw.headers)
+        known = await imported_to(self._connection, stream) if says_time(raw.headers) else 0
+        time_s = raw.time.timestamp()
+        return message_of(subject, raw.seq or 0, time_s, raw.data, raw.headers, known)
 
     async def last_sequence(self, stream: str) -> int:
         """Sequence of the stream's last message; 0 if it is empty.
@@ -245,14 +250,16 @@ class NatsBus:
         first_seq = first[0].seq if first else 1
         await self.create_stream(stream, subjects, limits, first_seq=first_seq)
         try:
-            return await fill(
-                self._connection, stream, subjects, itertools.chain(first, known), first_seq
-            )
+            messages = itertools.chain(first, known)
+            count = await fill(self._connection, stream, subjects, messages, first_seq)
+            made = await stream_info(self._connection, stream)
+            await mark_imported(self._connection, made.config, made.state.last_seq)
         except BaseException:
             with contextlib.suppress(BusError):
                 asked = f"{self._api}.STREAM.DELETE.{stream}"
                 await self._connection.call(asked, lambda js: js.delete_stream(stream))
             raise
+        return count
 
     async def read(
         self, stream: str, subjects: list[str], start_seq: int

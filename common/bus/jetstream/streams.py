@@ -8,10 +8,12 @@ from nats.js import JetStreamContext, api
 from diloco.common.bus.jetstream.connection import Connection
 from diloco.common.bus.limits import stream_settings
 from diloco.common.bus.protocol import Message, StreamLimits
-from diloco.common.errors import BusError
+from diloco.common.errors import BusError, BusUnavailableError
 
 # Headers of a message that was imported: when it was stored at first, and its message id.
 _STORED_AT, _EXPORTED_ID = "Diloco-Stored-At", "Diloco-Msg-Id"
+# Of an imported stream, in its configuration, which no learner can write: its last such message.
+_IMPORTED_TO = "diloco-imported-to"
 _RESTORED_AT_ONCE = 256
 # Readers that a stream takes: as many as a record can name learners. A server that is asked for no
 # number takes 1,000.
@@ -91,17 +93,62 @@ def settings_of(config: api.StreamConfig) -> dict[str, object]:
     )
 
 
+def says_time(headers: dict[str, str] | None) -> bool:
+    """Whether a message says when it was stored, as an imported one does, or a liar's."""
+    return _STORED_AT in (headers or {})
+
+
+async def imported_to(connection: Connection, stream: str) -> int:
+    """Sequence up to which a stream was imported; 0 if it was not, or nobody may know.
+
+    Raises:
+        BusUnavailableError: no answer.
+    """
+    try:
+        metadata = (await stream_info(connection, stream)).config.metadata or {}
+    except BusUnavailableError:
+        raise
+    except BusError:
+        return 0
+    return int(metadata.get(_IMPORTED_TO, "0"))
+
+
+async def mark_imported(connection: Connection, config: api.StreamConfig, last_seq: int) -> None:
+    """Have the times of a stream's messages up to a sequence believed.
+
+    Raises:
+        BusError, BusUnavailableError: the server does not take it.
+    """
+    marked = config.evolve(metadata={_IMPORTED_TO: str(last_seq)})
+    await connection.call(
+        f"{connection.address.api}.STREAM.UPDATE.{config.name}",
+        lambda js: js.update_stream(marked),
+    )
+
+
 def message_of(
-    subject: str, seq: int, time_s: float, data: bytes | None, headers: dict[str, str] | None
+    subject: str,
+    seq: int,
+    time_s: float,
+    data: bytes | None,
+    headers: dict[str, str] | None,
+    imported_to: int = 0,
 ) -> Message:
-    """A message as it was published, here or where the stream was exported."""
+    """A message as it was published, here or where the stream was exported.
+
+    `imported_to`: up to this sequence the header with the time is the importer's; in others it is
+    whatever their sender put there, and is not looked at. The rest is as the server gives it.
+    """
     known = headers or {}
+    imported = seq <= imported_to and _STORED_AT in known
+    msg_id = known.get(api.Header.MSG_ID.value) or known.get(_EXPORTED_ID, "")
     return Message(
         subject,
         seq,
-        float(known.get(_STORED_AT, time_s)),
+        float(known[_STORED_AT]) if imported else time_s,
         data or b"",
-        known.get(api.Header.MSG_ID.value) or known.get(_EXPORTED_ID, ""),
+        # A folded header is no id, and no file could hold it.
+        msg_id if msg_id.isprintable() else "",
     )
 
 

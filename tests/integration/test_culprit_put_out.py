@@ -1,0 +1,110 @@
+"""A run that one learner spoils while it goes on: found, put out and gone back, as the pages say."""
+
+import json
+
+import pytest
+from audit import read_tape
+from harness import ENDLESS, World, eventually
+from night import Night
+
+from diloco.common import log
+
+pytestmark = pytest.mark.slow
+
+HONEST = ("island-a", "island-b", "island-d")
+CULPRIT = "island-c"
+# Of the culprit, and of versions before it comes: noise does nothing to what is trained already.
+VERDICTS = {"labels": "harmful", "rate": "harmful", "noise": "useless"}
+COMES_AT = {"labels": 4, "rate": 4, "noise": 1}
+ROUNDS = 20
+
+
+@pytest.fixture
+def night(new_world, own_nats_server, monkeypatch) -> Night:
+    """A run of honest learners that goes on."""
+    monkeypatch.setattr(log, "configure", lambda _level: None)
+    world = new_world(
+        server=own_nats_server,
+        run=ENDLESS,
+        task={
+            "build": "spoiling_task:build", "options": {"notes": "notes", "sleep_s": 0.03},
+        },
+        outer={"learning_rate": 0.5, "momentum": 0.5},
+        bounds={"norm_clip": 10.0},
+        quorum={"min_learners": 4, "deadline_s": 20.0, "liveness_timeout_s": 30.0, "grace_cap_s": 1.0},
+    )  # fmt: skip
+    world.aggregator()
+    for name in HONEST:
+        world.learner(name)
+    return Night(world, own_nats_server)
+
+
+def spoil(world: World, how: str) -> None:
+    """Have the culprit join and its updates merged, in rounds with the others'."""
+    world.until(lambda: min(read_tape(world).versions()) >= COMES_AT[how], "versions")
+    path = world.variant("culprit", {"learner": {"options": {"spoiled": how}}})
+    world.start(CULPRIT, "learner", "--config", str(path), "--learner", CULPRIT)
+
+    def merged() -> bool:
+        rounds = [
+            record for record in read_tape(world).all_records()
+            if len({one.learner for one in record.inputs}) == 1 + len(HONEST)
+        ]  # fmt: skip
+        return len(rounds) >= ROUNDS
+
+    world.until(merged, "rounds of all four", every_s=1.0)
+
+
+def held_out(night: Night, *options: str) -> float:
+    said = night.run(["evaluate", night.places["RUN"], "--json", *options])
+    assert said.status == 0, said.text
+    return float(json.loads(said.text.splitlines()[-1])["loss"])
+
+
+@pytest.mark.parametrize("how", VERDICTS)
+def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path):
+    world, run = night.world, night.places["RUN"]
+    spoil(world, how)
+    # Who is it? On a copy, as the page says, of a run that goes on.
+    copy = str(tmp_path / "run.bundle")
+    night.do("debug-with-replay", "diloco bundle RUN BUNDLE", BUNDLE=copy)
+    said = night.do("debug-with-replay", "diloco replay RUN --blame", RUN=copy)
+    assert CULPRIT in said
+    blamed = json.loads(night.run(["replay", copy, "--blame", "--json"]).text)["learners"]
+    assert [(one["learner"], one["word"]) for one in blamed if one["word"] != "helpful"] == [
+        (CULPRIT, VERDICTS[how])
+    ]
+    since = blamed[0]["since"]
+    place = f"{since['fragment']}@{since['version']}"
+    assert CULPRIT in night.do("debug-with-replay", "diloco show RUN WHAT", RUN=copy, WHAT=place)
+    first = min(
+        record.version
+        for record in read_tape(world).all_records()
+        for one in record.inputs
+        if one.learner == CULPRIT
+    )
+    before = str(min(first, since["version"]) - 1)
+    good, spoilt = held_out(night, "--version", before), held_out(night)
+    # Out with it, and back to what was before.
+    page = "rejected-updates"
+    night.do("loss-spike", "diloco learners RUN --quarantine NAME", NAME=CULPRIT)
+    assert "checkpoint" in night.do(page, "diloco checkpoint RUN")
+    back_at = read_tape(world).last_seq
+    back = night.run(["rollback", run, "--to", before, "--yes"])
+    assert back.status == 0, back.text
+    # The run goes on, without it and from there; and is soon better than it was before.
+    reached = max(read_tape(world).versions()) + 4
+    world.until(lambda: min(read_tape(world).versions()) >= reached, "versions", every_s=1.0)
+    eventually(lambda: held_out(night) <= good, f"{good:.4f} again, from {spoilt:.4f}", every_s=2.0)
+    if VERDICTS[how] == "harmful":
+        assert held_out(night) < spoilt
+    tape = read_tape(world)
+    after = [record for seq, record in tape.in_order() if seq > back_at]
+    assert {one.learner for record in after for one in record.inputs} == {*HONEST}
+    assert {one.learner for record in after for one in record.rejected if one.reason == "quarantined"} == {
+        CULPRIT
+    }  # fmt: skip
+    assert "is quarantined" in night.do(page, "diloco learners RUN")
+    world.stop()
+    world.until(lambda: read_tape(world).end, "the end", every_s=0.5)
+    read_tape(world).check(hostile=[CULPRIT])
