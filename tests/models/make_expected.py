@@ -65,12 +65,18 @@ def made(case: str, document: dict, folder: Path):
 
 
 def measured(case: str, model) -> tuple:
+    """In float64, as far as transformers lets it: what differs from it is our rounding alone."""
+    model = model.double()
     seen = torch.from_numpy(tokens(case, model.config.vocab_size)).long()
     logits = model(seen).logits
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], seen[0, 1:])
     loss.backward()
-    gradient = {name: leaf.grad.numpy() for name, leaf in model.named_parameters()}
-    return logits.detach().numpy(), loss.detach().numpy(), gradient
+    gradient = {name: _single(leaf.grad) for name, leaf in model.named_parameters()}
+    return _single(logits), _single(loss), gradient
+
+
+def _single(values: torch.Tensor) -> np.ndarray:
+    return values.detach().float().numpy()
 
 
 if __name__ == "__main__":
