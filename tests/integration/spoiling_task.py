@@ -15,17 +15,22 @@ import tiny_task
 
 from diloco.learner.task import Task
 
-RATE = 0.01
+RATE = 0.3
 HONEST_STEPS = 8
 
 
 def build(*, steps, seed, notes="", sleep_s=0.0, spoiled=""):
-    task = tiny_task.build(steps=steps, seed=seed, notes=notes, sleep_s=sleep_s)
+    honest = optax.clip_by_global_norm(1.0)
+    task = dataclasses.replace(
+        tiny_task.build(steps=steps, seed=seed, notes=notes, sleep_s=sleep_s),
+        optimizer=honest,
+        schedule=optax.constant_schedule(RATE),
+    )
     changes = {
         "": {},
         "labels": {"batches": shifted(task)},
         "rate": {"schedule": optax.constant_schedule(50 * RATE)},
-        "noise": {"optimizer": optax.chain(task.optimizer, as_noise(seed))},
+        "noise": {"optimizer": optax.chain(honest, as_noise(seed))},
     }
     return dataclasses.replace(task, **changes[spoiled])
 
@@ -46,7 +51,7 @@ def as_noise(seed: int) -> optax.GradientTransformation:
     def init(_params):
         return jax.random.key_data(jax.random.key(seed)), jnp.zeros((), jnp.int32)
 
-    def update(updates, state, params=None):  # noqa: ARG001 - as optax calls it
+    def update(updates, state, params=None):
         data, taken = state
         leaves, form = jax.tree.flatten(updates)
         key, *keys = jax.random.split(jax.random.wrap_key_data(data), 1 + len(leaves))
