@@ -97,11 +97,11 @@ def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path):
     back_at = read_tape(world).last_seq
     back = night.run(["rollback", run, "--to", before, "--yes"])
     assert back.status == 0, back.text
-    # The run goes on, without it and from there; and is soon as good as it ever was.
+    # The run goes on, without it and from there; and is soon as good as before.
     reached = max(read_tape(world).versions()) + 4
     world.until(lambda: min(read_tape(world).versions()) >= reached, "versions", every_s=1.0)
-    best = min(good, spoilt)
-    eventually(lambda: held_out(night) <= best, f"{good:.4f} and {spoilt:.4f} again", every_s=2.0)
+    # Honest steps alone scatter by more than what the best moment of a spoiled run was below that.
+    eventually(lambda: held_out(night) <= good, f"{good:.4f} again, from {spoilt:.4f}", every_s=2.0)
     tape = read_tape(world)
     after = [record for seq, record in tape.in_order() if seq > back_at]
     assert {one.learner for record in after for one in record.inputs} == {*HONEST}
