@@ -120,6 +120,10 @@ def _judge(learner: str, effects: Effects, beside: _Beside, own: Places) -> Sent
     did = beside.did[own]
     total = float(did.sum())
     word = _word(alone, usual) if sure else "helpful"
+    if float(beside.did[told].sum()) <= 0:
+        # Its rounds would have been worse without it. Where steps are too long or batches small an
+        # update alone may do harm, and be one that the average needs.
+        word = "helpful"
     if word not in AGAINST:
         # The stretch in which it did worst is evidence of nothing then.
         alone, usual = _means(beside, own)

@@ -15,17 +15,22 @@ import tiny_task
 
 from diloco.learner.task import Task
 
-RATE = 0.01
+RATE = 0.3
 HONEST_STEPS = 8
 
 
 def build(*, steps, seed, notes="", sleep_s=0.0, spoiled=""):
-    task = tiny_task.build(steps=steps, seed=seed, notes=notes, sleep_s=sleep_s)
+    honest = optax.clip_by_global_norm(1.0)
+    task = dataclasses.replace(
+        tiny_task.build(steps=steps, seed=seed, notes=notes, sleep_s=sleep_s),
+        optimizer=honest,
+        schedule=optax.constant_schedule(RATE),
+    )
     changes = {
         "": {},
         "labels": {"batches": shifted(task)},
         "rate": {"schedule": optax.constant_schedule(50 * RATE)},
-        "noise": {"optimizer": optax.chain(task.optimizer, as_noise(seed))},
+        "noise": {"optimizer": optax.chain(honest, as_noise(seed))},
     }
     return dataclasses.replace(task, **changes[spoiled])
 

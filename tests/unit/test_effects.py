@@ -46,5 +46,16 @@ def test_of_thousands_of_updates_the_bad_learner_is_named_with_its_first():
     assert [one.word for one in others] == ["helpful", "helpful"]
 
 
+@pytest.mark.parametrize(("did", "word"), [(-0.01, "helpful"), (0.01, "harmful")])
+def test_who_helped_its_rounds_is_not_blamed_for_what_its_updates_do_alone(did, word):
+    """Where steps are long an update alone may do harm, and be one that the average needs."""
+    effects = Effects()
+    for round_ in range(200):
+        for learner in ("a", "b", "c"):
+            one = effect(round_, learner, 0.05 if learner == "c" else 0.01 * math.sin(round_))
+            effects.append(one._replace(did=did if learner == "c" else -0.01))
+    assert {one.learner: one.word for one in judge.judge(effects)}["c"] == word
+
+
 def test_nobody_is_judged_where_nothing_was_merged():
     assert judge.judge(Effects()) == []
