@@ -67,9 +67,11 @@ def held_out(night: Night, *options: str) -> float:
 
 
 @pytest.mark.parametrize("how", VERDICTS)
-def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path):
+def test_the_culprit_is_put_out_while_the_run_goes_on(night, how, tmp_path, monkeypatch):
     world, run = night.world, night.places["RUN"]
     spoil(world, how)
+    # Pictures are drawn where the operator is.
+    monkeypatch.chdir(tmp_path)
     # Who is it? On a copy, as the page says, of a run that goes on.
     copy = str(tmp_path / "run.bundle")
     night.do("debug-with-replay", "diloco bundle RUN BUNDLE", BUNDLE=copy)
