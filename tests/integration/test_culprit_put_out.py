@@ -13,17 +13,18 @@ pytestmark = pytest.mark.slow
 
 HONEST = ("island-a", "island-b", "island-d")
 CULPRIT = "island-c"
-# Of the culprit, and of versions before it comes; or it is there from the beginning, since noise
-# does nothing to what is trained already.
-VERDICTS = {"labels": "harmful", "rate": "harmful", "noise": "useless"}
-COMES_AT = {"labels": 4, "rate": 4, "noise": 0}
+# Of the culprit, and of versions before it comes. Noise shows over more rounds than so few:
+# `test_runbooks_followed.py` has it, on a run that has ended.
+VERDICTS = {"labels": "harmful", "rate": "harmful"}
+COMES_AT = {"labels": 4, "rate": 4}
 ROUNDS = 20
 
 
 @pytest.fixture
-def night(new_world, own_nats_server, monkeypatch) -> Night:
+def night(new_world, own_nats_server, monkeypatch, tmp_path) -> Night:
     """A run of honest learners that goes on."""
     monkeypatch.setattr(log, "configure", lambda _level: None)
+    monkeypatch.chdir(tmp_path)
     world = new_world(
         server=own_nats_server,
         run=ENDLESS,
@@ -39,16 +40,12 @@ def night(new_world, own_nats_server, monkeypatch) -> Night:
 
 
 def spoil(world: World, how: str) -> None:
-    """Have the culprit's updates merged in rounds with those of the others, who join it or it them."""
+    """Have the culprit join, and its updates merged in rounds with those of the others."""
     path = world.variant("culprit", {"learner": {"options": {"spoiled": how}}})
     for name in HONEST:
-        if COMES_AT[how]:
-            world.learner(name)
+        world.learner(name)
     world.until(lambda: min(read_tape(world).versions()) >= COMES_AT[how], "versions")
     world.start(CULPRIT, "learner", "--config", str(path), "--learner", CULPRIT)
-    for name in HONEST:
-        if not COMES_AT[how]:
-            world.learner(name)
 
     def merged() -> bool:
         rounds = [
