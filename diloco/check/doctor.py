@@ -333,13 +333,14 @@ async def _examine_run(
     unborn = [*members.unborn(said, lives, history.last_seq, last_seq)]
     views = members.born(said, unborn)
     now_s = context.runtime.clock()
+    left = {name for name, life in history.full_leaves() if life == lives.get(name)}
     report.account = found.account
     report.findings[:] = [*in_force(report.findings, history)]
     report.findings += [
         *symptoms.aggregator_clocks(history),
         *unborn,
         *members.learners(history, views, now_s, copied=copied),
-        *members.troubles(views),
+        *members.troubles(views, left),
         *fleet.strangers(_in_time(history)),
         *await context.runtime.call(lambda: [*directions.strangers(history)]),
         *fleet.ruined(await _scores(context, deep=deep)),

@@ -351,10 +351,10 @@ def usefulness(name: str, resolved: Iterable[Answer]) -> Iterator[Finding]:
         )
 
 
-def troubles(views: dict[str, LastHeartbeat]) -> Iterator[Finding]:
-    """What learners themselves say that somebody should look at."""
+def troubles(views: Mapping[str, LastHeartbeat], left: Collection[str] = ()) -> Iterator[Finding]:
+    """What learners themselves say that somebody should look at; who has left needs nobody."""
     for name, view in sorted(views.items()):
-        if view.heartbeat.trouble and view.heartbeat.state != "failed":
+        if view.heartbeat.trouble and view.heartbeat.state != "failed" and name not in left:
             yield Finding(
                 severity="warning",
                 about=f"learner {name}",

@@ -261,8 +261,9 @@ class Watch:
         if observed.stopped:
             yield from self._stopping(now_s)
             return
-        yield from members.troubles(observed.learners)
         lives, answers = _Lives(observed), members.answers(observed.recent)
+        left = {name for name in observed.learners if lives.has_left(name)}
+        yield from members.troubles(observed.learners, left)
         memories = [item.record.policy for item in observed.records.values()]
         timeout_s = settings.quorum.liveness_timeout_s
         for name in sorted(_known(observed)):

@@ -125,7 +125,7 @@ def test_alerts_come_with_what_is_amiss_and_go_with_it(new_world) -> None:
     left = world.until(
         lambda: (found := status_of(world)).learners[1].state == "left" and found, "it has left"
     )
-    assert "learner b" not in about(left)
+    assert "learner b" not in about(left), left.alerts
     world.stop()
     ended = world.until(
         lambda: (found := status_of(world)).state == "ended" and found, "the run ends"

@@ -170,3 +170,4 @@ def test_what_a_learner_says_of_itself() -> None:
     (found,) = members.troubles({"a": LastHeartbeat(heartbeat, 0.0)})
     assert found.severity == "warning"
     assert found.sentence == "says: checkpoints fail: disk full"
+    assert not [*members.troubles({"a": LastHeartbeat(heartbeat, 0.0)}, {"a"})]
