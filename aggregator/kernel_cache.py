@@ -8,7 +8,8 @@ still names the first's types, and every later process calls the wrong code).
 
 import contextlib
 import fcntl
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,18 @@ _LOCK: Final = "lock"
 
 
 class KeptKernel(FunctionCache):
-    """One kernel's compiled forms: what cannot be read is compiled again."""
+    """One kernel's compiled forms: what cannot be read is compiled again.
+
+    So is what was made before any file of the kernel's folder changed: kernels are made of each
+    other, and Numba looks at the file of the one alone.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        folder = Path(inspect.getfile(function)).parent
+        states = ((path.name, path.stat()) for path in sorted(folder.glob("*.py")))
+        stamp = tuple((name, state.st_mtime, state.st_size) for name, state in states)
+        self._cache_file._source_stamp = stamp  # noqa: SLF001 - it is nowhere to be given
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The form for arguments of some types; None: compile it."""

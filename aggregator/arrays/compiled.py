@@ -14,8 +14,7 @@ Why the loops look as they do, which makes the difference between vectors and si
   - a loop writes to few arrays, since the compiler must see that they do not overlap;
   - numbers of blocks are unsigned, which need no care for negative ones.
 
-What was compiled is kept on disk, and made again when the file of a kernel changes, but not when
-another does that it imports from: what changes belongs beside its kernel.
+What was compiled is kept on disk, and made again when a file of this folder changes.
 """
 
 import contextlib

@@ -157,10 +157,10 @@ class FragmentArrays:
         return self.digests()[1]
 
     def digests(self) -> tuple[str, str]:
-        """Of the view, and `outer_digest`; as many arrays at a time as there are threads."""
-        view, *each = share_out(
-            shards.digest, (self.view, self.theta, *self.state.values()), self.threads
-        )
+        """Of the view, and `outer_digest`."""
+        vectors = (self.view, self.theta, *self.state.values())
+        # Each takes as long: two threads for three would leave one with nothing to do.
+        view, *each = share_out(shards.digest, vectors, len(vectors) if self.threads > 1 else 1)
         return view, shards.digest("".join(each).encode())
 
     def discard(self) -> None:

@@ -33,6 +33,7 @@ from diloco.aggregator.arrays import sums
 from diloco.aggregator.arrays.compiled import lanes
 from diloco.aggregator.arrays.grid import Grid
 from diloco.aggregator.arrays.sharing import Run, as_bits, share_out, shared
+from diloco.aggregator.arrays.vectors import WIDTH
 from diloco.common.codec import Codec, Encoded, aligned_zeros, code_count, scale_count
 
 Vector = npt.NDArray[np.float32]
@@ -254,7 +255,7 @@ class Accumulator:
 
     def _add_pieces(self, waiting: Sequence[_Waiting], coefficients_UxS: Vector, run: Run) -> None:
         block = self._grid.block
-        # What there is no update for repeats the first, times zero.
+        # The kernel takes as many arrays each time, and looks at those that there are updates for.
         spare = [waiting[0]] * (sums.MOST_UPDATES - len(waiting))
         shards = [one.shards[run.shard] for one in (*waiting, *spare)]
         sums.add(
@@ -263,8 +264,8 @@ class Accumulator:
             run.first,
             run.last,
             self._grid.ranges[run.shard][0] // block,
-            lanes(shards[0].codes.shape[1]),
-            lanes(block),
+            lanes(block // 2),
+            lanes(min(block // 2, WIDTH)),
             len(waiting),
             tuple(shard.scales for shard in shards),
             tuple(shard.codes for shard in shards),

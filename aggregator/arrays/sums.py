@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 from numba.extending import overload
 
+from diloco.aggregator.arrays import vectors
 from diloco.aggregator.arrays.compiled import compiled, fetch, wide
 
 f32, i8, i16, i32 = np.float32, np.int8, np.int16, np.int32
@@ -20,35 +21,16 @@ LEAST_PRODUCT: Final = f32(2.0**-100)
 GREATEST_PRODUCT: Final = f32(2.0**100)
 # Updates that are added in one pass over the sum.
 MOST_UPDATES: Final = 8
-# Blocks that all updates are added to while they are in the nearest cache.
-_TILE: Final = u64(8)
+_GROUP: Final = u64(vectors.GROUP)
+# Bytes that a processor fetches at a time.
+_LINE: Final = u64(64)
 # Blocks whose whole numbers are summed before their scales are looked at: compilers make better
 # vectors of a loop that has nothing else in it.
 _STAGED: Final = u64(16)
 # Bytes ahead that codes are fetched which are read once: half of the time of norms was waiting.
 _AHEAD: Final = u64(2048)
-
-
-@compiled
-def _normal(product: Any) -> Any:
-    """A product, or zero for what is too small."""
-    return f32(0) if abs(product) < LEAST_PRODUCT else product
-
-
-@compiled
-def _low(pair: Any) -> Any:
-    return f32(i8(i8(pair & 15) - i8(8)))
-
-
-@compiled
-def _high(pair: Any) -> Any:
-    return f32(i8(i8(pair >> 4) - i8(8)))
-
-
-@compiled
-def _step_of(scale: Any, coefficient: Any) -> Any:
-    # Only a block of zeros may reach the limit, and must not become a NaN.
-    return min(_normal(wide(scale) * coefficient), GREATEST_PRODUCT)
+# The same, of codes that more is done with.
+_NEAR: Final = u64(512)
 
 
 # --- Norms of an update
@@ -88,7 +70,10 @@ def _squares(
 def _squares_by_codes(
     start: Any, stop: Any, items: Any, scales: Any, codes: Any, squares: Any
 ) -> Any:
-    return _SQUARES[str(codes.dtype)]
+    kind = str(codes.dtype)
+    if kind == "uint8" and items.count % vectors.STRIDE == 0:
+        return _squares_groups
+    return _SQUARES[kind]
 
 
 def _squares_int4(start: Any, stop: Any, items: Any, scales: Any, codes: Any, squares: Any) -> Any:
@@ -108,6 +93,23 @@ def _squares_int4(start: Any, stop: Any, items: Any, scales: Any, codes: Any, sq
         total = _scaled(total, start, count, wholes, scales)
         start += count
     return total
+
+
+_squares_singly = compiled(_squares_int4)
+
+
+def _squares_groups(
+    start: Any, stop: Any, items: Any, scales: Any, codes: Any, squares: Any
+) -> Any:
+    total = 0.0
+    while start + _GROUP <= stop:
+        for line in range(u64(0), _GROUP * u64(len(items)), _LINE):
+            fetch(codes, start * u64(len(items)) + line + _AHEAD)
+        vectors.measure(codes, scales, start, items, squares)
+        for k in range(_GROUP):
+            total += squares[k]
+        start += _GROUP
+    return total + _squares_singly(start, stop, items, scales, codes, squares)
 
 
 def _squares_int8(start: Any, stop: Any, items: Any, scales: Any, codes: Any, squares: Any) -> Any:
@@ -176,8 +178,8 @@ def add(
     first: Any,
     last: Any,
     at: Any,
-    items: Any,
-    elements: Any,
+    half: Any,
+    width: Any,
     count: Any,
     scales: Any,
     codes: Any,
@@ -194,8 +196,8 @@ def add(
         first: piece.
         last: piece, and one.
         at: block of the fragment that the shards begin with.
-        items: as many `lanes` as a block has codes.
-        elements: as many `lanes` as a block has elements.
+        half: as many `lanes` as half a block has elements.
+        width: as many of those as are added at a time (`vectors.py`).
         count: of the updates.
         scales: bits of bfloat16s of each of `MOST_UPDATES`.
         codes: [blocks, items] of each; uint16 are bits of bfloat16s.
@@ -204,92 +206,48 @@ def add(
         total_Bxb: the sum.
         out_P: takes the sums of its squares.
     """
-    squares = np.zeros(len(elements))
+    each = np.zeros(2 * len(width))
     factors = np.zeros(MOST_UPDATES, np.float32)
     for piece in range(u64(first), u64(last)):
         factors[:] = coefficients_UxS[:, segment_P[piece]]
-        squares[:] = 0
-        start, end = u64(edges_P1[piece]), u64(edges_P1[piece + u64(1)])
-        while start < end:
-            stop = min(start + _TILE, end)
-            if not keep:
-                total_Bxb[start:stop] = 0
-            _add_tile(start, stop, u64(at), items, count, scales, codes, factors, total_Bxb)
-            for b in range(start, stop):
-                for j in range(len(elements)):
-                    value = np.float64(total_Bxb[b, j])
-                    squares[j] += value * value
-            start = stop
-        out_P[piece] = squares.sum()
+        squares = vectors.no_squares(width)
+        for b in range(u64(edges_P1[piece]), u64(edges_P1[piece + u64(1)])):
+            own = b - u64(at)
+            for start in range(u64(0), u64(len(half)), u64(len(width))):
+                if keep:
+                    total = vectors.load(total_Bxb, b, start, half, width)
+                else:
+                    total = vectors.zeros(width)
+                for update in range(u64(count)):
+                    step = _step(codes[update], scales[update], own, factors[update])
+                    fetch(codes[update], own * u64(codes[update].strides[0]) + _NEAR)
+                    total = vectors.add_codes(
+                        total, codes[update], own, start, half, step, LEAST_PRODUCT
+                    )
+                vectors.store(total_Bxb, b, start, half, total)
+                squares = vectors.add_squares(squares, total)
+        vectors.put(squares, each)
+        out_P[piece] = each.sum()
 
 
-def _add_tile(
-    start: Any, stop: Any, at: Any, items: Any, count: Any, scales: Any, codes: Any, factors: Any,
-    total_Bxb: Any,
-) -> None:  # fmt: skip # pragma: no cover - one of those below
+def _step(
+    codes: Any, scales: Any, b: Any, factor: Any
+) -> Any:  # pragma: no cover - one of those below
     raise NotImplementedError
 
 
-@overload(_add_tile)
-def _add_by_codes(
-    start: Any, stop: Any, at: Any, items: Any, count: Any, scales: Any, codes: Any, factors: Any,
-    total_Bxb: Any,
-) -> Any:  # fmt: skip
-    return _ADD[str(codes.dtype.dtype)]
+@overload(_step)
+def _step_by_codes(codes: Any, scales: Any, b: Any, factor: Any) -> Any:
+    """What a block's codes are multiplied by."""
+    return _step_scaled if str(codes.dtype) in ("uint8", "int8") else _step_alone
 
 
-def _add_int4(
-    start: Any, stop: Any, at: Any, items: Any, count: Any, scales: Any, codes: Any, factors: Any,
-    total_Bxb: Any,
-) -> None:  # fmt: skip
-    high = len(items)
-    for update in range(u64(count)):
-        own_codes, own_scales = codes[update], scales[update]
-        for b in range(start, stop):
-            step = _step_of(own_scales[b - at], factors[update])
-            for j in range(len(items)):
-                pair = own_codes[b - at, j]
-                total_Bxb[b, j] += _low(pair) * step
-                total_Bxb[b, high + j] += _high(pair) * step
+def _step_scaled(codes: Any, scales: Any, b: Any, factor: Any) -> Any:
+    product = wide(scales[b]) * factor
+    normal = f32(0) if abs(product) < LEAST_PRODUCT else product
+    # Only a block of zeros may reach the limit, and must not become a NaN.
+    return min(normal, GREATEST_PRODUCT)
 
 
-def _add_int8(
-    start: Any, stop: Any, at: Any, items: Any, count: Any, scales: Any, codes: Any, factors: Any,
-    total_Bxb: Any,
-) -> None:  # fmt: skip
-    for update in range(u64(count)):
-        own_codes, own_scales = codes[update], scales[update]
-        for b in range(start, stop):
-            step = _step_of(own_scales[b - at], factors[update])
-            for j in range(len(items)):
-                total_Bxb[b, j] += f32(own_codes[b - at, j]) * step
-
-
-def _add_bfloat16(
-    start: Any, stop: Any, at: Any, items: Any, count: Any, scales: Any, codes: Any, factors: Any,
-    total_Bxb: Any,
-) -> None:  # fmt: skip
-    for update in range(u64(count)):
-        own_codes, factor = codes[update], factors[update]
-        for b in range(start, stop):
-            for j in range(len(items)):
-                total_Bxb[b, j] += _normal(wide(own_codes[b - at, j]) * factor)
-
-
-def _add_float32(
-    start: Any, stop: Any, at: Any, items: Any, count: Any, scales: Any, codes: Any, factors: Any,
-    total_Bxb: Any,
-) -> None:  # fmt: skip
-    for update in range(u64(count)):
-        own_codes, factor = codes[update], factors[update]
-        for b in range(start, stop):
-            for j in range(len(items)):
-                total_Bxb[b, j] += _normal(own_codes[b - at, j] * factor)
-
-
-_ADD: Final = {
-    "uint8": _add_int4,
-    "int8": _add_int8,
-    "uint16": _add_bfloat16,
-    "float32": _add_float32,
-}
+def _step_alone(codes: Any, scales: Any, b: Any, factor: Any) -> Any:
+    return factor

@@ -55,6 +55,23 @@ def test_what_a_power_failure_cut_short_is_compiled_again_and_kept(source, endin
     assert sum(third.stats.cache_hits.values()) == 1
 
 
+def test_a_kernel_is_compiled_again_when_one_that_it_calls_changes(source):
+    other = source.with_name("other.py")
+    other.write_text("from diloco.aggregator.arrays.compiled import compiled\n")
+    with other.open("a") as file:
+        file.write("@compiled\ndef sum_of(a, b):\n    return a + b\n")
+    source.write_text(
+        KERNEL.replace("\n@", "from other import sum_of\n@").replace(
+            "values[0] + values[0]", "sum_of(values[0], values[0])"
+        )
+    )
+    assert another_process(source)(REAL) == 0.5
+    other.write_text(other.read_text().replace("a + b", "a * b "))
+    sys.modules.pop("other")
+    assert another_process(source)(REAL) == 0.0625
+    sys.modules.pop("other")
+
+
 def test_a_kernel_that_cannot_be_stored_works_all_the_same(source):
     kernel = another_process(source)
     folder = Path(kernel.stats.cache_path)

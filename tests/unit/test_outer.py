@@ -1,5 +1,6 @@
 """Merging and the outer step: against plain formulas, and to the bit against other machines."""
 
+import math
 import os
 import subprocess
 import sys
@@ -140,6 +141,23 @@ def test_norms_of_the_greatest_codes_do_not_overflow(codec, block):
         value = float(decode_numpy(codec, ones, block)[0])
         norm = segment_norms(grid, codec, [ones])
         np.testing.assert_allclose(norm, [abs(value) * np.sqrt(4 * block)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 512])
+def test_each_block_is_measured_with_its_own_scale(block):
+    """With scales that are powers of two the sum of squares is exact, in whatever order."""
+    count = 37  # Two groups that are measured together, and some blocks more.
+    layout = make_layout(
+        [Tensor(name="x", shape=(count * block,), dtype="float32")], fragments=1, block=block
+    )
+    grid = make_grid(layout.fragments[0], block, 1 << 20)
+    pairs_Bxh = np.random.default_rng(block).integers(0, 256, (count, block // 2), dtype=np.uint8)
+    pairs_Bxh[[0, 20, 36]] = 0  # Both codes are -8.
+    powers_B = np.arange(count) % 13 - 6
+    update = Encoded((2.0**powers_B).astype(ml_dtypes.bfloat16), pairs_Bxh.reshape(-1))
+    codes_Bxb = np.concatenate([pairs_Bxh & 15, pairs_Bxh >> 4], axis=1).astype(np.int64) - 8
+    squares = float(np.square(codes_Bxb).sum(axis=1) @ 4.0**powers_B)
+    assert segment_norms(grid, "int4", [update]).tolist() == [math.sqrt(squares)]
 
 
 def test_coefficients_are_bfloat16_of_the_rule():
