@@ -12,6 +12,7 @@ from diloco.common.config import AggregatorSection, GcSection
 from diloco.common.errors import RunMismatchError
 from diloco.common.health import Health
 from diloco.common.metrics import Metrics
+from diloco.common.parts import Parts
 from diloco.common.tape import RunContext
 
 if TYPE_CHECKING:
@@ -55,7 +56,12 @@ def identity(context: Context) -> str:
 
 
 async def store_version_object(
-    context: Context, fragment: int, version: int, what: str, data: bytes, logger: log.Logger
+    context: Context,
+    fragment: int,
+    version: int,
+    what: str,
+    data: bytes | Parts,
+    logger: log.Logger,
 ) -> wire.ObjectRef:
     """Store an object of a version under a name that holds its content; retried for ever."""
     name = names.version_object(context.run, fragment, version, what, shards.digest(data))

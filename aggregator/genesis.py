@@ -46,8 +46,8 @@ async def commit_version_zero(context: Context, vector: Callable[[int], np.ndarr
 async def _commit(context: Context, fragment: int, vector: np.ndarray) -> None:
     arrays = FragmentArrays.from_view(context.settings, context.layout, fragment, vector)
     logger = context.logger
-    view = await store_version_object(context, fragment, 0, "view", arrays.view_bytes(), logger)
-    outer = await store_version_object(context, fragment, 0, "outer", arrays.outer_bytes(), logger)
+    view = await store_version_object(context, fragment, 0, "view", arrays.view_object(), logger)
+    outer = await store_version_object(context, fragment, 0, "outer", arrays.outer_object(), logger)
     now_s = context.runtime.clock()
     decided = Decided(
         what="version",

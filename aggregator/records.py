@@ -245,8 +245,7 @@ async def with_snapshot(
     logger: log.Logger,
 ) -> Contents:
     """The contents once view and outer state of this very version are stored."""
-    view = await context.runtime.call(arrays.view_bytes)
-    outer = await context.runtime.call(arrays.outer_bytes)
+    view, outer = arrays.view_object(), arrays.outer_object()
     return contents._replace(
         snapshot=await store_version_object(context, fragment, version, "view", view, logger),
         snapshot_version=version,

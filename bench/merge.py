@@ -11,13 +11,15 @@ are within a repeat. Processor time is of all threads, divided by the cores: wha
 would be if nothing else ran.
 
 The second part shows that memory does not depend on the number of learners: each in a process of
-its own, the growth of its resident memory over a whole round.
+its own, the growth of its resident memory over a whole round, and until its view and outer state
+are stored, in a folder, while updates of the next round wait already.
 """
 
 import argparse
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,6 +30,7 @@ import ml_dtypes
 import numpy as np
 
 from bench.streaming import Stream, median, seconds, table
+from diloco.aggregator.arrays.fragment import FragmentArrays
 from diloco.aggregator.arrays.grid import Grid, make_grid
 from diloco.aggregator.arrays.merge import (
     MOST_WAITING,
@@ -41,13 +44,18 @@ from diloco.aggregator.arrays.outer import close_round, make_outer
 from diloco.aggregator.arrays.sharing import share_out
 from diloco.common import cores, shards
 from diloco.common.codec import Encoded, aligned_zeros
+from diloco.common.config import make_config
 from diloco.common.layout import Tensor, TensorHint, make_layout
 from diloco.common.shards import pack, unpack
+from diloco.common.store.directory import DirectoryStore
 
 BLOCK = 64
 SEGMENTS = 16
 REPEATS = 7
 FLOOR = 0.2
+SETTINGS = make_config(
+    {"run": {"name": "merge", "steps": 1}, "store": {"url": "/nowhere"}}, source="this bench"
+).settings()
 STAGES = ("norms", "accumulate", "outer step, delta", "digests")
 
 
@@ -155,6 +163,17 @@ class Round:
         taken["digests"] = Taken().plus(self._digests)
         return taken
 
+    def store(self, updates: Iterator[Encoded]) -> None:
+        """Store what the round made, while updates of the next wait to be added."""
+        self._sum.reset()
+        for update in updates:
+            self._add(update, [Contribution(np.ones(SEGMENTS), 1.0)])
+        arrays = FragmentArrays(SETTINGS, self._grid, self._view, self._theta, self._state)
+        with tempfile.TemporaryDirectory() as folder:
+            store = DirectoryStore(Path(folder))
+            store.put("view", arrays.view_object())
+            store.put("outer", arrays.outer_object())
+
     def _norms(self, update: Encoded, contributions: list[Contribution]) -> None:
         contributions.append(
             Contribution(segment_norms(self._grid, "int4", [update], cores.available()), 1e6, 0.7)
@@ -256,7 +275,9 @@ def _round_growth_bytes(size: int, learners: int) -> int:
     Round(small).times(updates_of(small, 2))
     before = _peak_bytes()
     grid = grid_of(size)
-    Round(grid).times(updates_of(grid, learners))
+    round_ = Round(grid)
+    round_.times(updates_of(grid, learners))
+    round_.store(updates_of(grid, min(learners, MOST_WAITING["int4"] - 1)))
     return _peak_bytes() - before
 
 

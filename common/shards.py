@@ -47,6 +47,7 @@ from diloco.common.codec import (
     scale_count,
 )
 from diloco.common.errors import IntegrityError, ObjectRangeError, WireError
+from diloco.common.parts import Data, Parts, parts_of
 from diloco.common.reasons import Reason
 
 HEADER: Final = struct.Struct("<4sBBHQ")
@@ -193,17 +194,25 @@ def read_blocks(
     return encoded
 
 
-def crc32c(data: bytes | memoryview) -> int:
+def crc32c(data: Data) -> int:
     """Castagnoli checksum, as object stores compute it."""
-    return int(google_crc32c.value(bytes(data) if isinstance(data, memoryview) else data))
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
+    value = 0
+    for piece in parts_of(data):
+        value = google_crc32c.extend(value, bytes(piece))  # It takes nothing else.
+    return value
 
 
-def digest(data: npt.NDArray[Any] | bytes) -> str:
+def digest(data: npt.NDArray[Any] | bytes | Parts) -> str:
     """xxh3-128 of the bytes, as 32 hex digits."""
     # In one call it would hold the interpreter, and so every other thread, to its end.
     hashed = xxhash.xxh3_128()
     if isinstance(data, bytes):
         hashed.update(data)
+    elif isinstance(data, Parts):
+        for piece in data:
+            hashed.update(piece)
     else:
         hashed.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
     return str(hashed.hexdigest())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import ml_dtypes
 import msgpack
@@ -22,6 +22,7 @@ from diloco.common.codec import Codec, Encoded, aligned_empty, aligned_zeros
 from diloco.common.config import RunSettings
 from diloco.common.errors import IntegrityError, ObjectMissingError, WireError
 from diloco.common.layout import Layout
+from diloco.common.parts import Parts
 
 
 class Payload(NamedTuple):
@@ -51,6 +52,10 @@ class Made(NamedTuple):
     outer_digest: str
 
 
+# Elements of a fragment: an array of its outer state has fewer than 2^32 bytes.
+MOST_ELEMENTS: Final = (1 << 30) - 1
+
+
 class _Merged(NamedTuple):
     admitted: Admitted
     contribution: Contribution
@@ -62,7 +67,7 @@ class _Merged(NamedTuple):
 class FragmentArrays:
     """The arrays of one fragment; methods block and are called one at a time.
 
-    Two exceptions: what `view_bytes` and `outer_bytes` read stays as it is while `merge` adds.
+    Two exceptions: what `view_object` and `outer_object` give stays as it is while `merge` adds.
 
     Attributes:
         view: parameters as learners see them, float32 [N].
@@ -116,7 +121,7 @@ class FragmentArrays:
         arithmetic: Arithmetic = PRODUCTION,
         threads: int = 1,
     ) -> "FragmentArrays":
-        """The arrays that `view_bytes` and `outer_bytes` gave.
+        """The arrays that `view_object` and `outer_object` gave.
 
         Raises:
             IntegrityError: they are not arrays of this fragment.
@@ -141,16 +146,17 @@ class FragmentArrays:
             )
         return cls(settings, grid, view_N, theta, arrays, arithmetic, threads)
 
-    def view_bytes(self) -> bytes:
-        """The view as an object: raw little-endian float32."""
-        return self.view.tobytes()
+    def view_object(self) -> Parts:
+        """The view as an object, no copy: raw little-endian float32."""
+        return Parts(self.view.data)
 
-    def outer_bytes(self) -> bytes:
-        """Master parameters and outer-optimizer state as an object: msgpack of raw arrays."""
-        packed: bytes = msgpack.packb(
-            {"theta": self.theta.data.cast("B"), **{k: v.tobytes() for k, v in self.state.items()}}
-        )
-        return packed
+    def outer_object(self) -> Parts:
+        """Master parameters and outer-optimizer state as an object, no copy: msgpack of arrays."""
+        arrays = {"theta": self.theta, **self.state}
+        runs: list[bytes | memoryview] = [msgpack.Packer().pack_map_header(len(arrays))]
+        for name, array in arrays.items():
+            runs += [msgpack.packb(name) + _binary_header(array.nbytes), array.data]
+        return Parts(*runs)
 
     def outer_digest(self) -> str:
         """xxh3-128 over the digests of master parameters and outer-optimizer state."""
@@ -336,6 +342,13 @@ class FragmentArrays:
             delta_codec=self.own_settings.sync.delta_codec,
             threads=self.threads,
         )
+
+
+def _binary_header(size: int) -> bytes:
+    """What stands before as many bytes in msgpack, which has no call for it without the bytes."""
+    sizes = ((0xC4, 1), (0xC5, 2), (0xC6, 4))
+    marker, length = next(each for each in sizes if size < 1 << 8 * each[1])
+    return bytes([marker]) + size.to_bytes(length, "big")
 
 
 def make_grid(settings: RunSettings, layout: Layout, fragment: int) -> Grid:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from diloco.common.errors import StoreError
 from diloco.common.kept.contents import Whole
 from diloco.common.kept.index import Kept
+from diloco.common.parts import Data
 from diloco.common.store import (
     ObjectInfo,
     check_object_name,
@@ -24,7 +25,7 @@ class KeptStore:
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: Data) -> None:
         """Refused.
 
         Raises:

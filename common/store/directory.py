@@ -18,6 +18,7 @@ from diloco.common.errors import (
     StoreMissingError,
     StoreUnavailableError,
 )
+from diloco.common.parts import Data, Parts, parts_of
 from diloco.common.store.deadline import Deadline
 from diloco.common.store.protocol import (
     KEPT,
@@ -83,7 +84,7 @@ class DirectoryStore:
             (root / TEMP).mkdir(parents=True, exist_ok=True)
             self._keep_owner(root / TEMP)
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: Data) -> None:
         """Store `data` under `name`; on disk, its name included, when this returns.
 
         Raises:
@@ -93,14 +94,14 @@ class DirectoryStore:
         """
         check_object_name(name)
         path = self.root / name
-        view = memoryview(data).cast("B")
+        parts = parts_of(data)
         with _os_errors("store", name):
-            temp = self._write_temp(view)
+            temp = self._write_temp(parts)
             try:
                 self._make_folder(path.parent)
                 while not _link(temp, path):
                     try:
-                        same = path.read_bytes() == view
+                        same = path.read_bytes() == parts
                     except FileNotFoundError:
                         continue  # deleted since the link failed
                     if not same:
@@ -209,7 +210,7 @@ class DirectoryStore:
 
     def _keep_copy(self, name: str, kept: Path, limit_bytes: int) -> None:
         with contextlib.suppress(ObjectMissingError, ObjectTooLargeError, ObjectUnreadableError):
-            temp = self._write_temp(memoryview(self.get(name, limit_bytes)))
+            temp = self._write_temp(Parts(self.get(name, limit_bytes)))
             try:
                 _link(temp, kept)
             finally:
@@ -255,12 +256,12 @@ class DirectoryStore:
                 error
             )
 
-    def _write_temp(self, data: memoryview) -> Path:
+    def _write_temp(self, data: Parts) -> Path:
         temp = self.root / TEMP / secrets.token_hex(16)
         descriptor = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
+                file.writelines(data)
                 file.flush()
                 self._keep_owner(descriptor)
                 os.fsync(descriptor)

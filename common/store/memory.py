@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 
+from diloco.common.parts import Data
 from diloco.common.store.deadline import Deadline
 from diloco.common.store.protocol import (
     ObjectInfo,
@@ -21,7 +22,7 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._objects: dict[str, bytes] = {}
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: Data) -> None:
         """Store `data` under `name`.
 
         Raises:

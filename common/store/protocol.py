@@ -20,6 +20,7 @@ from diloco.common.errors import (
     ObjectUnreadableError,
     StoreError,
 )
+from diloco.common.parts import Data
 
 # First tokens of names that a backend keeps for itself.
 TEMP, KEPT = ".tmp", ".kept"
@@ -39,8 +40,12 @@ class ObjectInfo(NamedTuple):
 class ObjectStore(Protocol):
     """What the daemons need of a store; see the module's rules."""
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: Data) -> None:
         """Store `data` under `name`.
+
+        Args:
+            name: of the object.
+            data: its bytes; they must not change before this returns.
 
         Raises:
             ObjectExistsError: other bytes stand under that name.

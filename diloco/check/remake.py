@@ -144,8 +144,8 @@ class Remaker:
     def _check_stored(self, record: wire.Record, arrays: FragmentArrays) -> None:
         """View and outer state as stored are those of the version."""
         for ref, data in (
-            (record.snapshot, arrays.view_bytes()),
-            (record.outer, arrays.outer_bytes()),
+            (record.snapshot, arrays.view_object()),
+            (record.outer, arrays.outer_object()),
         ):
             try:
                 same = get_object(self._history.store, ref) == data

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from diloco.aggregator.arrays.fragment import MOST_ELEMENTS
 from diloco.aggregator.context import Context
 from diloco.aggregator.genesis import commit_version_zero
 from diloco.common import log, names, wire
@@ -115,8 +116,25 @@ def begin(config: Config, params: Params, hint: Hint) -> Layout:
     sync, tensors = config.sync, tree.tensors_of(params)
     layout = make_layout(tensors, fragments=sync.fragments, block=sync.block, hint=hint)
     tree.check_wide(layout)
+    check_storable(layout)
     run_to_end(_create(config, layout, params))
     return layout
+
+
+def check_storable(layout: Layout) -> None:
+    """Refuse fragments whose outer states could not be stored: msgpack counts an array's bytes.
+
+    Raises:
+        ConfigError: a fragment is too large.
+    """
+    largest = max(fragment.size for fragment in layout.fragments)
+    if largest > MOST_ELEMENTS:
+        total = sum(fragment.size for fragment in layout.fragments)
+        raise ConfigError(
+            f"a fragment would have {largest:,} parameters; one has at most {MOST_ELEMENTS:,}",
+            hint=f"raise sync.fragments from {len(layout.fragments)} to "
+            f"{-(-total // MOST_ELEMENTS) + 1} or more",
+        )
 
 
 async def _create(

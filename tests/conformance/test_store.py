@@ -30,6 +30,7 @@ from diloco.common.errors import (
     StoreSlowError,
     StoreUnavailableError,
 )
+from diloco.common.parts import Parts
 from diloco.common.store import DirectoryStore, MemoryStore, ObjectInfo, ObjectStore, open_store
 from diloco.common.store.gcs import open_gcs
 
@@ -110,6 +111,22 @@ def test_a_view_of_numbers_is_stored_as_its_bytes(store: ObjectStore) -> None:
     store.put("o", view)
     store.put("o", view)
     assert store.get("o") == bytes(range(16))
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (3, 0, 5), (9_000_000, 1, 4_000_000)])
+def test_bytes_from_several_places_are_one_object(
+    store: ObjectStore, lengths: tuple[int, ...]
+) -> None:
+    runs = [bytes([index + 1]) * length for index, length in enumerate(lengths)]
+    store.put("o", Parts(*runs))
+    assert store.get("o") == b"".join(runs)
+    store.put("o", Parts(*runs))
+    store.put("o", b"".join(runs))
+    with pytest.raises(ObjectExistsError):
+        store.put("o", Parts(*runs, b"more"))
+    if any(lengths):
+        with pytest.raises(ObjectExistsError):
+            store.put("o", Parts(*runs[1:], runs[0]))
 
 
 def test_the_callers_buffer_may_change_afterwards(store: ObjectStore) -> None:

@@ -206,7 +206,7 @@ def delta_decoders() -> dict[str, Decoder]:
 ARRAYS = FragmentArrays.from_view(
     SETTINGS, LAYOUT, 0, np.ones(LAYOUT.fragments[0].size, np.float32)
 )
-VIEW = ARRAYS.view_bytes()
+VIEW = bytes(ARRAYS.view_object())
 
 
 def decode_outer(data: bytes) -> None:
@@ -402,7 +402,7 @@ def decoders(folder: Path) -> dict[str, Decoder]:
     settings = replacements.map(settings_of).filter(packable)
     specification = EXAMPLES[wire.Specification]
     credentials = Credentials(run="r", identity="x", role="learner", seed="SUAB")
-    layout, outer = layout_bytes(LAYOUT), ARRAYS.outer_bytes()
+    layout, outer = layout_bytes(LAYOUT), bytes(ARRAYS.outer_object())
     kept = learner_checkpoint()
     right_config = tomli_w.dumps(DOCUMENT).encode()
     right_credentials = render_credentials(credentials).encode()

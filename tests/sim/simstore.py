@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from diloco.common.errors import ObjectExistsError, ObjectMissingError, StoreUnavailableError
+from diloco.common.parts import Data
 from diloco.common.store import MemoryStore, ObjectInfo
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class SimStore(MemoryStore):
         # What was stored under names whose objects are damaged now.
         self.rotten: dict[str, bytes] = {}
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: Data) -> None:
         if name not in self._objects:
             super().put(name, data)
             self._folders[_folder(name)][name] = None
@@ -111,7 +112,7 @@ class ActorStore:
     def _inner(self) -> SimStore:
         return self._actor.world.store
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: Data) -> None:
         actor, faults = self._actor, self._actor.faults
         self._reach()
         self._inner.unsynced.pop(name, None)

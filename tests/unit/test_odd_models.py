@@ -1,6 +1,7 @@
 """Parameters as users may have them: each works, or is refused by a sentence that says what to do."""
 
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +14,12 @@ from flax.core import FrozenDict
 import diloco
 from diloco.common.config import SyncSection
 from diloco.common.errors import ConfigError, TaskError
-from diloco.common.layout import default_hint, make_layout
+from diloco.common.layout import Tensor, default_hint, make_layout
 from diloco.learner import tree
 from diloco.learner.delta import vector_of
 from diloco.learner.placement import shardings_of
 from diloco.learner.replica import Replica
+from diloco.operate.create import check_storable
 
 SHARED = np.full((4, 4), 0.5, np.float32)
 
@@ -141,6 +143,15 @@ def test_doubles_are_refused_where_jax_has_none():
         tree.check_wide(layout)
     with jax.enable_x64(True):
         tree.check_wide(layout)
+
+
+def test_a_fragment_that_could_not_be_stored_says_how_many_are_enough():
+    """2^30 float32 have 2^32 bytes, which msgpack has no number for."""
+    tensor = Tensor(name="x", shape=(3 << 10, 1 << 20), dtype="float32")
+    with pytest.raises(ConfigError, match="1,073,741,823") as refused:
+        check_storable(make_layout([tensor], fragments=2, block=64))
+    enough = int(re.search(r"to (\d+) or more", refused.value.hint)[1])
+    check_storable(make_layout([tensor], fragments=enough, block=64))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -143,7 +143,7 @@ def test_norms_of_the_greatest_codes_do_not_overflow(codec, block):
         np.testing.assert_allclose(norm, [abs(value) * np.sqrt(4 * block)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize("block", [16, 64, 128, 256, 512])
 def test_each_block_is_measured_with_its_own_scale(block):
     """With scales that are powers of two the sum of squares is exact, in whatever order."""
     count = 37  # Two groups that are measured together, and some blocks more.

@@ -14,6 +14,7 @@ from diloco.common.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from diloco.common.parts import Data, Parts
 from diloco.common.store.buckets.faults import names_no_bucket, our_errors
 from diloco.common.store.buckets.place import Place, connect, parse
 from diloco.common.store.deadline import Deadline
@@ -83,7 +84,7 @@ class BucketStore:
             hint="use a service, or a release of it, that has conditional writes",
         )
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: Data) -> None:
         """Store `data` under `name`; durable when this returns.
 
         Raises:
@@ -92,7 +93,8 @@ class BucketStore:
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
         check_object_name(name)
-        view = memoryview(data).cast("B")
+        # Its client takes them in one place, or makes a copy itself.
+        view = memoryview(bytes(data) if isinstance(data, Parts) else data).cast("B")
         with our_errors("store", self._place, name):
             while True:
                 try:

@@ -13,6 +13,7 @@ from diloco.common.errors import (
     ObjectMissingError,
     StoreUnavailableError,
 )
+from diloco.common.parts import Data, parts_of
 from diloco.common.store.deadline import Deadline
 from diloco.common.store.gcs.bucket import ENDPOINT, RETRY_S, TIMEOUT_S, open_bucket
 from diloco.common.store.gcs.checksums import checksum_of
@@ -73,7 +74,7 @@ class GcsStore:
         self._bucket = open_bucket(bucket, prefix, credentials, endpoint, retry_s, timeout_s)
         self._downloads = Downloads(self._bucket)
 
-    def put(self, name: str, data: bytes | memoryview) -> None:
+    def put(self, name: str, data: Data) -> None:
         """Store `data` under `name`; durable when this returns.
 
         Raises:
@@ -82,16 +83,16 @@ class GcsStore:
             StoreError: not permitted, no such bucket, or `name` is not an object name.
         """
         check_object_name(name)
-        view = memoryview(data).cast("B")
-        checksum = checksum_of(data)
+        parts = parts_of(data)
+        checksum = checksum_of(parts)
         with self._bucket.errors("store", name, "storage.objects.create"):
             while True:
                 try:
-                    return upload(self._bucket, name, view, checksum)
+                    return upload(self._bucket, name, parts, checksum)
                 except api.PreconditionFailed:
                     found = self._look_up(name)
                 # None: deleted since.
-                if found == (view.nbytes, checksum):
+                if found == (len(parts), checksum):
                     return None
                 if found is not None:
                     raise object_exists(name)
