@@ -23,6 +23,7 @@ import optax
 
 from diloco.aggregator.context import Context
 from diloco.aggregator.daemon import aggregate
+from diloco.cli.opening import Place, use_place
 from diloco.common import log, names, shards, slices, wire
 from diloco.common.bus import MemoryBus
 from diloco.common.config import BusSection, RunSettings
@@ -36,6 +37,7 @@ from diloco.learner.delta import vector_of
 from diloco.learner.task import Task
 from diloco.model.view import GlobalModel
 from diloco.operate.create import create_run
+from diloco.replay.bundle import Wanted, run_bundle
 
 FEATURES, HIDDEN, BATCH, STEPS = 12, 48, 16, 8
 FRAGMENTS = 2
@@ -109,6 +111,17 @@ def make_run(
     """
     fleet = _Fleet(folder, spoiled, store or folder / "store", norm_clip)
     return asyncio.run(fleet.train(versions))
+
+
+def bundled(folder: Path, spoiled: str = "", *, versions: int) -> Path:
+    """The bundle of such a run, made of its files as an operator would make it."""
+    run = make_run(folder, spoiled, versions=versions)
+    use_place(Place(None, str(run.store)))
+    try:
+        run_bundle(str(run.tape), folder / "run.bundle", Wanted())
+    finally:
+        use_place(Place())
+    return folder / "run.bundle"
 
 
 class _Fleet:

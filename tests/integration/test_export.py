@@ -3,33 +3,22 @@
 import asyncio
 import json
 
-import jax
 import numpy as np
 import pytest
 from audit import read_tape
 from harness import ENDLESS, PATIENCE_S, World
 
 from diloco.common import shards
-from diloco.learner.causal_lm import checkpoint, model
-from diloco.learner.causal_lm.config import parse_config
+from diloco.learner.causal_lm import checkpoint
 from diloco.learner.delta import vector_of
-from diloco.learner.task import named_leaves
 from diloco.operate import change as operate
-from tests.models.cases import LLAMA
+from tests.models.tiny import write_tiny
 
 
 @pytest.fixture
 def options(tmp_path):
     """Of a task that goes on with a tiny checkpoint on some tokens."""
-    config = parse_config(LLAMA, source="")
-    params = model.init_params(config, jax.random.key(3))
-    arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(params)}
-    checkpoint.write_checkpoint(tmp_path / "first", config, arrays, file_bytes=20_000)
-    (tmp_path / "tokens").mkdir()
-    rng = np.random.default_rng(0)
-    for side in ("train", "held_out"):
-        np.save(tmp_path / "tokens" / f"{side}.npy", rng.integers(96, size=40_000, dtype=np.uint16))
-    folders = {"model": str(tmp_path / "first"), "data": str(tmp_path / "tokens")}
+    folders = write_tiny(tmp_path, ("train", "held_out"), 40_000)
     return folders | {"batch": 2, "length": 32, "learning_rate": 1e-2}
 
 

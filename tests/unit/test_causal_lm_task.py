@@ -8,7 +8,7 @@ import pytest
 from diloco.common.errors import ConfigError, TaskError
 from diloco.common.layout import make_layout
 from diloco.learner import tree
-from diloco.learner.causal_lm import checkpoint, model
+from diloco.learner.causal_lm import model
 from diloco.learner.causal_lm.config import parse_config
 from diloco.learner.causal_lm.sizes import SIZES, size_named
 from diloco.learner.causal_lm.task import matrices, next_token_loss
@@ -17,6 +17,7 @@ from diloco.learner.delta import vector_of
 from diloco.learner.task import named_leaves, params_shapes
 from diloco.operate.create import _flatten, _folder
 from tests.models.cases import CASES, LLAMA
+from tests.models.tiny import write_tiny
 
 BUILD = "diloco.learner.causal_lm:build"
 END = 3
@@ -36,14 +37,7 @@ COUNTS = {
 @pytest.fixture
 def folders(tmp_path):
     """A tiny model's folder with tensors, and one of tokens; their paths."""
-    config = parse_config(LLAMA, source="")
-    params = model.init_params(config, jax.random.key(3))
-    arrays = {name: np.asarray(leaf) for name, leaf in named_leaves(params)}
-    checkpoint.write_checkpoint(tmp_path / "model", config, arrays, file_bytes=20_000)
-    (tmp_path / "data").mkdir()
-    rng = np.random.default_rng(0)
-    for name in ("train-0", "train-1", "held_out"):
-        np.save(tmp_path / "data" / f"{name}.npy", rng.integers(96, size=2_000).astype(np.uint16))
+    write_tiny(tmp_path, ("train-0", "train-1", "held_out"), 2_000)
     return tmp_path
 
 

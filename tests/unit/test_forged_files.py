@@ -13,7 +13,6 @@ from forged import object_at, retold, score_of, with_file, write
 from rich.console import Console
 
 from diloco.check.doctor import examine
-from diloco.cli.opening import Place, use_place
 from diloco.common import names, shards, wire
 from diloco.common.errors import ConfigError, IntegrityError, TaskError
 from diloco.common.kept import open_kept
@@ -30,14 +29,7 @@ from diloco.report.summary import warnings
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole")
-    run = spoiled.make_run(folder, versions=4)
-    use_place(Place(None, str(run.store)))
-    try:
-        run_bundle(str(run.tape), folder / "run.bundle", Wanted())
-    finally:
-        use_place(Place())
-    return folder / "run.bundle"
+    return spoiled.bundled(tmp_path_factory.mktemp("whole"), versions=4)
 
 
 @pytest.fixture

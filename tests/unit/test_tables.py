@@ -12,7 +12,6 @@ import spoiled
 
 import diloco
 from diloco.common.errors import ConfigError
-from diloco.replay.bundle import Wanted, run_bundle
 
 pytest.importorskip("pyarrow", reason="locks/arrow.lock is not installed")
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "look_into_a_run.ipynb"
@@ -20,16 +19,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "look_into_a_run.ipynb"
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    from diloco.cli.opening import Place, use_place
-
-    folder = tmp_path_factory.mktemp("tables")
-    run = spoiled.make_run(folder, "rate", versions=7)
-    use_place(Place(None, str(run.store)))
-    try:
-        run_bundle(str(run.tape), folder / "run.bundle", Wanted())
-    finally:
-        use_place(Place())
-    return folder / "run.bundle"
+    return spoiled.bundled(tmp_path_factory.mktemp("tables"), "rate", versions=7)
 
 
 @pytest.fixture
