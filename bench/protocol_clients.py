@@ -8,6 +8,8 @@ steps pass without computing. Updates are of the true size and are read, verifie
 are sent by linking one stored update, after the time that their bytes would take. After the
 first versions it counts updates in a version, staleness, seconds between versions, the
 aggregator's processor time and the store's bytes, and shows what `diloco plan` forecasts of each.
+With `--fragments` and `--aggregators` several processes share the fragments of one model; it then
+also shows each one's fragments and peak memory.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -54,6 +57,8 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Seen(NamedTuple):
     """A version, and what had been used when its record was read."""
 
+    fragment: int
+    owner: str
     at_s: float
     staleness: tuple[int, ...]
     cpu_s: float
@@ -253,37 +258,58 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
-async def observe(store: Store, bus: Bus, pid: int, versions: int) -> list[Seen]:
-    """The versions of fragment 0 as they come."""
-    found, server = [], store.server
-    async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, 0)], 1):
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has held."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+async def observe(
+    store: Store, bus: Bus, pids: list[int], options: argparse.Namespace
+) -> list[Seen]:
+    """Versions as they come, until each fragment has as many as are wanted."""
+    found: list[Seen] = []
+    server = store.server
+    left = dict.fromkeys(range(options.fragments), options.settle + options.versions)
+    async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
         record = _record(message.subject, message.payload)
         if record.rejected:
             sys.exit(f"rejected: {record.rejected[0].reason}: {record.rejected[0].detail}")
         if record.what != "version" or not record.version:
             continue
         staleness = tuple(taken.staleness for taken in record.inputs)
-        seen = Seen(message.time_s, staleness, cpu_s(pid), server.down.carried, server.up.carried)
-        found.append(seen)
-        print(f"version {record.version}: {len(staleness)} updates ({record.reason})", flush=True)
-        if len(found) == versions:
+        used_s = sum(map(cpu_s, pids))
+        found.append(
+            Seen(
+                record.fragment, record.aggregator, message.time_s, staleness, used_s,
+                server.down.carried, server.up.carried,
+            )
+        )  # fmt: skip
+        if record.fragment == 0:
+            about = f"{len(staleness)} updates ({record.reason})"
+            print(f"version {record.version} of fragment 0: {about}", flush=True)
+        left[record.fragment] -= 1
+        if max(left.values()) <= 0:
             break
     return found
 
 
 def measured(seen: list[Seen], settle: int, fragments: int) -> Figures:
-    """Per version, after the first ones."""
-    first, last, counted = seen[settle - 1], seen[-1], seen[settle:]
-    versions = len(counted)
+    """Per version, after the first ones of each fragment."""
+    begin, made = 0, Counter[int]()
+    while len(made) < fragments or min(made.values()) < settle:
+        made[seen[begin].fragment] += 1
+        begin += 1
+    first, last, counted = seen[begin - 1], seen[-1], seen[begin:]
     staleness = [each for one in counted for each in one.staleness]
-    each = versions * fragments
+    times = [[one.at_s for one in seen[begin - 1 :] if one.fragment == f] for f in range(fragments)]
     return Figures(
-        len(staleness) / versions,
+        len(staleness) / len(counted),
         float(np.mean(staleness)),
-        float(np.median(np.diff([one.at_s for one in seen[settle - 1 :]]))),
-        (last.cpu_s - first.cpu_s) / each,
-        (last.read_bytes - first.read_bytes) / each,
-        (last.written_bytes - first.written_bytes) / each,
+        float(np.median(np.concatenate([np.diff(each) for each in times]))),
+        (last.cpu_s - first.cpu_s) / len(counted),
+        (last.read_bytes - first.read_bytes) / len(counted),
+        (last.written_bytes - first.written_bytes) / len(counted),
     )
 
 
@@ -308,11 +334,11 @@ def forecast(config: Config, layout: Layout, options: argparse.Namespace) -> Fig
     )
 
 
-def start_aggregator(folder: Path) -> "subprocess.Popen[bytes]":
-    """The real one."""
-    command = [sys.executable, "-m", "diloco", "aggregator", "--name", "aggregator"]
+def start_aggregator(folder: Path, name: str) -> "subprocess.Popen[bytes]":
+    """A real one."""
+    command = [sys.executable, "-m", "diloco", "aggregator", "--name", name]
     command += ["--config", str(folder / "run.toml")]
-    with (folder / "aggregator.log").open("wb") as said:
+    with (folder / f"{name}.log").open("wb") as said:
         return subprocess.Popen(command, stderr=said)
 
 
@@ -353,19 +379,38 @@ async def measure(
     buses: list[Bus] = [
         await jetstream.connect(url, name=f"learner-{n}") for n in range(options.learners)
     ]
-    process = start_aggregator(folder)
+    processes = {
+        name: start_aggregator(folder, name)
+        for name in (f"aggregator-{number}" for number in range(options.aggregators))
+    }
     fleet = clients(config, layout, store, buses, tuple(starts), options)
     living = [asyncio.ensure_future(client.live()) for client in fleet]
     try:
-        seen = await observe(store, bus, process.pid, options.settle + options.versions)
+        pids = [process.pid for process in processes.values()]
+        seen = await observe(store, bus, pids, options)
+        show_owners(seen, processes, options.fragments)
     finally:
         for life in living:
             await cancel(life)
-        process.kill()
-        process.wait()
+        for process in processes.values():
+            process.kill()
+            process.wait()
         for each in [bus, *buses]:
             await each.close()
     return planned, measured(seen, options.settle, options.fragments)
+
+
+def show_owners(
+    seen: list[Seen], processes: dict[str, "subprocess.Popen[bytes]"], fragments: int
+) -> None:
+    """Each aggregator's fragments at the end, and what it used."""
+    owners = dict(zip((one.fragment for one in seen), (one.owner for one in seen), strict=True))
+    print("| aggregator | fragments | versions | processor s | peak memory |")
+    for name, process in processes.items():
+        owned = sum(owners.get(fragment) == name for fragment in range(fragments))
+        made = sum(one.owner == name for one in seen)
+        used = f"{cpu_s(process.pid):.1f} | {peak_bytes(process.pid) / 1e9:.2f} GB"
+        print(f"| {name} | {owned} | {made} | {used} |")
 
 
 def show(planned: Figures, found: Figures) -> bool:
@@ -387,6 +432,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--least", type=int, default=1, help="K, the quorum")
     parser.add_argument("--fragment", type=int, default=41_664_512, help="its parameters")
     parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--aggregators", type=int, default=1)
     parser.add_argument("--interval", type=int, default=24, help="H")
     parser.add_argument("--step-s", type=float, default=0.5)
     parser.add_argument("--gbit", type=float, default=2.0, help="of the aggregator's link")
