@@ -199,7 +199,7 @@ def make_kernels(
     codec: Codec,
     delta_codec: Codec,
     shardings: Mapping[str, NamedSharding] | None = None,
-    tiled: bool | None = None,
+    kind: str = "auto",
 ) -> Kernels:
     """The operations of a fragment. Cheap: a kernel is compiled at its first call.
 
@@ -210,7 +210,8 @@ def make_kernels(
         delta_codec: of version deltas.
         shardings: how each leaf lies on the learner's mesh (`mesh.param_shardings`), by name;
             all on one device, if None.
-        tiled: whether to work in tiles, where they fit; on TPUs, if None.
+        kind: "plain" is by XLA; "tiles" are interpreted where there is no TPU; "auto" is tiles on
+            TPUs. What tiles do not fit is left to XLA.
     """
     pieces = layout.fragments[fragment].pieces
     names = tuple(dict.fromkeys(piece.tensor for piece in pieces))
@@ -225,7 +226,7 @@ def make_kernels(
             tensors[piece.tensor],
             shardings[piece.tensor],
             layout.block,
-            tiled,
+            kind,
         )
         for piece in pieces
     )
@@ -259,7 +260,7 @@ def _part(
     tensor: Tensor,
     lies: NamedSharding,
     block: int,
-    tiled: bool | None,
+    kind: str,
 ) -> _Part:
     mesh = lies.mesh
     assert isinstance(mesh, Mesh)
@@ -274,8 +275,7 @@ def _part(
     fitted = fit(grid, (*cuts[:axis], behind), mesh)
     before = _before(piece.shape, fitted, axis, mesh, padded=padded)
     rows = sharding_of(mesh, before)
-    if tiled is None:
-        tiled = mesh.devices.flat[0].platform == "tpu"
+    tiled = kind == "tiles" or (kind == "auto" and mesh.devices.flat[0].platform == "tpu")
     # A row of blocks is a row of the tensor, and the mesh cuts both alike.
     alike = not padded and axis == len(piece.shape) - 1 and before == fitted
     return _Part(

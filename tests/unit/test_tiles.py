@@ -86,9 +86,9 @@ def compared(layout, fragment, codec, seed, shardings=None):
     rng = np.random.default_rng(seed)
     by_xla, in_tiles = (
         make_kernels(
-            layout, fragment, codec=codec, delta_codec=codec, shardings=shardings, tiled=tiled
+            layout, fragment, codec=codec, delta_codec=codec, shardings=shardings, kind=kind
         )
-        for tiled in (False, True)
+        for kind in ("plain", "tiles")
     )
     leaves = {
         tensor.name: values_of(tensor.shape, jnp.dtype(tensor.dtype), rng)
