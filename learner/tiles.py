@@ -57,13 +57,14 @@ def encode(
     """Same as `encode_blocks` of a view [*G, R, n, b] and the tensor [*G, R, C], of one device."""
 
     def body(leaf_ref: Any, view_ref: Any, bits_ref: Any, codes_ref: Any) -> None:
-        values = view_ref[0] - _turned(leaf_ref[0], block)
+        values = view_ref[0] - _blocks(leaf_ref[0], block, turned=turned)
         bits = scale_bits(jnp.max(absolute_bits(values), axis=1), GREATEST_CODE[codec])
         quotients = values * _inverse(float_of(bits << 16))[:, None, :]
         bits_ref[0] = bits
         codes_ref[0] = _packed(codec, quotients)
 
     lead, rows, columns = _sizes(leaf)
+    turned = _lies_turned(leaf)
     grid = (lead, columns // block)
     codes_shape = (*grid, code_count(codec, block), rows)
     bits, codes = _call(
@@ -87,12 +88,12 @@ def settle(
 
     def body(leaf_ref: Any, scales_ref: Any, codes_ref: Any, moved_ref: Any) -> None:
         step = _decoded(codec, scales_ref[0], codes_ref[0])
-        moved_ref[0] = _moved(leaf_ref[0], step)
+        moved_ref[0] = _moved(leaf_ref[0], step, turned=turned)
 
-    matrices = _matrices(leaf)
+    matrices, turned = _matrices(leaf), _lies_turned(leaf)
     taken = (matrices, *_encoded(update))
     (moved,) = _call(body, taken, (_like(matrices),), block, interpret=interpret, kept=1)
-    return moved.reshape(leaf.shape), ()
+    return _back(moved, leaf.shape, turned=turned), ()
 
 
 def apply(
@@ -111,10 +112,10 @@ def apply(
     ) -> None:
         old = view_ref[0]
         new = old + _decoded(codec, scales_ref[0], codes_ref[0])
-        moved_ref[0] = _moved(leaf_ref[0], new - old)
+        moved_ref[0] = _moved(leaf_ref[0], new - old, turned=turned)
         new_ref[0] = new
 
-    matrices, blocks = _matrices(leaf), _inward(view)
+    matrices, blocks, turned = _matrices(leaf), _inward(view), _lies_turned(leaf)
     moved, new = _call(
         body,
         (matrices, blocks, *_encoded(delta)),
@@ -123,7 +124,7 @@ def apply(
         interpret=interpret,
         kept=2,
     )
-    return moved.reshape(leaf.shape), (_outward(new, leaf.shape),)
+    return _back(moved, leaf.shape, turned=turned), (_outward(new, leaf.shape),)
 
 
 def jump(
@@ -132,12 +133,12 @@ def jump(
     """The tensor moved as far as a newer view is from the old one."""
 
     def body(leaf_ref: Any, old_ref: Any, new_ref: Any, moved_ref: Any) -> None:
-        moved_ref[0] = _moved(leaf_ref[0], new_ref[0] - old_ref[0])
+        moved_ref[0] = _moved(leaf_ref[0], new_ref[0] - old_ref[0], turned=turned)
 
-    matrices = _matrices(leaf)
+    matrices, turned = _matrices(leaf), _lies_turned(leaf)
     taken = (matrices, _inward(view), _inward(new_view))
     (moved,) = _call(body, taken, (_like(matrices),), block, interpret=interpret, kept=1)
-    return moved.reshape(leaf.shape), ()
+    return _back(moved, leaf.shape, turned=turned), ()
 
 
 # --- Arrays as the kernels see them
@@ -147,9 +148,25 @@ def _sizes(leaf: jax.Array) -> tuple[int, int, int]:
     return math.prod(leaf.shape[:-2]), leaf.shape[-2], leaf.shape[-1]
 
 
+def _lies_turned(leaf: jax.Array) -> bool:
+    """Whether its rows are innermost: where its last tiles then have less padding."""
+    _, rows, columns = _sizes(leaf)
+    sublanes = 32 // leaf.dtype.itemsize
+
+    def padded(outer: int, inner: int) -> int:
+        return pl.cdiv(outer, sublanes) * sublanes * pl.cdiv(inner, LANES) * LANES
+
+    return padded(columns, rows) < padded(rows, columns)
+
+
 def _matrices(leaf: jax.Array) -> jax.Array:
-    """[*G, R, C] as [S, R, C]."""
-    return leaf.reshape(_sizes(leaf))
+    """[*G, R, C] as it lies: [S, R, C] or [S, C, R]."""
+    matrices = leaf.reshape(_sizes(leaf))
+    return matrices.swapaxes(1, 2) if _lies_turned(leaf) else matrices
+
+
+def _back(matrices: jax.Array, shape: Sequence[int], *, turned: bool) -> jax.Array:
+    return (matrices.swapaxes(1, 2) if turned else matrices).reshape(shape)
 
 
 def _inward(blocks: jax.Array, items: int = 1) -> jax.Array:
@@ -187,18 +204,21 @@ def _call(
 
     Args:
         body: of references to a tile of each array.
-        taken: arrays; first the tensor [S, R, C].
+        taken: arrays; first the tensor, as it lies, then blocks [S, n, *items, R].
         given: what comes back.
         block: elements of a block.
         interpret: by XLA, where there is no TPU.
         kept: how many of those that are taken the first of those that are given replace.
     """
-    lead, rows, columns = taken[0].shape
+    lead, rows = taken[1].shape[0], taken[1].shape[-1]
+    columns = math.prod(taken[0].shape[1:]) // rows
     tile_rows, tile_columns = min(rows, TILE_ROWS), min(columns, TILE_COLUMNS)
 
     def spec(array: Any) -> pl.BlockSpec:
-        if array.shape == taken[0].shape:
+        if array.shape == (lead, rows, columns):
             return pl.BlockSpec((1, tile_rows, tile_columns), lambda s, i, j: (s, i, j))
+        if array.shape == (lead, columns, rows):
+            return pl.BlockSpec((1, tile_columns, tile_rows), lambda s, i, j: (s, j, i))
         items = array.shape[2:-1]
         zeros = (0,) * len(items)
         return pl.BlockSpec(
@@ -227,19 +247,21 @@ def _call(
     return found
 
 
-# --- One tile: a matrix [r, c], blocks [n, b, r]
+# --- One tile: a matrix [r, c], or turned, and blocks [n, b, r]
 
 
-def _turned(matrix: jax.Array, block: int) -> jax.Array:
+def _blocks(matrix: jax.Array, block: int, *, turned: bool) -> jax.Array:
     """The blocks of a matrix, float32."""
-    rows, columns = matrix.shape
-    return matrix.astype(jnp.float32).T.reshape(columns // block, block, rows)
+    wide = matrix.astype(jnp.float32)
+    columns_first = wide if turned else wide.T
+    return columns_first.reshape(-1, block, columns_first.shape[1])
 
 
-def _moved(matrix: jax.Array, step: jax.Array) -> jax.Array:
+def _moved(matrix: jax.Array, step: jax.Array, *, turned: bool) -> jax.Array:
     """A matrix plus blocks."""
-    turned = step.reshape(-1, step.shape[-1]).T
-    return (matrix.astype(jnp.float32) + turned).astype(matrix.dtype)
+    columns_first = step.reshape(-1, step.shape[-1])
+    moved = matrix.astype(jnp.float32) + (columns_first if turned else columns_first.T)
+    return moved.astype(matrix.dtype)
 
 
 def _inverse(scales: jax.Array) -> jax.Array:
