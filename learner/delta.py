@@ -428,12 +428,12 @@ def _send(
 ) -> Codes:
     codes: list[Encoded] = []
     for index, part in enumerate(geometry.parts):
-        rows = _rows(leaves[part.leaf], starts[index], part)
+        leaf, start = leaves[part.leaf], starts[index]
         if part.tiled:
             kernel = partial(tiles.encode, codec, block=geometry.block)
-            codes.append(_in_tiles(kernel, part, part.blocks.spec, rows, view[index]))
+            codes.append(_in_tiles(kernel, part, part.blocks.spec, leaf, start, view[index]))
         else:
-            values = _in_blocks(rows, part, geometry.block)
+            values = _in_blocks(_rows(leaf, start, part), part, geometry.block)
             codes += encode_blocks(codec, (view[index],), (values,))
     return tuple(codes)
 
@@ -504,30 +504,45 @@ def _moved(
     changed, views = list(leaves), []
     for index, part in enumerate(geometry.parts):
         leaf, start = changed[part.leaf], starts[index]
-        rows, mine = _rows(leaf, start, part), [one[index] for one in given]
+        mine = [one[index] for one in given]
         if part.tiled:
             gives = part.rows.spec, part.blocks.spec
-            whole = partial(kernel, block=geometry.block)
-            moved, view = _in_tiles(whole, part, gives, rows, *mine)
+            sized = partial(kernel, block=geometry.block)
+            moved, view = _in_tiles(sized, part, gives, leaf, start, *mine)
         else:
             step, *view = plain(*mine)
-            moved = rows.astype(jnp.float32) + _of_blocks(step, part)
-        changed[part.leaf] = _with_rows(leaf, start, part, moved)
+            moved = _rows(leaf, start, part).astype(jnp.float32) + _of_blocks(step, part)
+        if part.tiled and _in_place(part):
+            changed[part.leaf] = _lying(moved, part.lies)
+        else:
+            changed[part.leaf] = _with_rows(leaf, start, part, moved)
         views += view
     return tuple(changed), tuple(views)
 
 
+def _in_place(part: _Part) -> bool:
+    """Whether tiles are of the whole leaf: of its matrices, where a piece is some of those."""
+    return part.whole or (len(part.shape) > 2 and part.lies.spec == part.rows.spec)
+
+
 def _in_tiles(
-    kernel: Callable[..., Any], part: _Part, gives: Any, rows: jax.Array, *given: Any
+    kernel: Callable[..., Any],
+    part: _Part,
+    gives: Any,
+    leaf: jax.Array,
+    start: jax.Array,
+    *given: Any,
 ) -> Any:
     """What a kernel gives for a piece, each device for what it has of it."""
     mesh = part.rows.mesh
+    if not _in_place(part):
+        leaf, start = _rows(leaf, start, part), jnp.zeros_like(start)
     kernel = partial(kernel, interpret=mesh.devices.flat[0].platform != "tpu")
     if mesh.size == 1:
-        return kernel(rows, *given)
-    takes = (part.rows.spec, *(part.blocks.spec,) * len(given))
+        return kernel(leaf, start, *given)
+    takes = (part.rows.spec, PartitionSpec(), *(part.blocks.spec,) * len(given))
     cut = jax.shard_map(kernel, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False)
-    return cut(_lying(rows, part.rows), *given)
+    return cut(_lying(leaf, part.rows), start, *given)
 
 
 # --- Kernels over the blocks

@@ -7,7 +7,8 @@ of quantization. Here a tile is turned in the chip's fast memory, where it is en
 each array is read or written once.
 
 Shapes: a tensor [S, R, C], S stacked matrices, any leading axes; n = C / b blocks in each row. The
-kernels see blocks as they lie, [S, n, b, R]. Bits are those of `common/quantize.py`.
+kernels see blocks as they lie, [S, n, b, R]. There may be blocks of some of the matrices only, from
+one whose place in the first axis is `start`, int32. Bits are those of `common/quantize.py`.
 """
 
 import math
@@ -52,53 +53,68 @@ def fits(shape: Sequence[int], dtype: str, block: int) -> bool:
 
 
 def encode(
-    codec: Codec, leaf: jax.Array, view: jax.Array, block: int, *, interpret: bool = False
+    codec: Codec,
+    leaf: jax.Array,
+    start: jax.Array,
+    view: jax.Array,
+    block: int,
+    *,
+    interpret: bool = False,
 ) -> Encoded:
-    """Same as `encode_blocks` of a view [*G, R, n, b] and the tensor [*G, R, C], of one device."""
+    """Same as `encode_blocks` of a view, and of the blocks of the tensor [*G, R, C]."""
 
-    def body(leaf_ref: Any, view_ref: Any, bits_ref: Any, codes_ref: Any) -> None:
+    def body(_: Any, leaf_ref: Any, view_ref: Any, bits_ref: Any, codes_ref: Any) -> None:
         values = view_ref[0] - _blocks(leaf_ref[0], block, turned=turned)
         bits = scale_bits(jnp.max(absolute_bits(values), axis=1), GREATEST_CODE[codec])
         quotients = values * _inverse(float_of(bits << 16))[:, None, :]
         bits_ref[0] = bits
         codes_ref[0] = _packed(codec, quotients)
 
-    lead, rows, columns = _sizes(leaf)
-    turned = _lies_turned(leaf)
-    grid = (lead, columns // block)
-    codes_shape = (*grid, code_count(codec, block), rows)
+    turned, blocks = _lies_turned(leaf), _inward(view)
+    stack, count, _, rows = blocks.shape
+    codes_shape = (stack, count, code_count(codec, block), rows)
     bits, codes = _call(
         body,
-        (_matrices(leaf), _inward(view)),
+        _place(leaf, start),
+        (_matrices(leaf), blocks),
         (
-            jax.ShapeDtypeStruct((*grid, rows), jnp.int32),
+            jax.ShapeDtypeStruct((stack, count, rows), jnp.int32),
             jax.ShapeDtypeStruct(codes_shape, code_dtype(codec)),
         ),
         block,
         interpret=interpret,
     )
-    scales = scales_of_bits(_outward(bits, leaf.shape))
-    return Encoded(scales, _outward(codes, leaf.shape))
+    scales = scales_of_bits(_outward(bits, view.shape))
+    return Encoded(scales, _outward(codes, view.shape))
 
 
 def settle(
-    codec: Codec, leaf: jax.Array, update: Encoded, block: int, *, interpret: bool = False
+    codec: Codec,
+    leaf: jax.Array,
+    start: jax.Array,
+    update: Encoded,
+    block: int,
+    *,
+    interpret: bool = False,
 ) -> Moved:
     """The tensor plus an update, in float32, rounded to its dtype."""
 
-    def body(leaf_ref: Any, scales_ref: Any, codes_ref: Any, moved_ref: Any) -> None:
+    def body(_: Any, leaf_ref: Any, scales_ref: Any, codes_ref: Any, moved_ref: Any) -> None:
         step = _decoded(codec, scales_ref[0], codes_ref[0])
         moved_ref[0] = _moved(leaf_ref[0], step, turned=turned)
 
     matrices, turned = _matrices(leaf), _lies_turned(leaf)
     taken = (matrices, *_encoded(update))
-    (moved,) = _call(body, taken, (_like(matrices),), block, interpret=interpret, kept=1)
+    (moved,) = _call(
+        body, _place(leaf, start), taken, (_like(matrices),), block, interpret=interpret, kept=1
+    )
     return _back(moved, leaf.shape, turned=turned), ()
 
 
 def apply(
     codec: Codec,
     leaf: jax.Array,
+    start: jax.Array,
     view: jax.Array,
     delta: Encoded,
     block: int,
@@ -108,7 +124,13 @@ def apply(
     """Tensor and view moved by a version delta."""
 
     def body(
-        leaf_ref: Any, view_ref: Any, scales_ref: Any, codes_ref: Any, moved_ref: Any, new_ref: Any
+        _: Any,
+        leaf_ref: Any,
+        view_ref: Any,
+        scales_ref: Any,
+        codes_ref: Any,
+        moved_ref: Any,
+        new_ref: Any,
     ) -> None:
         old = view_ref[0]
         new = old + _decoded(codec, scales_ref[0], codes_ref[0])
@@ -118,26 +140,35 @@ def apply(
     matrices, blocks, turned = _matrices(leaf), _inward(view), _lies_turned(leaf)
     moved, new = _call(
         body,
+        _place(leaf, start),
         (matrices, blocks, *_encoded(delta)),
         (_like(matrices), _like(blocks)),
         block,
         interpret=interpret,
         kept=2,
     )
-    return _back(moved, leaf.shape, turned=turned), (_outward(new, leaf.shape),)
+    return _back(moved, leaf.shape, turned=turned), (_outward(new, view.shape),)
 
 
 def jump(
-    leaf: jax.Array, view: jax.Array, new_view: jax.Array, block: int, *, interpret: bool = False
+    leaf: jax.Array,
+    start: jax.Array,
+    view: jax.Array,
+    new_view: jax.Array,
+    block: int,
+    *,
+    interpret: bool = False,
 ) -> Moved:
     """The tensor moved as far as a newer view is from the old one."""
 
-    def body(leaf_ref: Any, old_ref: Any, new_ref: Any, moved_ref: Any) -> None:
+    def body(_: Any, leaf_ref: Any, old_ref: Any, new_ref: Any, moved_ref: Any) -> None:
         moved_ref[0] = _moved(leaf_ref[0], new_ref[0] - old_ref[0], turned=turned)
 
     matrices, turned = _matrices(leaf), _lies_turned(leaf)
     taken = (matrices, _inward(view), _inward(new_view))
-    (moved,) = _call(body, taken, (_like(matrices),), block, interpret=interpret, kept=1)
+    (moved,) = _call(
+        body, _place(leaf, start), taken, (_like(matrices),), block, interpret=interpret, kept=1
+    )
     return _back(moved, leaf.shape, turned=turned), ()
 
 
@@ -165,6 +196,11 @@ def _matrices(leaf: jax.Array) -> jax.Array:
     return matrices.swapaxes(1, 2) if _lies_turned(leaf) else matrices
 
 
+def _place(leaf: jax.Array, start: jax.Array) -> jax.Array:
+    """The first of the stacked matrices, int32 [1]."""
+    return (start * math.prod(leaf.shape[1:-2])).astype(jnp.int32).reshape(1)
+
+
 def _back(matrices: jax.Array, shape: Sequence[int], *, turned: bool) -> jax.Array:
     return (matrices.swapaxes(1, 2) if turned else matrices).reshape(shape)
 
@@ -177,9 +213,9 @@ def _inward(blocks: jax.Array, items: int = 1) -> jax.Array:
 
 
 def _outward(blocks: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Back to [*G, R, n, *items], of the tensor's shape."""
+    """Back to [*G, R, n, *items], from the shape of such blocks."""
     turned = jnp.moveaxis(blocks, -1, 1)
-    return turned.reshape(*shape[:-1], *turned.shape[2:])
+    return turned.reshape(*shape[:-2], *turned.shape[2:])
 
 
 def _encoded(encoded: Encoded) -> tuple[jax.Array, jax.Array]:
@@ -193,6 +229,7 @@ def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 def _call(
     body: Any,
+    place: jax.Array,
     taken: Sequence[jax.Array],
     given: Sequence[jax.ShapeDtypeStruct],
     block: int,
@@ -203,47 +240,53 @@ def _call(
     """A kernel over all tiles.
 
     Args:
-        body: of references to a tile of each array.
+        body: of references to `place`, and to a tile of each array.
+        place: of the tensor's matrices, the first that there are blocks of.
         taken: arrays; first the tensor, as it lies, then blocks [S, n, *items, R].
         given: what comes back.
         block: elements of a block.
         interpret: by XLA, where there is no TPU.
         kept: how many of those that are taken the first of those that are given replace.
     """
-    lead, rows = taken[1].shape[0], taken[1].shape[-1]
+    stack, rows = taken[1].shape[0], taken[1].shape[-1]
     columns = math.prod(taken[0].shape[1:]) // rows
     tile_rows, tile_columns = min(rows, TILE_ROWS), min(columns, TILE_COLUMNS)
 
     def spec(array: Any) -> pl.BlockSpec:
-        if array.shape == (lead, rows, columns):
-            return pl.BlockSpec((1, tile_rows, tile_columns), lambda s, i, j: (s, i, j))
-        if array.shape == (lead, columns, rows):
-            return pl.BlockSpec((1, tile_columns, tile_rows), lambda s, i, j: (s, j, i))
+        if array.shape[1:] == (rows, columns):
+            return pl.BlockSpec((1, tile_rows, tile_columns), lambda s, i, j, at: (at[0] + s, i, j))
+        if array.shape[1:] == (columns, rows):
+            return pl.BlockSpec((1, tile_columns, tile_rows), lambda s, i, j, at: (at[0] + s, j, i))
         items = array.shape[2:-1]
         zeros = (0,) * len(items)
         return pl.BlockSpec(
-            (1, tile_columns // block, *items, tile_rows), lambda s, i, j: (s, j, *zeros, i)
+            (1, tile_columns // block, *items, tile_rows), lambda s, i, j, _: (s, j, *zeros, i)
         )
 
     arrays: list[Any] = [*taken, *given]
-    moved = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays)
+    # Each array goes to or from memory once; of the tensor, what there are blocks of.
+    moved = sum(stack * math.prod(one.shape[1:]) * one.dtype.itemsize for one in arrays)
     if not interpret:
         # Or the compiler brings whole arrays into fast memory ahead, and back after.
         taken = [pltpu.with_memory_space_constraint(one, pltpu.HBM) for one in taken]
         given = [pltpu.HBM(one.shape, one.dtype) for one in given]
     found: Sequence[jax.Array] = pl.pallas_call(
         body,
-        grid=(lead, pl.cdiv(rows, tile_rows), pl.cdiv(columns, tile_columns)),
-        in_specs=[spec(array) for array in taken],
-        out_specs=[spec(array) for array in given],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(stack, pl.cdiv(rows, tile_rows), pl.cdiv(columns, tile_columns)),
+            in_specs=[spec(array) for array in taken],
+            out_specs=[spec(array) for array in given],
+        ),
         out_shape=list(given),
-        input_output_aliases={place: place for place in range(kept)},
-        # Each array goes to or from memory once; about ten operations for each element.
+        # The first argument is `place`. What no tile is of stays as it was.
+        input_output_aliases={1 + index: index for index in range(kept)},
+        # About ten operations for each element.
         cost_estimate=pl.CostEstimate(
-            flops=10 * math.prod(taken[0].shape), transcendentals=0, bytes_accessed=moved
+            flops=10 * stack * rows * columns, transcendentals=0, bytes_accessed=moved
         ),
         interpret=interpret,
-    )(*taken)
+    )(place, *taken)
     return found
 
 

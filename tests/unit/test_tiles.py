@@ -18,11 +18,11 @@ SPECIAL = np.array(
     [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-45, -1e-39, 1.2e-38, 3e-20, 3e38, -3e38, 1e13],
     np.float32,
 )
-# Parts of tiles along rows and columns, a stack, two dtypes, and what is left to XLA.
+# Parts of tiles along rows and columns, one that lies turned, a stack, and what is left to XLA.
 TENSORS = (
     Tensor(name="bias", shape=(192,), dtype="float32"),
     Tensor(name="few", shape=(2, 64, 128), dtype="float32"),
-    Tensor(name="half", shape=(140, 192), dtype="bfloat16"),
+    Tensor(name="half", shape=(384, 192), dtype="bfloat16"),
     Tensor(name="odd", shape=(130, 150), dtype="float32"),
     Tensor(name="stack", shape=(2, 3, 128, 128), dtype="float32"),
     Tensor(name="wide", shape=(300, 1088), dtype="float32"),
@@ -113,56 +113,55 @@ def compared(layout, fragment, codec, seed, shardings=None):
     return [name for name in wanted if bits(wanted[name]) != bits(found[name])], in_tiles
 
 
-@pytest.mark.parametrize("codec", ["int4", "int8"])
-def test_tiles_give_the_bits_of_xla(codec):
-    @settings(max_examples=5)
-    @given(st.integers(0, 2**32 - 1))
-    def check(seed):
-        differ, kernels = compared(layout_of(), 0, codec, seed)
-        assert not differ
-        names = [kernels.names[part.leaf] for part in kernels.geometry.parts if part.tiled]
-        assert set(names) == IN_TILES
-
-    check()
+@settings(max_examples=5)
+@given(st.integers(0, 2**32 - 1))
+def test_tiles_give_the_bits_of_xla(seed):
+    differ, kernels = compared(layout_of(), 0, "int4", seed)
+    assert not differ
+    names = [kernels.names[part.leaf] for part in kernels.geometry.parts if part.tiled]
+    assert set(names) == IN_TILES
 
 
-def test_tiles_of_parts_of_a_tensor():
-    large = [
-        Tensor(name="large", shape=(512, 128), dtype="float32"),
-        Tensor(name="small", shape=(128,), dtype="float32"),
-    ]
-    layout = layout_of(large, fragments=3)
-    parts = []
-    for fragment in range(3):
-        differ, kernels = compared(layout, fragment, "int4", fragment)
-        assert not differ
-        parts += [part for part in kernels.geometry.parts if part.tiled]
-    assert parts
-    assert not any(part.whole for part in parts)
+@settings(max_examples=5)
+@given(st.integers(0, 2**32 - 1))
+def test_tiles_of_int8_give_the_bits_of_xla(seed):
+    differ, kernels = compared(layout_of(TENSORS[2:3]), 0, "int8", seed)
+    assert not differ
+    assert kernels.geometry.parts[0].tiled
 
 
-@pytest.mark.parametrize("codec", ["int4", "int8"])
-def test_tiles_over_a_mesh(codec):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((512, 128), "float32"), ((4, 2, 128, 128), "bfloat16")]
+)
+def test_tiles_of_the_later_rows_of_a_tensor(shape, dtype):
+    layout = layout_of([Tensor(name="large", shape=shape, dtype=dtype)], fragments=2)
+    later = max(range(2), key=lambda index: layout.fragments[index].pieces[0].start)
+    differ, kernels = compared(layout, later, "int4", 0)
+    assert not differ
+    (part,) = kernels.geometry.parts
+    assert part.tiled
+    assert kernels.starts == (shape[0] // 2,)
+
+
+def test_tiles_over_a_mesh():
     mesh = make_mesh(MeshSection(fsdp=2, tensor=2, data=2), jax.devices())
     layout = layout_of(
         [
             Tensor(name="both", shape=(256, 512), dtype="float32"),
             Tensor(name="columns", shape=(128, 256), dtype="bfloat16"),
-            Tensor(name="whole", shape=(2, 130, 192), dtype="float32"),
             Tensor(name="short", shape=(128, 128), dtype="float32"),
         ]
     )
     shardings = {
         "both": NamedSharding(mesh, PartitionSpec("fsdp", "tensor")),
         "columns": NamedSharding(mesh, PartitionSpec(None, "tensor")),
-        "whole": NamedSharding(mesh, PartitionSpec()),
         # Of which a device has too few rows.
         "short": NamedSharding(mesh, PartitionSpec("fsdp")),
     }
-    differ, kernels = compared(layout, 0, codec, 1, shardings)
+    differ, kernels = compared(layout, 0, "int4", 1, shardings)
     assert not differ
     names = [kernels.names[part.leaf] for part in kernels.geometry.parts if part.tiled]
-    assert set(names) == {"both", "columns", "whole"}
+    assert set(names) == {"both", "columns"}
 
 
 def test_what_has_no_scales_is_left_to_xla():
