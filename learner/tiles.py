@@ -191,9 +191,14 @@ def _lies_turned(leaf: jax.Array) -> bool:
 
 
 def _matrices(leaf: jax.Array) -> jax.Array:
-    """[*G, R, C] as it lies: [S, R, C] or [S, C, R]."""
-    matrices = leaf.reshape(_sizes(leaf))
-    return matrices.swapaxes(1, 2) if _lies_turned(leaf) else matrices
+    """[*G, R, C] as it lies: [..., S, R, C] or [..., S, C, R], ahead of it ones.
+
+    With an axis more than the leaf, so that what comes back has to be reshaped: the compiler
+    fails where a program gives just what a kernel put in an argument's place (libtpu 0.0.42.1).
+    """
+    ones = (1,) * (leaf.ndim - 2)
+    matrices = leaf.reshape(*ones, *_sizes(leaf))
+    return matrices.swapaxes(-1, -2) if _lies_turned(leaf) else matrices
 
 
 def _place(leaf: jax.Array, start: jax.Array) -> jax.Array:
@@ -202,7 +207,7 @@ def _place(leaf: jax.Array, start: jax.Array) -> jax.Array:
 
 
 def _back(matrices: jax.Array, shape: Sequence[int], *, turned: bool) -> jax.Array:
-    return (matrices.swapaxes(1, 2) if turned else matrices).reshape(shape)
+    return (matrices.swapaxes(-1, -2) if turned else matrices).reshape(shape)
 
 
 def _inward(blocks: jax.Array, items: int = 1) -> jax.Array:
@@ -249,23 +254,31 @@ def _call(
         kept: how many of those that are taken the first of those that are given replace.
     """
     stack, rows = taken[1].shape[0], taken[1].shape[-1]
-    columns = math.prod(taken[0].shape[1:]) // rows
+    tensor = taken[0].shape
+    columns = math.prod(tensor[-2:]) // rows
     tile_rows, tile_columns = min(rows, TILE_ROWS), min(columns, TILE_COLUMNS)
+    ones, origin = (None,) * (len(tensor) - 3), (0,) * (len(tensor) - 3)
 
     def spec(array: Any) -> pl.BlockSpec:
-        if array.shape[1:] == (rows, columns):
-            return pl.BlockSpec((1, tile_rows, tile_columns), lambda s, i, j, at: (at[0] + s, i, j))
-        if array.shape[1:] == (columns, rows):
-            return pl.BlockSpec((1, tile_columns, tile_rows), lambda s, i, j, at: (at[0] + s, j, i))
         items = array.shape[2:-1]
         zeros = (0,) * len(items)
         return pl.BlockSpec(
             (1, tile_columns // block, *items, tile_rows), lambda s, i, j, _: (s, j, *zeros, i)
         )
 
-    arrays: list[Any] = [*taken, *given]
+    of_tensor = pl.BlockSpec(
+        (*ones, 1, tile_rows, tile_columns), lambda s, i, j, at: (*origin, at[0] + s, i, j)
+    )
+    if tensor[-2:] != (rows, columns):
+        of_tensor = pl.BlockSpec(
+            (*ones, 1, tile_columns, tile_rows), lambda s, i, j, at: (*origin, at[0] + s, j, i)
+        )
+    # The tensor is first of what is taken; and, where it is replaced, of what is given.
+    replaced = min(kept, 1)
+    blocks: list[Any] = [*taken[1:], *given[replaced:]]
     # Each array goes to or from memory once; of the tensor, what there are blocks of.
-    moved = sum(stack * math.prod(one.shape[1:]) * one.dtype.itemsize for one in arrays)
+    moved = (1 + replaced) * stack * rows * columns * taken[0].dtype.itemsize
+    moved += sum(math.prod(one.shape) * one.dtype.itemsize for one in blocks)
     if not interpret:
         # Or the compiler brings whole arrays into fast memory ahead, and back after.
         taken = [pltpu.with_memory_space_constraint(one, pltpu.HBM) for one in taken]
@@ -275,8 +288,8 @@ def _call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(stack, pl.cdiv(rows, tile_rows), pl.cdiv(columns, tile_columns)),
-            in_specs=[spec(array) for array in taken],
-            out_specs=[spec(array) for array in given],
+            in_specs=[of_tensor, *map(spec, taken[1:])],
+            out_specs=[*[of_tensor] * replaced, *map(spec, given[replaced:])],
         ),
         out_shape=list(given),
         # The first argument is `place`. What no tile is of stays as it was.

@@ -104,7 +104,7 @@ def arrays_bytes(text):
 @compiler
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x1", "v6e:2x4"])
 @pytest.mark.parametrize("codec", ["int4", "int8"])
-@pytest.mark.parametrize("shape", [(2, 512, 1408), (384, 192), (1040, 2048)])
+@pytest.mark.parametrize("shape", [(2, 512, 1408), (1, 2, 384, 192), (1040, 2048)])
 def test_tiles_read_and_write_each_array_once(topology, codec, shape):
     """A kernel's own arrays, counted here; the program copies none of them, and takes no other."""
     place = NamedSharding(single(tpu_devices(topology)[0]), PartitionSpec())
@@ -122,14 +122,14 @@ def test_tiles_read_and_write_each_array_once(topology, codec, shape):
                      shapes((code_count(codec, 64),), code_dtype(codec)))  # fmt: skip
     encoded = (Encoded(scales, codes),)
     tensor, packed = device_bytes(leaf), device_bytes(codes)
-    # Scales are wide where a kernel sees them.
+    # Scales are wide where a kernel sees them. A jump is the same program for both codecs.
     blocks = packed + 2 * device_bytes(scales)
     for call, given, must in (
         (kernels.send, (view,), 2 * tensor + blocks),
         (kernels.settle, (encoded,), 2 * tensor + blocks),
         (kernels.apply, (view, encoded), 4 * tensor + blocks),
         (kernels.jump, (view, view), 4 * tensor),
-    ):
+    )[: 4 if codec == "int4" else 3]:
         (program,) = programs(call, {"w": leaf}, *given, touched={"w": tensor})
         text = program.compiled.as_text()
         (line,) = [one for one in text.splitlines() if "tpu_custom_call" in one]
