@@ -3,11 +3,12 @@
 For each slice: the inner step, and each operation on the learner's largest fragment with each
 codec. An operation is one program or several that follow each other. `accessed` is what the
 compiler counts all operations of its programs to read and write, buffers that it keeps in the
-chip's fast memory included, and of a kernel what it says itself, which
-tests/unit/test_topology.py counts; `must` is the least that has to be read and written once; `estimate`
-is the compiler's own, where it gives one, and nothing was run. Figures are of one device.
+chip's fast memory included, and of a kernel what it says itself, which a test counts
+(tests/unit/test_topology.py); `must` is the least that has to be read and written once;
+`estimate` is the compiler's own, where it gives one, and nothing was run. Figures are of one
+device.
 
-    python -m bench.tpu [--topology v6e:1x1] [--mesh 1] [--preset 125m] [--codec int4] [--kernels plain]
+    python -m bench.tpu [--topology v6e:1x1] [--mesh 1] [--preset 125m] [--kernels plain]
 """
 
 import argparse
