@@ -393,6 +393,7 @@ def member_of(
         like,
         learner=learner,
         anchor=config.learner.island(learner).anchor or config.sync.anchor,
+        kernels=config.learner.kernels,
         tokens_per_step=_tokens_per_step(config, learner, tokens_per_step),
         hint=hint,
         warm_up=warm_up,

@@ -340,6 +340,7 @@ def make_replica(host: Host, context: Context, views: Any) -> Replica:
         views,
         shardings=member.shardings_of(context.layout),
         anchor=member.anchor,
+        kind=member.kernels,
     )
 
 

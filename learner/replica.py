@@ -48,6 +48,7 @@ class Replica:
             for.
         shardings: how each leaf lies for the training loop; all on one device, if None.
         anchor: "host" keeps views in the host's memory, from where the devices fetch them.
+        kind: of kernels, as of `make_kernels`.
 
     Attributes:
         trained: the parameters, as `like`, where the training loop has them.
@@ -62,6 +63,7 @@ class Replica:
         *,
         shardings: Shardings | None = None,
         anchor: str = "device",
+        kind: str = "auto",
     ) -> None:
         self._settings = [sync_of(settings, fragment) for fragment in layout.fragments]
         self._averaged = [fragment.averaged for fragment in layout.fragments]
@@ -74,6 +76,7 @@ class Replica:
                 codec=own.codec,
                 delta_codec=own.delta_codec,
                 shardings=self._placement.inner,
+                kind=kind,
             )
             for fragment, own in zip(layout.fragments, self._settings, strict=True)
         ]

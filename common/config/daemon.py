@@ -146,6 +146,11 @@ class LearnerSection(Section):
     compiler_options: dict[str, Any] = Field(
         default={}, description="XLA compiler options of the inner step"
     )
+    kernels: Literal["auto", "plain"] = Field(
+        default="auto",
+        description="what sends and adopts: by XLA (`plain`), or on TPUs by kernels that pass over"
+        " memory once (`auto`); the same bits",
+    )
     matmul_precision: str | None = Field(
         default=None, description='JAX\'s default matmul precision, such as `"high"`'
     )
