@@ -136,19 +136,21 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=PARAMETERS)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--systems", help=f"some of: {', '.join((*OURS, *THEIRS))}, by ';'")
     parser.add_argument("--short", action="store_true", help="a small model, one turn")
     parser.add_argument("--folder", type=Path, help="of the processes' logs and state")
     parser.add_argument("--out", type=Path, help="a JSON file of the figures; rows are added to it")
     args = parser.parse_args()
     if args.short:
         args.parameters, args.turns, args.rounds = 1 << 20, 1, 5
+    systems = args.systems.split(";") if args.systems else [*OURS, *(THEIRS if args.peer else ())]
     rows = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         for workers in map(int, args.workers.split(",")):
             took: dict[str, list[float]] = {}
             for turn in range(args.turns):
-                for system in (*OURS, *(THEIRS if args.peer else ())):
+                for system in systems:
                     inner = folder / f"{system.replace(' ', '-')}-{workers}-{turn}"
                     common = (workers, args.parameters, args.rounds, inner)
                     if system in OURS:
