@@ -138,6 +138,7 @@ def test_trees_of_one_structure_have_its_names_and_their_own_leaves():
     assert named_leaves(first) == [("a/0", 1), ("a/1", 2), ("b", 3)]
     assert named_leaves(second) == [("a/0", 4), ("a/1", 5), ("b", 6)]
     assert named_leaves({"a": [4], "b": 6}) == [("a/0", 4), ("b", 6)]
+    assert named_leaves({"a": 4, "c": 6}) == [("a", 4), ("c", 6)]
     assert named_leaves({"a": (4, None), "b": 6}) == [("a/0", 4), ("b", 6)]
 
 
