@@ -1,11 +1,12 @@
 """One synchronization round, beside torchft's DiLoCo over Gloo on the same machine.
 
 16,777,216 float32 parameters, 2 and 4 workers on loopback. A round is what a worker waits between
-an inner step and the moment that it holds the new global parameters. Of this system: learners in
+an inner step, computed, and the moment that it holds the new global parameters. Ours: learners in
 lockstep mode, one fragment, an interval of one step, so that every step is a round; it is durable:
 updates, version and record are on disk, with fsync, before anybody adopts. Of torchft: pseudo-
 gradients summed by Gloo in float32 and the outer step; nothing is stored, unless asked for, when
-rank 0 writes parameters and outer state to disk before it goes on. Systems take turns.
+rank 0 writes parameters and outer state to disk before it goes on. Systems take turns;
+the table has the median of the turns.
 
     python -m bench.headline_round --peer PYTHON [--workers 2,4] [--rounds 10] [--turns 2]
     python -m bench.headline_round --short
@@ -15,25 +16,20 @@ without --peer this system is measured alone.
 """
 
 import argparse
-import asyncio
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from bench.streaming import table
 from bench.system import create
-from diloco.cli.opening import open_run
 from diloco.common.nats_server import NatsServer
-from diloco.common.service import cancel
 from diloco.local.fleet import Fleet
-from diloco.projections.live import Follower
 
 PARAMETERS = 1 << 24
 WARM_ROUNDS = 3
@@ -70,41 +66,18 @@ def ours(codec: str, workers: int, parameters: int, rounds: int, folder: Path) -
         path.write_text(tomli_w.dumps(document))
         create(fleet, path)
         fleet.start("aggregator", ["aggregator", "--config", str(path)])
-        for index in range(workers):
-            arguments = ["learner", "--config", str(path), "--learner", f"learner-{index}"]
-            fleet.start(f"learner-{index}", arguments)
-        return asyncio.run(_rounds(path, workers, rounds))
-
-
-async def _rounds(path: Path, workers: int, rounds: int) -> list[float]:
-    """What heartbeats say of the wait in each round, from the first `WARM_ROUNDS` on."""
-    async with open_run(path, name="bench") as opened:
-        follower = Follower(opened.context)
-        following = asyncio.ensure_future(follower.follow())
-        try:
-            first = await _beats(follower, workers, WARM_ROUNDS)
-            begun = max(beat.local_step for beat in first.values())
-            last = await _beats(follower, workers, begun + rounds)
-        finally:
-            await cancel(following)
-    return [
-        (last[name].stall_s - beat.stall_s) / (last[name].local_step - beat.local_step)
-        for name, beat in first.items()
-    ]
-
-
-async def _beats(follower: Follower, workers: int, steps: int) -> dict[str, Any]:
-    """Everybody's first heartbeat that tells of so many steps."""
-    found: dict[str, Any] = {}
-    deadline_s = time.monotonic() + READY_S
-    while len(found) < workers:
-        for name, view in follower.state.learners.items():
-            if view.heartbeat.local_step >= steps:
-                found.setdefault(name, view.heartbeat)
-        if time.monotonic() > deadline_s:
-            sys.exit(f"learners did not take {steps} rounds in time")
-        await asyncio.sleep(0.05)
-    return found
+        return _measured(
+            [
+                [
+                    *(sys.executable, "-m", "bench.headline_worker", "--config", str(path)),
+                    *("--learner", f"learner-{index}", "--parameters", str(parameters)),
+                    *("--rounds", str(WARM_ROUNDS + rounds)),
+                ]
+                for index in range(workers)
+            ],
+            rounds,
+            folder / "log",
+        )
 
 
 # --- torchft
@@ -118,21 +91,32 @@ def theirs(
     command = [str(python), str(PEER), "--workers", str(workers), "--parameters", str(parameters)]
     command += ["--rounds", str(WARM_ROUNDS + rounds)]
     command += ["--durable", str(folder / "state")] if stored else []
-    processes: list[subprocess.Popen[str]] = []
     lighthouse: list[str] = []
-    with (folder / "log").open("w") as log:
+
+    def started(process: subprocess.Popen[str]) -> None:
+        """The first one says where the lighthouse is."""
+        if not lighthouse:
+            assert process.stdout is not None
+            lighthouse.extend(["--lighthouse", process.stdout.readline().strip()])
+
+    commands = ([*command, "--rank", str(rank), *lighthouse] for rank in range(workers))
+    return _measured(commands, rounds, folder / "log", started)
+
+
+def _measured(
+    commands: Iterable[list[str]],
+    rounds: int,
+    log_path: Path,
+    started: Callable[[subprocess.Popen[str]], None] = lambda _process: None,
+) -> list[float]:
+    """Mean seconds of a round, by worker: what each prints, without the first `WARM_ROUNDS`."""
+    processes: list[subprocess.Popen[str]] = []
+    with log_path.open("w") as log:
         try:
-            for rank in range(workers):
-                process = subprocess.Popen(
-                    [*command, "--rank", str(rank), *lighthouse],
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                )
+            for command in commands:
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
                 processes.append(process)
-                if not lighthouse:
-                    assert process.stdout is not None
-                    lighthouse = ["--lighthouse", process.stdout.readline().strip()]
+                started(process)
             printed = [process.communicate(timeout=READY_S)[0] for process in processes]
         finally:
             for process in processes:
@@ -140,7 +124,7 @@ def theirs(
                 process.wait()
     took = [[float(line) for line in text.split()][WARM_ROUNDS:] for text in printed]
     if not all(len(each) == rounds for each in took):
-        sys.exit(f"torchft failed; its log is {folder / 'log'}")
+        sys.exit(f"a worker failed: {log_path.read_text()[-2000:]}")
     return [statistics.mean(each) for each in took]
 
 
@@ -152,19 +136,21 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=PARAMETERS)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--systems", help=f"some of: {', '.join((*OURS, *THEIRS))}, by ';'")
     parser.add_argument("--short", action="store_true", help="a small model, one turn")
     parser.add_argument("--folder", type=Path, help="of the processes' logs and state")
     parser.add_argument("--out", type=Path, help="a JSON file of the figures; rows are added to it")
     args = parser.parse_args()
     if args.short:
         args.parameters, args.turns, args.rounds = 1 << 20, 1, 5
+    systems = args.systems.split(";") if args.systems else [*OURS, *(THEIRS if args.peer else ())]
     rows = json.loads(args.out.read_text()) if args.out and args.out.exists() else []
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         for workers in map(int, args.workers.split(",")):
             took: dict[str, list[float]] = {}
             for turn in range(args.turns):
-                for system in (*OURS, *(THEIRS if args.peer else ())):
+                for system in systems:
                     inner = folder / f"{system.replace(' ', '-')}-{workers}-{turn}"
                     common = (workers, args.parameters, args.rounds, inner)
                     if system in OURS:
@@ -180,7 +166,7 @@ def main() -> None:
             if args.out:
                 args.out.write_text(json.dumps(rows, indent=1))
     cells = [
-        [row["system"], str(row["workers"]), f"{statistics.mean(row['rounds_s']):.3f}"]
+        [row["system"], str(row["workers"]), f"{statistics.median(row['rounds_s']):.3f}"]
         for row in rows
     ]
     print(table([["system", "workers", "seconds a round"], *cells]))

@@ -9,6 +9,7 @@ is taken two ways: `Learner.step`, as every training loop calls it, and the boun
 """
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -71,11 +73,11 @@ class Loop:
                 self.params = replica.trained
 
 
-def write_config(folder: Path, url: str, preset: str, mesh: str) -> Path:
+def write_config(folder: Path, url: str, task: dict[str, Any], mesh: str) -> Path:
     """The run's file: long enough never to end."""
     document = {
         "run": {"name": "stall", "steps": 1_000_000},
-        "task": {"options": {"preset": preset}},
+        "task": {"options": task},
         "sync": {"interval_steps": 24, "fragments": 8, "codec": "int4", "delta_codec": "int4"},
         "bus": {"url": url},
         "store": {"url": str(folder / "store")},
@@ -151,8 +153,39 @@ def block(loop: Loop, way: Way) -> Took:
     return Took(time.perf_counter() - began_s, time.process_time() - began_cpu_s)
 
 
-def measure(config: Config, folder: Path, rounds: int) -> list[dict[Way, Took]]:
-    """What each way took, round by round."""
+@contextlib.contextmanager
+def alone(task: dict[str, Any], mesh: str = "fsdp=0") -> Iterator[tuple[Config, Path]]:
+    """A run whose server and aggregator are on the last core, and this process on the first.
+
+    Args:
+        task: its options.
+        mesh: of the learner's devices.
+
+    Yields:
+        The run's file as read, and a folder for a while.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.sched_setaffinity(0, {cores[-1]})
+        with NatsServer(folder / "nats") as server:
+            path = write_config(folder, server.url, task, mesh)
+            command = [sys.executable, "-m", "diloco"]
+            subprocess.run([*command, "run", "create", "--config", str(path)], check=True)
+            aggregator = subprocess.Popen(
+                [*command, "aggregator", "--config", str(path), "--log-level", "error"]
+            )
+            os.sched_setaffinity(0, {cores[0]})
+            try:
+                yield load_config(path), folder
+            finally:
+                aggregator.kill()
+                aggregator.wait()
+
+
+@contextlib.contextmanager
+def learning(config: Config) -> Iterator[tuple[Loop, Life]]:
+    """The one learner of a run, which leaves it in the end."""
     island = Island(config, "alone")
     member = Member.of(
         island.params_lying(),
@@ -164,12 +197,17 @@ def measure(config: Config, folder: Path, rounds: int) -> list[dict[Way, Took]]:
     runtime = Runtime()
     probes = make_probes(runtime.retries, run=config.run.name, learner="alone")
     with island.context(), alive(config, member, threading.Event(), runtime, probes) as life:
-        loop = Loop(island, life)
+        yield Loop(island, life), life
+        life.leave()
+
+
+def measure(config: Config, folder: Path, rounds: int) -> list[dict[Way, Took]]:
+    """What each way took, round by round."""
+    with learning(config) as (loop, life):
         timings = measure_rounds(loop, rounds)
         print(f"updates sent: {life.context.traffic.updates_sent}")
         report_encode(loop, config.settings())
         report_checkpoint(loop, life.context, folder / "checkpoints")
-        life.leave()
     return timings
 
 
@@ -198,23 +236,8 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
     log.configure("warning")
-    cores = sorted(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.sched_setaffinity(0, {cores[-1]})
-        with NatsServer(folder / "nats") as server:
-            path = write_config(folder, server.url, options.preset, options.mesh)
-            command = [sys.executable, "-m", "diloco"]
-            subprocess.run([*command, "run", "create", "--config", str(path)], check=True)
-            aggregator = subprocess.Popen(
-                [*command, "aggregator", "--config", str(path), "--log-level", "error"]
-            )
-            os.sched_setaffinity(0, {cores[0]})
-            try:
-                timings = measure(load_config(path), folder, options.pairs)
-            finally:
-                aggregator.kill()
-                aggregator.wait()
+    with alone({"preset": options.preset}, options.mesh) as (config, folder):
+        timings = measure(config, folder, options.pairs)
     step_ms = 1000 * statistics.median(took["off"].wall_s for took in timings) / BLOCK_STEPS
     print(f"step without synchronization: {step_ms:.1f} ms")
     for way in ("step", "boundary"):

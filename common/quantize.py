@@ -71,7 +71,7 @@ def encode_blocks(
     Args:
         codec: one of `CODECS`.
         new: float32 [*G, block] each, G and even the block any of its own.
-        old: what is subtracted, of the same shapes.
+        old: what is subtracted, of the same shapes, or the same numbers in others.
     """
     return _encode(codec, new, old or (None,) * len(new), None)
 
@@ -164,7 +164,7 @@ def _differences(
     new: tuple[jax.Array, ...], old: tuple[jax.Array | None, ...], block: int | None
 ) -> list[jax.Array]:
     """New less old: [*G, block], or vectors cut into blocks if their size is given."""
-    found = [a if b is None else a - b for a, b in zip(new, old, strict=True)]
+    found = [a if b is None else a - b.reshape(a.shape) for a, b in zip(new, old, strict=True)]
     return found if block is None else [values_N.reshape(-1, block) for values_N in found]
 
 

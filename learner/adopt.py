@@ -8,7 +8,9 @@ loads the newest view.
 """
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from diloco.common import names, wire
@@ -42,25 +44,36 @@ class Room:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._freed = asyncio.Event()
+        self._lock = threading.Lock()
+        self._wake: Callable[[], object] | None = None
         self.taken_bytes = 0
 
     def fits(self, size_bytes: int) -> bool:
         """Whether so many bytes may be decoded; one version may always be."""
-        return not self.taken_bytes or self.taken_bytes + size_bytes <= self._limit_bytes
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if not self.taken_bytes or self.taken_bytes + size_bytes <= self._limit_bytes:
+                return True
+            self._wake = partial(loop.call_soon_threadsafe, self._freed.set)
+            return False
 
     def take(self, size_bytes: int) -> None:
         """They are about to be."""
-        self.taken_bytes += size_bytes
+        with self._lock:
+            self.taken_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """They are adopted; on the event loop."""
-        self.taken_bytes -= size_bytes
-        self._freed.set()
+        """They are adopted; from any thread. The event loop is woken only if somebody waits."""
+        with self._lock:
+            self.taken_bytes -= size_bytes
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
 
     async def freed(self) -> None:
-        """Wait until something is given back."""
-        self._freed.clear()
+        """Wait until something is given back, after what did not fit."""
         await self._freed.wait()
+        self._freed.clear()
 
 
 async def load(context: Context, fragment: int) -> Loaded:
@@ -212,8 +225,7 @@ class Adopter:
         return self._decoded(tensors, change.held_bytes)
 
     def _decoded(self, tensors: Any, size_bytes: int) -> Decoded:
-        loop = asyncio.get_running_loop()
-        return Decoded(tensors, lambda: loop.call_soon_threadsafe(self._room.give_back, size_bytes))
+        return Decoded(tensors, partial(self._room.give_back, size_bytes))
 
     async def _prepare(self, change: Change) -> Any:
         """What a change brings, on the devices of all hosts; this host's is returned."""

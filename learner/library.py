@@ -76,6 +76,8 @@ class Learner:
         self._params = life.params
         self._synced = tree.synced_marks(life.params, life.context.layout)
         self._shapes = _shapes(life.params)
+        self._known = _kinds(life.params)
+        self._held = not all(self._synced)
         self._loss: Any = None
         self._metrics: Mapping[str, Any] = {}
         self._save: Any = None
@@ -231,12 +233,25 @@ class Learner:
         synchronizer = self._synchronizer
         boundary = synchronizer.turn(self._trained)
         if boundary.effects:
-            _, held = tree.split(self._params, self._synced)
-            self._params = tree.join(synchronizer.replica.trained, held)
+            trained = synchronizer.replica.trained
+            if self._held:
+                _, held = tree.split(self._params, self._synced)
+                trained = tree.join(trained, held)
+            self._params = trained
         return boundary
 
     def _trained(self) -> Params:
         """What is synchronized of what the loop has given back, which must be the same tensors."""
+        if self._known is None or _kinds(self._params) != self._known:
+            self._compare()
+        return tree.split(self._params, self._synced)[0] if self._held else self._params
+
+    def _compare(self) -> None:
+        """See by names and shapes what differs: a tree of another kind may have the same leaves.
+
+        Raises:
+            ParametersError: they do.
+        """
         found = _shapes(self._params)
         if found != self._shapes:
             both = dict.fromkeys([*self._shapes, *found])
@@ -251,7 +266,6 @@ class Learner:
                 hint="give back the whole tree that `params` and `step` gave, in the same shapes "
                 "and dtypes",
             )
-        return tree.split(self._params, self._synced)[0]
 
     def _read_loss(self) -> float | None:
         """The loss of the step before, which must be one."""
@@ -271,6 +285,15 @@ def _shapes(params: Params) -> dict[str, str]:
     """Dtype and shape of each leaf, in words."""
     leaves = ((name, getattr(leaf, "dtype", None), leaf) for name, leaf in named_leaves(params))
     return {name: f"{dtype or 'no array'}{list(np.shape(leaf))}" for name, dtype, leaf in leaves}
+
+
+def _kinds(params: Params) -> Any:
+    """Structure, dtypes and shapes of a tree, to be compared; None of what is no tree of arrays."""
+    try:
+        leaves, structure = jax.tree.flatten(params)
+        return structure, [(leaf.dtype, leaf.shape) for leaf in leaves]
+    except (AttributeError, ValueError, TypeError, SystemError, RecursionError):
+        return None
 
 
 def _given(save: Any) -> Any:

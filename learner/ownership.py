@@ -9,6 +9,7 @@ Rows on the host lie in the order of the fragment's vector: scales [n], codes [n
 is the number of blocks held or owned.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -118,14 +119,17 @@ class Ownership:
             return mine[here].copy() if copy else mine[here]
 
         shape = (*part.placed.grid, *items)
-        sharding = part.placed.sharding
-        spec = jax.sharding.PartitionSpec(*(*sharding.spec, *(None,) * len(shape))[: len(shape)])
-        return jax.make_array_from_callback(
-            shape, jax.sharding.NamedSharding(sharding.mesh, spec), of
-        )
+        return jax.make_array_from_callback(shape, _of_axes(part.placed.sharding, len(shape)), of)
 
 
 _NO_SCALES = np.zeros(0, code_dtype("bfloat16"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_axes(sharding: jax.sharding.NamedSharding, axes: int) -> jax.sharding.NamedSharding:
+    """The sharding of blocks for arrays that have other axes behind the grid's, or fewer."""
+    spec = jax.sharding.PartitionSpec(*(*sharding.spec, *(None,) * axes)[:axes])
+    return jax.sharding.NamedSharding(sharding.mesh, spec)
 
 
 def process_of(device: Any) -> int:

@@ -7,7 +7,8 @@ is away, updates wait here and training goes on.
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from diloco.learner.context import Context, Tensors
 from diloco.learner.incarnation import Joined
 from diloco.learner.peers import Peers
 
+T = TypeVar("T")
+
 # A learner whose heartbeats are not stored for so long warns: longer than a leader's election.
 SILENT_S = 8.0
 # So many of a fragment's tensors an error names.
@@ -33,6 +36,13 @@ class Stored(NamedTuple):
     """What a host has stored of an update, and when its codes were there."""
 
     shards: tuple[wire.Shard, ...]
+    encoded_at_s: float
+
+
+class _Packed(NamedTuple):
+    """Shards with their bytes, and when the codes were there."""
+
+    shards: tuple[tuple[wire.Shard, bytes], ...]
     encoded_at_s: float
 
 
@@ -55,41 +65,60 @@ class Uploader:
 
     async def store(self, incarnation: int, send: sync.Send, codes: Any) -> Stored:
         """Store this host's shards of an update."""
-        context, fragment = self._context, send.fragment
-        packed = await context.runtime.call(self._pack, fragment, codes)
-        encoded_at_s = context.runtime.clock()
-        entries = await asyncio.gather(
-            *(
-                self._upload(incarnation, send, index, data, where)
-                for index, (data, where) in enumerate(packed)
-            )
-        )
-        context.traffic.bytes_up += sum(len(data) for data, _ in packed)
-        return Stored(tuple(entries), encoded_at_s)
-
-    def _pack(self, fragment: int, codes: Any) -> list[tuple[bytes, np.ndarray]]:
-        """Bytes and blocks of each shard."""
         context = self._context
+        packed: _Packed | None = None
+
+        def begin() -> _Packed:
+            """Pack, and store what is one shard: each way to a thread and back costs as much."""
+            nonlocal packed
+            if packed is None:
+                packed = _Packed(self._pack(incarnation, send, codes), context.runtime.clock())
+            if len(packed.shards) == 1:
+                self._put(*packed.shards[0])
+            return packed
+
+        found = await self._retry(begin)
+        if len(found.shards) > 1:
+            await asyncio.gather(*(self._retry(partial(self._put, *one)) for one in found.shards))
+        context.traffic.bytes_up += sum(shard.size_bytes for shard, _ in found.shards)
+        return Stored(tuple(shard for shard, _ in found.shards), found.encoded_at_s)
+
+    async def _retry(self, function: Callable[[], T]) -> T:
+        """What a blocking call gives, off the event loop, once no transient fault meets it."""
+        context = self._context
+        return await context.runtime.retry(
+            "storing a shard", lambda: context.runtime.call(function), logger=context.logger
+        )
+
+    def _put(self, shard: wire.Shard, data: bytes) -> None:
+        self._context.store.put(shard.name, data)
+
+    def _pack(
+        self, incarnation: int, send: sync.Send, codes: Any
+    ) -> tuple[tuple[wire.Shard, bytes], ...]:
+        """The shards, and their bytes."""
+        context, fragment = self._context, send.fragment
         sync_section = sync_of(context.settings.sync, context.layout.fragments[fragment])
         codec, block = sync_section.codec, sync_section.block
         owned_n = self._tensors.owned(fragment)
         if not len(owned_n):  # All its blocks are other hosts' too, and theirs to send.
-            return []
+            return ()
         rows = self._tensors.collect(fragment, codes)
         _check_finite(rows, context.layout.fragments[fragment])
         codes_NxI = np.asarray(rows.codes).reshape(len(owned_n), -1)
-        packed = []
+        packed: list[tuple[wire.Shard, bytes]] = []
         done = 0
         most_blocks = max(1, sync_section.shard_elements // block)
-        for part in slices.cut(owned_n, most_blocks):
+        for index, part in enumerate(slices.cut(owned_n, most_blocks)):
             rows_of = slice(done, done + len(part))
             scales = rows.scales[rows_of] if np.size(rows.scales) else rows.scales
             encoded = Encoded(scales, codes_NxI[rows_of].reshape(-1))
-            packed.append((shards.pack(codec, encoded, block), part))
+            data = shards.pack(codec, encoded, block)
+            packed.append((self._shard(incarnation, send, index, data, part), data))
             done += len(part)
-        return packed
+        return tuple(packed)
 
-    async def _upload(
+    def _shard(
         self, incarnation: int, send: sync.Send, index: int, data: bytes, blocks: np.ndarray
     ) -> wire.Shard:
         context = self._context
@@ -102,11 +131,6 @@ class Uploader:
             send.seq,
             # No two hosts give the same number.
             index * self._hosts + self._host,
-        )
-        await context.runtime.retry(
-            "storing a shard",
-            lambda: context.runtime.call(context.store.put, name, data),
-            logger=context.logger,
         )
         return wire.Shard(
             name=name,
@@ -201,10 +225,14 @@ class Publisher:
         """Store an update's shards, publish its manifest, tell the training loop."""
         context, send, life = self._context, outgoing.send, self._life
         began_s = context.runtime.clock()
-        stored, others = await asyncio.gather(
-            self._uploader.store(life.incarnation, send, outgoing.codes),
-            self._peers.stored(send.fragment, send.seq),
-        )
+        storing = self._uploader.store(life.incarnation, send, outgoing.codes)
+        others: tuple[wire.Shard, ...] = ()
+        if self._peers.hosts == 1:
+            stored = await storing
+        else:
+            stored, others = await asyncio.gather(
+                storing, self._peers.stored(send.fragment, send.seq)
+            )
         manifest = wire.Manifest(
             run=context.run,
             learner=context.learner,

@@ -374,10 +374,10 @@ def named_leaves(params: Params) -> list[tuple[str, Any]]:
     Raises:
         TaskError: two leaves have the same name, or JAX cannot order the leaves.
     """
-    named: dict[str, Any] = {}
-    paths: dict[str, str] = {}
     try:
-        found = jax.tree_util.tree_flatten_with_path(params)[0]
+        leaves, structure = jax.tree.flatten(params)
+        known = _NAMES.get(structure)
+        found = [] if known is not None else jax.tree_util.tree_flatten_with_path(params)[0]
     # What compares keys, or goes down the tree, is C++ and raises what it likes.
     except (ValueError, TypeError, SystemError, RecursionError) as error:
         raise TaskError(
@@ -385,18 +385,39 @@ def named_leaves(params: Params) -> list[tuple[str, Any]]:
             hint="keys of one dictionary must be comparable, such as all strings; and a tree not"
             " nested in a thousand levels",
         ) from error
-    for path, leaf in found:
+    if known is None:
+        known = _names_of([path for path, _ in found])
+        if len(_NAMES) >= _MOST_STRUCTURES:
+            _NAMES.clear()
+        _NAMES[structure] = known
+    return list(zip(known, leaves, strict=True))
+
+
+# Spelling names out takes longer than all else that a boundary does with a tree; a loop has the
+# same few trees at each of them.
+_NAMES: dict[Any, tuple[str, ...]] = {}
+_MOST_STRUCTURES = 64
+
+
+def _names_of(found: list[Any]) -> tuple[str, ...]:
+    """Readable names of leaves by their paths.
+
+    Raises:
+        TaskError: two leaves have the same name.
+    """
+    paths: dict[str, str] = {}
+    for path in found:
         name = _readable(
             jax.tree_util.keystr(path, simple=True, separator="/") if path else "params"
         )
-        if name in named:
+        if name in paths:
             raise TaskError(
                 f"every leaf of the parameters needs a name of its own, but {paths[name]} and "
                 f"{jax.tree_util.keystr(path)} are both called {name!r}",
                 hint="rename a key; characters other than A-Z a-z 0-9 . _ / - become _",
             )
-        named[name], paths[name] = leaf, jax.tree_util.keystr(path)
-    return list(named.items())
+        paths[name] = jax.tree_util.keystr(path)
+    return tuple(paths)
 
 
 def _readable(path: str) -> str:

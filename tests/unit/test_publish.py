@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import dataclasses
 
 import numpy as np
+import pytest
 import structlog
 
 from diloco.common import names, wire
 from diloco.common.bus import MemoryBus, StreamLimits
 from diloco.common.config import RunSettings, SyncSection
+from diloco.common.errors import StoreUnavailableError
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.service import Runtime
 from diloco.common.store import MemoryStore
@@ -82,6 +85,49 @@ def test_a_host_with_nothing_to_send_stores_nothing(run_async):
     stored = run_async(uploader.store(7, update.send, update.codes))
     assert stored.shards == ()
     assert not [*context.store.list("")]
+
+
+class Failing(MemoryStore):
+    """The first attempts to store anything fail."""
+
+    failures = 1
+
+    def put(self, name, data):
+        if self.failures:
+            self.failures -= 1
+            raise StoreUnavailableError(f"cannot store {name}")
+        super().put(name, data)
+
+
+class Collecting(Replica):
+    """Counts how often an update is taken from the devices."""
+
+    collected = 0
+
+    def collect(self, fragment, codes):
+        self.collected += 1
+        return super().collect(fragment, codes)
+
+
+@pytest.mark.parametrize("shard_elements", [32, 16])
+def test_an_update_that_meets_a_fault_is_packed_once_and_stored_whole(run_async, shard_elements):
+    base = make_context(MemoryBus())
+    section = base.settings.sync.model_copy(update={"shard_elements": shard_elements})
+    store = Failing()
+    context = dataclasses.replace(
+        base, store=store, settings=base.settings.model_copy(update={"sync": section})
+    )
+    tensors = Collecting(section, LAYOUT, LIKE, VIEWS)
+    update = outgoing(1)
+    stored = run_async(Uploader(context, tensors).store(7, update.send, update.codes))
+    assert tensors.collected == 1
+    assert len(stored.shards) == 32 // shard_elements
+    assert [store.get(shard.name) for shard in stored.shards]
+    assert {shard.name for shard in stored.shards} == {info.name for info in store.list("")}
+    assert context.traffic.bytes_up == sum(shard.size_bytes for shard in stored.shards)
+    # It was waited out as every fault of the store is, and counted.
+    assert sum(context.runtime.retries.faults.values()) == 1
+    assert context.runtime.retries.now() == ()
 
 
 async def settle(*tasks):

@@ -133,6 +133,21 @@ def test_a_tree_of_one_leaf_has_a_name():
     assert named_leaves(3.0) == [("params", 3.0)]
 
 
+def test_trees_of_one_structure_have_its_names_and_their_own_leaves():
+    first, second = {"a": [1, 2], "b": 3}, {"a": [4, 5], "b": 6}
+    assert named_leaves(first) == [("a/0", 1), ("a/1", 2), ("b", 3)]
+    assert named_leaves(second) == [("a/0", 4), ("a/1", 5), ("b", 6)]
+    assert named_leaves({"a": [4], "b": 6}) == [("a/0", 4), ("b", 6)]
+    assert named_leaves({"a": 4, "c": 6}) == [("a", 4), ("c", 6)]
+    assert named_leaves({"a": (4, None), "b": 6}) == [("a/0", 4), ("b", 6)]
+
+
+def test_a_tree_of_which_two_leaves_have_one_name_is_refused_each_time():
+    for _ in range(2):
+        with pytest.raises(TaskError, match="both called 'a_b'"):
+            named_leaves({"a b": 1, "a:b": 2})
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A current directory with modules of a user; they are forgotten afterwards."""

@@ -87,16 +87,24 @@ class Connection:
             BusUnavailableError: there is no link, or no answer within `CALL_TIMEOUT_S`.
             BusError: refused, or this bus is closed.
         """
-        link, since = self.current(), asyncio.get_running_loop().time()
+        link, loop = self.current(), asyncio.get_running_loop()
+        since, ended = loop.time(), loop.create_future()
+
+        def end(_call: object = None) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
         # A task of its own, because nats-py swallows a cancellation while it waits to flush.
         call = asyncio.ensure_future(make(link.js))
         # Looked at also if we are cancelled just as it fails, or asyncio complains in the log.
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
-        lost = asyncio.ensure_future(link.lost.wait())
+        call.add_done_callback(end)
+        # No task for each of what else may end it: every update waits for a call.
+        link.waiting.add(end)
+        timer = loop.call_later(CALL_TIMEOUT_S, end)
         try:
-            await asyncio.wait(
-                {call, lost}, timeout=CALL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            if not link.lost.is_set():
+                await ended
             if not call.done():
                 raise self._no_answer(link, subject, since)
             return call.result()
@@ -105,8 +113,9 @@ class Connection:
         except nats.errors.Error as error:
             raise ours(error, subject) from error
         finally:
+            link.waiting.discard(end)
+            timer.cancel()
             call.cancel()
-            lost.cancel()
 
     async def _keep_linked(self, link: Link) -> None:
         """Replace the link whenever it is lost."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import nats.errors
@@ -69,6 +70,7 @@ class Link:
         )
         self.api = address.api
         self.queues: set[asyncio.Queue[Msg | None]] = set()  # None tells that the link is lost
+        self.waiting: set[Callable[[], None]] = set()  # called when it is
         self._address = address
         self._problem: Exception | None = None
         self._denied: deque[tuple[float, str]] = deque(maxlen=64)
@@ -186,6 +188,8 @@ class Link:
         self.lost.set()
         for queue in self.queues:
             queue.put_nowait(None)
+        for end in self.waiting:
+            end()
 
 
 def _look_at(task: "asyncio.Task[None]") -> None:
