@@ -9,7 +9,9 @@ are sent by linking one stored update, after the time that their bytes would tak
 first versions it counts updates in a version, staleness, seconds between versions, the
 aggregator's processor time and the store's bytes, and shows what `diloco plan` forecasts of each.
 With `--fragments` and `--aggregators` several processes share the fragments of one model; it then
-also shows each one's fragments and peak memory.
+also shows each one's fragments and peak memory. `--commands` times what operators call while the
+run goes on, and `--failover` the time from the SIGKILL of an aggregator to the next versions of its
+fragments.
 """
 
 import argparse
@@ -51,6 +53,7 @@ BUCKET, PREFIX = "bench", "runs/"
 STORE_URL = f"gs://{BUCKET}/{PREFIX}"
 TENSORS = 8
 TOKENS = 8192
+COMMANDS = (("status", "--once", "--json"), ("doctor",), ("learners",))
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -389,6 +392,11 @@ async def measure(
         pids = [process.pid for process in processes.values()]
         seen = await observe(store, bus, pids, options)
         show_owners(seen, processes, options.fragments)
+        if options.commands:
+            for command in COMMANDS:
+                await asyncio.to_thread(time_command, command, folder / "run.toml")
+        if options.failover:
+            await fail_over(bus, seen, processes, config.aggregator.lease_ttl_s)
     finally:
         for life in living:
             await cancel(life)
@@ -398,6 +406,46 @@ async def measure(
         for each in [bus, *buses]:
             await each.close()
     return planned, measured(seen, options.settle, options.fragments)
+
+
+def time_command(command: tuple[str, ...], path: Path) -> None:
+    """Have an operator's command done, and say what it took."""
+    began_s = time.monotonic()
+    with (path.parent / "command.log").open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "diloco", *command, str(path)], stdout=said, stderr=said
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    took_s = time.monotonic() - began_s
+    process.returncode = os.waitstatus_to_exitcode(status)
+    print(
+        f"{' '.join(command)}: {took_s:.2f} s, {used.ru_utime + used.ru_stime:.2f} s of processor,"
+        f" {used.ru_maxrss / 1e3:.0f} MB, exit status {process.returncode}",
+        flush=True,
+    )
+
+
+async def fail_over(
+    bus: Bus, seen: list[Seen], processes: dict[str, "subprocess.Popen[bytes]"], lease_s: float
+) -> None:
+    """Kill an aggregator, and say when others made the next version of each of its fragments."""
+    owners = {one.fragment: one.owner for one in seen}
+    victim = owners[0]
+    left = {fragment for fragment, owner in owners.items() if owner == victim}
+    processes[victim].kill()
+    killed_s = time.time()
+    async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
+        record = _record(message.subject, message.payload)
+        if message.time_s > killed_s and record.what == "version" and record.fragment in left:
+            left.discard(record.fragment)
+            took_s = message.time_s - killed_s
+            print(
+                f"fragment {record.fragment}: {took_s - lease_s:+.2f} s after the lease of"
+                f" {lease_s:g} s, {len(record.inputs)} updates",
+                flush=True,
+            )
+        if not left:
+            return
 
 
 def show_owners(
@@ -439,6 +487,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--learner-gbit", type=float, default=1.0)
     parser.add_argument("--settle", type=int, default=3, help="versions that are not counted")
     parser.add_argument("--versions", type=int, default=16, help="versions that are")
+    parser.add_argument("--commands", action="store_true", help="time an operator's commands")
+    parser.add_argument("--failover", action="store_true", help="kill an aggregator at the end")
     parser.add_argument("--folder", type=Path, help="where temporary files go")
     return parser.parse_args()
 

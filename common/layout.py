@@ -416,8 +416,12 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def offset_steps(fragment: int, fragments: int, interval_steps: int) -> int:
-    """Step at which a fragment is first due, in 1..H, spread evenly (paper §3: t_p)."""
-    return max(1, (fragment + 1) * interval_steps // fragments)
+    """Step at which a fragment is first due, in 1..H, spread evenly (paper §3: t_p).
+
+    With more fragments than steps each step has as many as any other, or one less.
+    """
+    place = (fragment + 1) * interval_steps
+    return place // fragments if fragments <= interval_steps else -(-place // fragments)
 
 
 class Rhythm(NamedTuple):

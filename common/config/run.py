@@ -105,7 +105,7 @@ class SyncSection(Section):
         default=6, description="H during the warm-up; at least `min_steps`"
     )
     fragments: Annotated[int, Field(ge=1, le=4096)] = Field(
-        default=8, description="P: number of fragments; at most H"
+        default=8, description="P: number of fragments; with more than H several are due at a step"
     )
     codec: CodecName = Field(default="int4", description="codec of updates")
     delta_codec: CodecName = Field(default="int4", description="codec of version deltas")
@@ -164,11 +164,6 @@ class SyncSection(Section):
             raise ValueError(
                 f"min_steps ({self.min_steps}) is more than warmup_interval_steps "
                 f"({self.warmup_interval_steps})"
-            )
-        if self.fragments > self.interval_steps:
-            raise ValueError(
-                f"fragments ({self.fragments}) is more than interval_steps "
-                f"({self.interval_steps}): two would fall on one step"
             )
         if self.alpha and self.adopt != "overwrite":
             raise ValueError("alpha mixes only with adopt = 'overwrite'")

@@ -5,6 +5,7 @@ Nothing here is shared with the aggregator: what both compute, they compute apar
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 from diloco.common.config import BoundsSection, RunSettings, StalenessSection
 
@@ -66,7 +67,8 @@ def between_s(earlier_s: float, later_s: float) -> float:
 
 def offset(fragment: int, fragments: int, interval: int) -> int:
     """Where in its interval a fragment is first due: P fragments spread evenly over H steps."""
-    return max(1, (fragment + 1) * interval // fragments)
+    share = Fraction((fragment + 1) * interval, fragments)
+    return math.floor(share) if fragments <= interval else math.ceil(share)
 
 
 def clock_after(settings: RunSettings, fragment: int, step: int) -> int:

@@ -12,7 +12,7 @@ LEASE_S = 8.0
 SETTINGS = {
     "run": ENDLESS,
     "task": {"options": {"notes": "notes", "sleep_s": 0.02}},
-    "sync": {"interval_steps": 8, "fragments": 6, "min_steps": 3},
+    "sync": {"interval_steps": 4, "fragments": 6, "min_steps": 3},
     "aggregator": {"lease_ttl_s": LEASE_S},
 }
 LEARNERS = ("learner-0", "learner-1")

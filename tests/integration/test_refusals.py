@@ -32,7 +32,7 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
     other_model = world.variant("model", {"task": {"options": {"odd": True}}})
     no_run = world.variant("none", {"run": {"name": "nobody"}})
     unknown_key = world.variant("key", {"sync": {"fragmets": 3}})
-    out_of_range = world.variant("range", {"sync": {"fragments": 9}})
+    out_of_range = world.variant("range", {"sync": {"min_steps": 9}})
     no_task = world.variant("no-task", {"task": {"build": "nowhere.task:build"}})
     bad_url = world.variant("url", {"bus": {"url": "http://localhost:1"}})
     not_toml = world.folder / "not.toml"
@@ -68,7 +68,7 @@ def test_daemons_that_do_not_fit_the_run_are_refused(new_world):
         learner("key", unknown_key): (Exit.CONFIG, "unknown key 'sync.fragmets'", "key.toml"),
         aggregator("range", out_of_range): (
             Exit.CONFIG,
-            "fragments (9) is more than interval_steps (8)",
+            "min_steps (9) is more than interval_steps (8)",
         ),
         learner("no-task", no_task): (Exit.TASK, "nowhere"),
         learner("toml", not_toml): (

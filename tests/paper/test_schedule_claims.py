@@ -55,6 +55,23 @@ def test_offsets_are_distinct_and_spread_evenly():
         assert offsets[-1] == interval
 
 
+def test_with_more_fragments_than_steps_each_step_has_as_many():
+    """Large models are cut into many fragments, since one is the least that a process can own."""
+    for fragments, interval in ((96, 24), (384, 24), (25, 24), (7, 3), (4096, 1)):
+        run = settings(sync={"fragments": fragments, "interval_steps": interval, "min_steps": 1})
+        rules = sync.sync_rules(run.sync)
+        state = sync.begin(rules, tuple(sync.Start(0, "", f + 1, 0) for f in range(fragments)))
+        sent, due = [], []
+        for step in range(1, interval + 1):
+            state, effects = sync.step(rules, state, sync.Stepped(float(step), 100))
+            sends = [effect for effect in effects if isinstance(effect, sync.Send)]
+            assert {send.steps for send in sends} == {step}
+            sent += [send.fragment for send in sends]
+            due.append(len(sends))
+        assert sent == list(range(fragments))
+        assert max(due) - min(due) <= 1
+
+
 def test_weight_is_quantity_times_quality():
     """§3: w = c_tokens x (c_tokens / c_steps): half as many steps, half the weight; twice the
     tokens a step, four times the weight at equal steps."""

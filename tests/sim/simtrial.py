@@ -127,7 +127,7 @@ class Outcome:
 def settings(plan: Trial) -> dict[str, Any]:
     """The settings of a plan's run."""
     rng, codecs, rng_of_blend = plan.rng("settings"), plan.rng("codecs"), plan.rng("blend share")
-    interval = max(plan.fragments, rng.choice([4, 8, 12]))
+    interval = rng.choice([4, 8, 12])
     return {
         "run": {"name": "sim", "steps": max(interval, int(plan.minutes * 60 * 0.8))},
         "sync": {

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from simrun import simulate
 from simshrink import explain, shrink
-from simtrial import FULL, KINDS, WORLDS, Trial
+from simtrial import FULL, KINDS, WORLDS, Trial, settings
 
 SEEDS = 45
 # Of full worlds; `make sim FULL=1` has the rest.
@@ -53,6 +53,16 @@ def test_nor_with_the_production_arithmetic():
         outcome = simulate(Trial(seed=seed, minutes=1.0, dense=True))
         assert outcome.violation is None
         assert outcome.fates["merged"] > 20
+
+
+def test_nor_with_more_fragments_than_steps_in_an_interval():
+    for seed in range(900, 904):
+        plan = Trial(seed=seed, minutes=1.0, fragments=14)
+        assert settings(plan)["sync"]["interval_steps"] < plan.fragments
+        outcome = simulate(plan)
+        if outcome.violation is not None:
+            pytest.fail(explain(shrink(outcome)))
+        assert outcome.fates["merged"] > 50
 
 
 def test_a_seed_repeats_itself():

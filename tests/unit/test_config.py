@@ -137,7 +137,6 @@ def test_a_check_of_one_learners_speed_names_the_learner(value):
     ("sync", "named"),
     [
         ({"min_steps": 25}, ["min_steps (25)", "interval_steps (24)"]),
-        ({"interval_steps": 4, "min_steps": 2}, ["fragments (8)", "interval_steps (4)"]),
         (
             {"warmup_steps": 100, "warmup_interval_steps": 4},
             ["min_steps (6)", "warmup_interval_steps (4)"],
