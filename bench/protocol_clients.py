@@ -10,8 +10,8 @@ first versions it counts updates in a version, staleness, seconds between versio
 aggregator's processor time and the store's bytes, and shows what `diloco plan` forecasts of each.
 With `--fragments` and `--aggregators` several processes share the fragments of one model; it then
 also shows each one's fragments and peak memory. `--commands` times what operators call while the
-run goes on, and `--failover` the time from the SIGKILL of an aggregator to the next versions of its
-fragments.
+run goes on, and `--failover` the time from the SIGKILL of an aggregator until others stand where it
+was with its fragments.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -396,7 +397,7 @@ async def measure(
             for command in COMMANDS:
                 await asyncio.to_thread(time_command, command, folder / "run.toml")
         if options.failover:
-            await fail_over(bus, seen, processes, config.aggregator.lease_ttl_s)
+            await fail_over(folder, seen, processes, config.aggregator.lease_ttl_s)
     finally:
         for life in living:
             await cancel(life)
@@ -426,26 +427,30 @@ def time_command(command: tuple[str, ...], path: Path) -> None:
 
 
 async def fail_over(
-    bus: Bus, seen: list[Seen], processes: dict[str, "subprocess.Popen[bytes]"], lease_s: float
+    folder: Path, seen: list[Seen], processes: dict[str, "subprocess.Popen[bytes]"], lease_s: float
 ) -> None:
-    """Kill an aggregator, and say when others made the next version of each of its fragments."""
+    """Kill an aggregator, and say when others stood where it was with each of its fragments."""
     owners = {one.fragment: one.owner for one in seen}
     victim = owners[0]
     left = {fragment for fragment, owner in owners.items() if owner == victim}
     processes[victim].kill()
-    killed_s = time.time()
-    async for message in bus.read(names.tape_stream(RUN), [names.record(RUN, "*")], 1):
-        record = _record(message.subject, message.payload)
-        if message.time_s > killed_s and record.what == "version" and record.fragment in left:
-            left.discard(record.fragment)
-            took_s = message.time_s - killed_s
-            print(
-                f"fragment {record.fragment}: {took_s - lease_s:+.2f} s after the lease of"
-                f" {lease_s:g} s, {len(record.inputs)} updates",
-                flush=True,
-            )
-        if not left:
-            return
+    killed = datetime.now(UTC)
+    while left:
+        await asyncio.sleep(0.1)
+        for name in processes:
+            for line in (folder / f"{name}.log").read_text().splitlines():
+                entry = json.loads(line)
+                taken_at = datetime.fromisoformat(entry["timestamp"])
+                if entry.get("action") != "recovered" or taken_at < killed:
+                    continue
+                if entry["fragment"] in left:
+                    left.remove(entry["fragment"])
+                    after_s = (taken_at - killed).total_seconds() - lease_s
+                    print(
+                        f"fragment {entry['fragment']}: recovered {after_s:+.2f} s after the lease"
+                        f" of {lease_s:g} s, in {entry['took_s']:.2f} s",
+                        flush=True,
+                    )
 
 
 def show_owners(
