@@ -4,18 +4,21 @@ Every version since that state is merged again from the inputs its record names,
 are compared. Nothing else is needed, and nothing is trusted that does not reproduce.
 """
 
+import asyncio
 import contextlib
-from functools import partial
-from typing import NamedTuple
+from collections import deque
+from typing import Final, NamedTuple
 
 from diloco.aggregator.arrays.arithmetic import PRODUCTION
-from diloco.aggregator.arrays.fragment import FragmentArrays
+from diloco.aggregator.arrays.fragment import FragmentArrays, unmergeable
 from diloco.aggregator.context import Context
 from diloco.aggregator.records import cited
 from diloco.aggregator.shard_reader import read_input
 from diloco.common import cores, names, wire
+from diloco.common.codec import Encoded
 from diloco.common.config import RunSettings
-from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError
+from diloco.common.errors import DilocoError, IntegrityError, ObjectMissingError, WireError
+from diloco.common.service import cancel
 from diloco.common.tape import (
     get_object,
     last_record,
@@ -24,6 +27,9 @@ from diloco.common.tape import (
     settings_at,
 )
 from diloco.common.views import older_snapshot
+
+# Inputs of a version that are read at the same time, if they take no more memory than its view.
+MOST_AHEAD: Final = 16
 
 
 class Recovered(NamedTuple):
@@ -84,19 +90,50 @@ async def rebuild(context: Context, record: wire.Record, record_seq: int) -> Rec
     except (ObjectMissingError, IntegrityError) as error:
         arrays, outer_seq = await _load_older_state(context, record, record_seq, error)
     merged_again = 0
-    read = partial(read_input, context.store, arrays.grid)
     if outer_seq < record_seq:
         subjects = [names.record(context.run, record.fragment)]
         async for message in context.bus.read(context.tape, subjects, outer_seq + 1):
             again = await read_record(context, message)
             if again.what == "version":
-                await context.runtime.call(arrays.merge_again, again, read)
+                await _merge_again(context, arrays, again)
                 merged_again += 1
             if message.seq >= record_seq:
                 break
     settings = await settings_at(context, record.policy.settings_seq)
     arrays.settings = settings
     return Recovered(cited(record, record_seq), record_seq, settings, arrays, merged_again)
+
+
+async def _merge_again(context: Context, arrays: FragmentArrays, record: wire.Record) -> None:
+    """Make a version once more, reading some inputs ahead: one by one, each waits for the store.
+
+    Raises:
+        As `FragmentArrays.merge_again`, and as `recover`.
+    """
+    call = context.runtime.call
+    arrays.begin_again(record)
+    sizes = [sum(shard.size_bytes for shard in taken.shards) for taken in record.inputs]
+    ahead = min(MOST_AHEAD, max(1, arrays.view.nbytes // max(sizes, default=1)))
+    left, reads = iter(record.inputs), deque[asyncio.Task[tuple[Encoded, ...]]]()
+
+    def read_next() -> None:
+        if (taken := next(left, None)) is not None:
+            reading = call(read_input, context.store, arrays.grid, taken)
+            reads.append(asyncio.ensure_future(reading))
+
+    try:
+        for _ in range(ahead):
+            read_next()
+        for taken in record.inputs:
+            parts = await reads[0]
+            reads.popleft()
+            read_next()
+            await call(arrays.add_again, taken, parts)
+    except (ObjectMissingError, WireError) as error:
+        raise unmergeable(record, error.message) from error
+    finally:
+        await cancel(*reads)
+    await call(arrays.end_again, record)
 
 
 async def _load_older_state(

@@ -266,23 +266,43 @@ class FragmentArrays:
             IntegrityError: an input is gone or damaged, the record is not of this fragment's
                 segments or merge, or the result has other digests.
         """
-        self._check_fits(record)
-        self._begin_sum()
-        assert self._sum is not None
+        self.begin_again(record)
         for taken in record.inputs:
             try:
                 parts = read(taken)
             except (ObjectMissingError, WireError) as error:
-                raise _unmergeable(record, error.message) from error
-            coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
-            self._sum.add(self.own_settings.sync.codec, parts, coefficients_S, taken.weight_unit)
+                raise unmergeable(record, error.message) from error
+            self.add_again(taken, parts)
+        return self.end_again(record)
+
+    def begin_again(self, record: wire.Record) -> None:
+        """Begin to make a recorded version once more.
+
+        Raises:
+            IntegrityError: the record is not of this fragment's segments or merge.
+        """
+        self._check_fits(record)
+        self._begin_sum()
+
+    def add_again(self, taken: wire.Input, parts: tuple[Encoded, ...]) -> None:
+        """Add one of its inputs, in the record's order."""
+        assert self._sum is not None
+        coefficients_S = np.frombuffer(taken.coefficients, ml_dtypes.bfloat16)
+        self._sum.add(self.own_settings.sync.codec, parts, coefficients_S, taken.weight_unit)
+
+    def end_again(self, record: wire.Record) -> Encoded:
+        """Take the step that the record says, over all of its inputs; the version's delta.
+
+        Raises:
+            IntegrityError: the result has other digests.
+        """
         factors_S = np.frombuffer(record.factors, np.float32)
         kept_S = np.frombuffer(record.kept, np.float32) if record.kept else None
         radius_S = np.frombuffer(record.radii, np.float32) if record.radii else None
         delta = self._step(factors_S, kept_S, radius_S, record.learning_rate, record.momentum)
         found = self.digests()
         if found != (record.view_digest, record.outer_digest):
-            raise _unmergeable(
+            raise unmergeable(
                 record,
                 f"digests of view and outer state are {found}, the record says "
                 f"{(record.view_digest, record.outer_digest)}",
@@ -299,17 +319,17 @@ class FragmentArrays:
         for found, expected in wanted:
             if found != expected:
                 why = f"the numbers of its segments have {found} bytes, not {expected}"
-                raise _unmergeable(record, why)
+                raise unmergeable(record, why)
         codec, unit = self.own_settings.sync.codec, None
         # Records of earlier releases have no units.
         united = any(taken.weight_unit for taken in record.inputs)
         for taken in record.inputs:
             if taken.codec != codec:
-                raise _unmergeable(record, f"codec {taken.codec!r}, the run's is {codec!r}")
+                raise unmergeable(record, f"codec {taken.codec!r}, the run's is {codec!r}")
             unit = merge.unit_after(unit, taken.weight)
             if united and taken.weight_unit != unit:
                 why = f"unit {taken.weight_unit} of weight {taken.weight:g}, not {unit}"
-                raise _unmergeable(record, why)
+                raise unmergeable(record, why)
 
     def _begin_sum(self) -> None:
         """An empty sum; its buffers are kept from round to round."""
@@ -438,7 +458,8 @@ def make_input(admitted: Admitted, coefficients: bytes, unit: int) -> wire.Input
     )
 
 
-def _unmergeable(record: wire.Record, what: str) -> IntegrityError:
+def unmergeable(record: wire.Record, what: str) -> IntegrityError:
+    """A recorded version that cannot be made again, and why."""
     return IntegrityError(
         f"fragment {record.fragment} version {record.version} cannot be recomputed: {what}",
         hint="runbooks/digest-mismatch.md",

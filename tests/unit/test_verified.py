@@ -1,8 +1,10 @@
 """Nothing is trusted that does not reproduce: digests, checksums, epochs, acknowledgements."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from diloco.aggregator.arrays.fragment import FragmentArrays, make_grid
 from diloco.aggregator.collector import Collector
 from diloco.aggregator.core import memory
 from diloco.aggregator.leases import Leases
+from diloco.aggregator.recovery import MOST_AHEAD, _merge_again
 from diloco.aggregator.shard_reader import read_input, read_payload
 from diloco.aggregator.swap import swap
 from diloco.common import names, shards, wire
@@ -32,9 +35,9 @@ from diloco.learner.checkpoint import PartFolder
 SNAPSHOT = 3
 
 
-async def made() -> tuple[Lab, wire.Record, FragmentArrays]:
+async def made(**sync: Any) -> tuple[Lab, wire.Record, FragmentArrays]:
     """A lab of four versions, the record of the last, and the arrays of the one before."""
-    lab = Lab(enabled=False)
+    lab = Lab(enabled=False, sections={"sync": sync})
     await lab.create()
     async with lab.aggregating():
         await lab.join("a")
@@ -55,6 +58,39 @@ def test_a_version_that_does_not_come_out_again_is_refused(run_async, digest):
         wrong = record.model_copy(update={digest: "f" * 32})
         with pytest.raises(IntegrityError, match="cannot be recomputed: digests"):
             arrays.merge_again(wrong, partial(read_input, lab.store, arrays.grid))
+
+    run_async(scenario())
+
+
+def test_inputs_are_read_ahead_as_far_as_a_view_takes_memory(run_async):
+    """One after the other, each of a thousand would wait for the store's answer."""
+
+    async def scenario() -> None:
+        lab, record, arrays = await made(codec="int8")
+        (taken,) = record.inputs
+        get, at_once, seen = lab.store.get, [], []
+        others = threading.Semaphore(0)
+
+        def counted(name: str, limit_bytes: int | None = None) -> bytes:
+            at_once.append(name)
+            seen.append(len(at_once))
+            # The first waits until another is under way: it would wait for ever for none.
+            if len(seen) == 1:
+                assert others.acquire(timeout=60)
+            else:
+                others.release()
+            try:
+                return get(name, limit_bytes)
+            finally:
+                at_once.remove(name)
+
+        lab.store.get = counted
+        wrong = record.model_copy(update={"inputs": (taken,) * 40})
+        with pytest.raises(IntegrityError, match="cannot be recomputed: digests"):
+            await _merge_again(lab.context, arrays, wrong)
+        size_bytes = sum(shard.size_bytes for shard in taken.shards)
+        assert len(seen) == 40 * len(taken.shards)
+        assert 1 < max(seen) <= max(1, arrays.view.nbytes // size_bytes) <= MOST_AHEAD
 
     run_async(scenario())
 
