@@ -31,7 +31,7 @@ RUN := $(BIN)/python -m
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-models tpu test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
+.PHONY: help install demo reference docs test test-long wheel-test test-slow test-browser picture test-extras test-stores test-models tpu cuda test-alerts operators-hour test-systemd chaos fuzz mutants lint types \
 	imports check \
 	attack attack-live bench headline quality quality-large sim bundle terraform lock clean
 
@@ -120,6 +120,15 @@ tpu: install ## compile a learner's programs for TPUs that are not here, in .ven
 		--no-build-isolation -e .
 	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m pytest -n 0 tests/unit/test_topology.py
 	@JAX_PLATFORMS=cpu .venv-tpu/bin/python -m bench.tpu $(ARGS)
+
+# Nor does XLA need a GPU to compile for one.
+cuda: install ## compile a learner's programs for GPUs that are not here, in .venv-cuda
+	@test -d .venv-cuda || $(PYTHON) -m venv .venv-cuda
+	@.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes \
+		-r requirements.lock -r locks/arrow.lock -r locks/cuda.lock
+	@.venv-cuda/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--no-build-isolation -e .
+	@JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -n 0 tests/unit/test_topology.py -rs $(ARGS)
 
 # PROMETHEUS is a folder with Debian's prometheus, promtool, prometheus-alertmanager and amtool.
 test-alerts: install ## break runs, and see alerts pass a real Prometheus and Alertmanager; PROMETHEUS=...

@@ -1,16 +1,62 @@
-"""Devices that are not here, which their compiler knows all the same: `--platform tpu`.
+"""Devices that are not here, which their compiler knows all the same: `--platform tpu` or `cuda`.
 
-libtpu compiles for any slice without a chip of it. Nothing can be put on these devices, and no
-program be run: shapes are lowered and compiled for them, and the compiler says what it made.
+libtpu compiles for any slice without a chip of it, and XLA for a GPU that it is told the properties
+of. Nothing can be put on these devices, and no program be run: shapes are lowered and compiled for
+them, and the compiler says what it made. Of GPUs it counts memory, and no bytes accessed.
 """
 
 import re
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from jax.experimental import topologies
 
 from diloco.common.config import environment
 from diloco.common.errors import ConfigError
+
+
+class Gpu(NamedTuple):
+    """What XLA must be told of a GPU; by NVIDIA's data sheets and tuning guides.
+
+    Attributes:
+        name: as the driver gives it.
+        capability: its compute capability, the major number; the minor one is 0.
+        cores: streaming multiprocessors, of `lanes` float32 units each.
+        shared_bytes: shared memory of each.
+        block_bytes: what one block may take of it.
+        cache_bytes: the second level's.
+        memory_bytes: of the device.
+        bandwidth: of that, bytes a second.
+        ghz: the clock, at most.
+    """
+
+    name: str
+    capability: int
+    cores: int
+    lanes: int
+    shared_bytes: int
+    block_bytes: int
+    cache_bytes: int
+    memory_bytes: int
+    bandwidth: int
+    ghz: float
+
+
+_KIB: Final = 1 << 10
+GPUS: Final = {
+    "a100": Gpu(
+        "NVIDIA A100-SXM4-80GB", 8, 108, 64, 164 * _KIB, 163 * _KIB, 40 << 20,
+        80 << 30, 2_039_000_000_000, 1.41,
+    ),
+    "h100": Gpu(
+        "NVIDIA H100 80GB HBM3", 9, 132, 128, 228 * _KIB, 227 * _KIB, 50 << 20,
+        80 << 30, 3_350_000_000_000, 1.98,
+    ),
+    "h200": Gpu(
+        "NVIDIA H200", 9, 132, 128, 228 * _KIB, 227 * _KIB, 50 << 20,
+        141_000_000_000, 4_800_000_000_000, 1.98,
+    ),
+}  # fmt: skip
+_GPUS: Final = re.compile(r"([a-z]\d+)(?::[1-9]\d{0,3})?")
 
 # A name of libtpu's: the chip, and how many of them there are along each axis of the slice.
 _NAME = re.compile(r"v\d+[a-z]*:\d+(x\d+)*")
@@ -39,3 +85,72 @@ def tpu_devices(topology: str) -> list[Any]:
             hint="it is libtpu: pip install 'diloco[tpu]'; shapes are those of Cloud TPU",
         ) from error
     return list(found.devices)
+
+
+def gpu_devices(topology: str) -> list[Any]:
+    """Devices of one machine with GPUs.
+
+    Args:
+        topology: one of `GPUS`, and how many: `h100:8`; alone, one.
+
+    Raises:
+        ConfigError: JAX's CUDA plugin is not installed, or there is no such GPU here.
+    """
+    gpu, count = gpu_named(topology), topology.partition(":")[2] or 1
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="",
+            topology=f"1x1x{count}",
+            target_config=_described(gpu),
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"XLA gives no compiler for {topology}: {str(error).splitlines()[0]}",
+            hint="it is JAX's CUDA plugin: pip install 'diloco[cuda]'; no driver is needed",
+        ) from error
+    return list(found.devices)
+
+
+def gpu_named(topology: str) -> Gpu:
+    """The GPU of a name like `h100:8`.
+
+    Raises:
+        ConfigError: there is no such GPU here.
+    """
+    match = _GPUS.fullmatch(topology)
+    if match is None or match[1] not in GPUS:
+        raise ConfigError(
+            f"{topology!r} is not a GPU and a number of them",
+            hint=f"one of {', '.join(GPUS)}, and how many, as h100:8",
+        )
+    return GPUS[match[1]]
+
+
+def _described(gpu: Gpu) -> str:
+    """A GPU as XLA's `GpuTargetConfigProto`, in the text format of Protocol Buffers."""
+    return f"""
+        gpu_device_info {{
+          threads_per_block_limit: 1024
+          threads_per_warp: 32
+          shared_memory_per_block: {48 * _KIB}
+          shared_memory_per_core: {gpu.shared_bytes}
+          shared_memory_per_block_optin: {gpu.block_bytes}
+          threads_per_core_limit: 2048
+          core_count: {gpu.cores}
+          fpus_per_core: {gpu.lanes}
+          block_dim_limit_x: {(1 << 31) - 1}
+          block_dim_limit_y: {(1 << 16) - 1}
+          block_dim_limit_z: {(1 << 16) - 1}
+          registers_per_core_limit: {64 * _KIB}
+          registers_per_block_limit: {64 * _KIB}
+          memory_bandwidth: {gpu.bandwidth}
+          l2_cache_size: {gpu.cache_bytes}
+          clock_rate_ghz: {gpu.ghz}
+          device_memory_size: {gpu.memory_bytes}
+          cuda_compute_capability {{ major: {gpu.capability} }}
+        }}
+        platform_name: "CUDA"
+        dnn_version_info {{ major: 9 }}
+        device_description_str: "{gpu.name}"
+    """

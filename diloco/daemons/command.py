@@ -106,23 +106,29 @@ class LearnerOptions:
         ),
     ] = None
     bandwidth: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="dry run: memory bandwidth of a device; 819 is a TPU v5e", min=1, metavar="GB/S"
+            help="dry run: memory bandwidth of a device [default: 819, a TPU v5e's; with "
+            "--platform cuda the GPU's]",
+            min=1,
+            metavar="GB/S",
         ),
-    ] = 819.0
+    ] = None
     platform: Annotated[
-        Literal["here", "tpu"],
+        Literal["here", "tpu", "cuda"],
         typer.Option(
-            help="dry run: compile for what JAX finds here, or by libtpu for TPUs that are not here"
+            help="dry run: compile for what JAX finds here, or for TPUs (by libtpu) or GPUs (by "
+            "JAX's CUDA plugin) that are not here"
         ),
     ] = "here"
     topology: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="dry run: chip and shape of the slice, with --platform tpu", metavar="CHIP:SHAPE"
+            help="dry run: chip and shape of the slice with --platform tpu [default: v6e:2x4], GPU "
+            "and number with --platform cuda [default: h100:1]",
+            metavar="CHIP:SHAPE",
         ),
-    ] = "v6e:2x4"
+    ] = None
     json: Annotated[bool, typer.Option("--json", help="dry run: print JSON")] = False
 
 
@@ -149,7 +155,8 @@ def learner(options: LearnerOptions) -> None:
             hosts=options.hosts,
             bandwidth=options.bandwidth,
             json=options.json,
-            topology=options.topology if options.platform == "tpu" else None,
+            platform=options.platform,
+            topology=options.topology,
         )
         run_dry(config, options.name, dry)
         return
@@ -164,10 +171,15 @@ def learner(options: LearnerOptions) -> None:
 
 
 def _check_platform(options: LearnerOptions) -> None:
-    if options.platform == "tpu" and options.devices:
+    if options.platform != "here" and options.devices:
         raise ConfigError(
-            "--devices emulates devices on the CPU, and --platform tpu compiles for TPUs",
-            hint="say the slice: --topology v6e:2x4",
+            "--devices emulates devices on the CPU, and --platform compiles for others",
+            hint="say which: --platform tpu --topology v6e:2x4, --platform cuda --topology h100:8",
+        )
+    if options.platform == "here" and options.topology:
+        raise ConfigError(
+            f"--topology {options.topology} is of devices that are not here",
+            hint="say of which kind: --platform tpu or --platform cuda",
         )
 
 

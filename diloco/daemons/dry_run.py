@@ -1,7 +1,7 @@
 """`diloco learner --dry-run`: what a learner will need of its slice, as tables or as JSON."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import jax
 from rich.console import Console
@@ -12,7 +12,11 @@ from diloco.common.config import Config
 from diloco.common.errors import ConfigError
 from diloco.learner.dry_run import DryRun, FragmentFigures, dry_run, stand_in
 from diloco.learner.library import check_name
-from diloco.learner.topology import tpu_devices
+from diloco.learner.topology import gpu_devices, gpu_named, tpu_devices
+
+V5E_GBYTES_PER_S: Final = 819.0
+# Of devices that are not here: what finds them, and which if none are named.
+ABSENT: Final = {"tpu": (tpu_devices, "v6e:2x4"), "cuda": (gpu_devices, "h100:1")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +26,16 @@ class DryRunOptions:
     Attributes:
         devices: of the learner, for which this machine's CPU is taken; None: as the file says.
         hosts: of the learner; None: as the file says.
-        bandwidth: of a device's memory, GB/s.
-        topology: of TPUs that are not here, whose compiler is asked; None: what JAX finds.
+        bandwidth: of a device's memory, GB/s; None: that of a usual one.
+        platform: whose compiler is asked: of what JAX finds here, or of devices that are not here.
+        topology: of those; None: the platform's default.
     """
 
     devices: int | None
     hosts: int | None
-    bandwidth: float
+    bandwidth: float | None
     json: bool
+    platform: Literal["here", "tpu", "cuda"] = "here"
     topology: str | None = None
 
 
@@ -41,17 +47,23 @@ def run_dry(config: Config, learner: str, options: DryRunOptions) -> None:
     """
     check_name(learner)
     hosts = options.hosts or config.learner.hosts
-    if options.topology is None:
+    if options.platform == "here":
         figures = dry_run(_configure(config, hosts, options.devices), learner, hosts=hosts)
     else:
-        # Nothing may look for a chip; the TPU's own compiler options stay.
+        # Nothing may look for a chip; its compiler's own options stay.
         jax.config.update("jax_platforms", "cpu")
-        devices = tpu_devices(options.topology)
+        # What was kept of such a program cannot be read without a device.
+        jax.config.update("jax_enable_compilation_cache", False)
+        find, default = ABSENT[options.platform]
+        devices = find(options.topology or default)
         figures = dry_run(config, learner, hosts=hosts, devices=devices)
+    bandwidth = options.bandwidth or V5E_GBYTES_PER_S
+    if options.platform == "cuda" and options.bandwidth is None:
+        bandwidth = gpu_named(options.topology or ABSENT["cuda"][1]).bandwidth / 1e9
     if options.json:
-        Console().print_json(data=as_json(figures, options.bandwidth))
+        Console().print_json(data=as_json(figures, bandwidth))
     else:
-        show(Console(), figures, options.bandwidth)
+        show(Console(), figures, bandwidth)
 
 
 def _configure(config: Config, hosts: int, devices: int | None) -> Config:

@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from diloco.common.codec import Encoded, code_count, code_dtype
@@ -14,13 +15,19 @@ from diloco.common.errors import ConfigError
 from diloco.common.layout import Tensor, make_layout
 from diloco.common.quantize import decode_blocks
 from diloco.learner.delta import make_kernels
-from diloco.learner.dry_run import compile_step, device_bytes, fragment_shapes, programs
+from diloco.learner.dry_run import compile_step, device_bytes, dry_run, fragment_shapes, programs
 from diloco.learner.island import Island
 from diloco.learner.mesh import single
-from diloco.learner.topology import tpu_devices
+from diloco.learner.topology import GPUS, gpu_devices, tpu_devices
 
 compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs `make tpu`: libtpu is not installed"
+)
+
+
+gpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda12_plugin") is None,
+    reason="needs `make cuda`: JAX's CUDA plugin is not installed",
 )
 
 
@@ -31,8 +38,22 @@ def _environment_stays(monkeypatch):
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
+@pytest.fixture
+def _nothing_kept():
+    """What is kept of a program for devices that are not here cannot be read."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
 def island_of(mesh, devices=None, **learner):
-    config = make_config(
+    return Island(config_of(mesh, **learner), "l0", devices)
+
+
+def config_of(mesh, **learner):
+    return make_config(
         {
             "run": {"name": "small", "steps": 100},
             "task": {"options": {"preset": "1m", "length": 16, "batch": 8}},
@@ -41,7 +62,6 @@ def island_of(mesh, devices=None, **learner):
         },
         source="test",
     )
-    return Island(config, "l0", devices)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "tensor=8", "data=8"])
@@ -69,6 +89,37 @@ def test_without_the_compiler_it_is_named(monkeypatch):
     with pytest.raises(ConfigError, match=r"no libtpu\.so") as caught:
         tpu_devices("v6e:2x4")
     assert "diloco[tpu]" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["", "h100:", "h100:0", "b9", "h100:8x2", "H100", "h100:8 "])
+def test_a_gpu_that_is_none_is_refused(name):
+    with pytest.raises(ConfigError, match="is not a GPU and a number of them") as caught:
+        gpu_devices(name)
+    assert "a100, h100, h200" in caught.value.hint
+
+
+def test_without_the_gpus_compiler_it_is_named(monkeypatch):
+    def missing(**_):
+        raise RuntimeError("Unknown backend cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    with pytest.raises(ConfigError, match="Unknown backend cuda") as caught:
+        gpu_devices("h100:8")
+    assert "diloco[cuda]" in caught.value.hint
+
+
+@gpu_compiler
+@pytest.mark.usefixtures("_nothing_kept")
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_a_learner_compiles_for_gpus_that_are_not_here(name):
+    found = gpu_devices(f"{name}:4")
+    assert {device.device_kind for device in found} == {GPUS[name].name}
+    figures = dry_run(config_of("fsdp=4"), "l0", devices=found)
+    assert (figures.platform, figures.devices) == ("gpu", 4)
+    assert figures.memory.activations > 0
+    # The view, float32, is cut over four and read to send.
+    for one in figures.fragments:
+        assert one.send.moved_bytes > one.elements
 
 
 @compiler
